@@ -1,0 +1,88 @@
+"""Architecture name -> nn.Module: every timm model, its head sized from the data, in channels_last memory."""
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+import timm
+import timm.models
+import torch
+from torch import nn
+
+from utils.errors import UserError
+
+
+def check_arch(arch: str) -> None:
+    """Raise UserError, with the closest names, unless timm knows the architecture."""
+    name = arch.partition(".")[0]  # timm writes pretrained variants as arch.tag
+    if not timm.is_model(name):
+        close = ", ".join(difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.0))
+        raise UserError(f"--arch {arch}: unknown to timm; the closest are {close}")
+
+
+def create_model(arch: str, num_classes: int, pretrained: str | None = None, image_size: int = 224) -> nn.Module:
+    """Build a network.
+
+    Args:
+        arch: timm name, optionally with a pretrained tag (`resnet50.a1_in1k`).
+        num_classes: outputs of the head.
+        pretrained: None, "timm" for timm's published weights, or a local file (.safetensors, .pt, a checkpoint of
+            Brisk); the head is left at its random start where its shape differs.
+        image_size: side of the input, for networks that are built for one size (vision transformers).
+
+    Raises:
+        UserError: unknown name, weights that cannot be had or do not fit, or a size that the network rejects.
+    """
+    check_arch(arch)
+    sized = timm.get_pretrained_cfg(arch)
+    options = {"img_size": image_size} if sized is not None and sized.fixed_input_size else {}
+    try:
+        model: nn.Module = timm.create_model(arch, pretrained=pretrained == "timm", num_classes=num_classes, **options)
+    except Exception as error:
+        if pretrained == "timm":
+            raise UserError(
+                f"--pretrained: timm's weights for {arch} cannot be had ({_first_line(error)}); give a local file"
+            ) from error
+        raise UserError(
+            f"--arch {arch}: timm cannot build it at --image-size {image_size} ({_first_line(error)})"
+        ) from error
+    if pretrained not in (None, "timm"):
+        _load_weights(model, Path(pretrained))
+    return model.to(memory_format=torch.channels_last)
+
+
+def normalization(model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation per channel, of images in [0, 1], that the network's weights were made for."""
+    settings: Any = model.pretrained_cfg
+    return tuple(settings["mean"]), tuple(settings["std"])
+
+
+def _load_weights(model: nn.Module, path: Path) -> None:
+    if not path.is_file():
+        raise UserError(f"--pretrained {path}: no such file; give a weights file, or no value for timm's weights")
+    try:
+        loaded = timm.models.load_state_dict(str(path), use_ema=True, weights_only=True)
+    except Exception as error:
+        raise UserError(f"--pretrained {path}: not a readable weights file ({_first_line(error)})") from error
+    wanted = model.state_dict()
+    settings: Any = model.pretrained_cfg
+    head = tuple(f"{name}." for name in _as_tuple(settings.get("classifier")))
+    for name in list(loaded):
+        if name.startswith(head) and name in wanted and loaded[name].shape != wanted[name].shape:
+            del loaded[name]
+    absent = [name for name in wanted if name not in loaded and not name.startswith(head)]
+    unfit = [name for name in loaded if name not in wanted or loaded[name].shape != wanted[name].shape]
+    if absent or unfit:
+        raise UserError(
+            f"--pretrained {path}: does not fit --arch ({len(absent)} weights missing, {len(unfit)} unknown or of "
+            f"another shape, first: {(absent + unfit)[0]}); give the architecture that it was trained with"
+        )
+    model.load_state_dict(loaded, strict=False)
+
+
+def _as_tuple(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value or ())
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).strip().splitlines()[0][:200]

@@ -1,0 +1,571 @@
+"""Folder of images -> iterable of Batch(images, targets). DALI is spoken only here.
+
+Every loader reads the images that `Sampler` names, so all of them see the same order, on any number of ranks, and
+can start at any batch of a run. What differs is who decodes: DALI (`dali`), DALI behind torch's DataLoader workers
+(`proxy`), Pillow and torchvision in those workers (`torch`), or nobody (`synthetic`).
+
+    train = create_train_loader(config, manifest, sampler, env, first_batch, state)
+    batch = next(train)                 # endless; train.state() continues after this batch, bit for bit
+    for batch in create_val_loader(config, manifest, env): ...   # every image once over all ranks
+"""
+
+import contextlib
+import gc
+import os
+import warnings
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import nvidia.dali as dali
+import torch
+import torch.utils.data
+from numpy.typing import NDArray
+from nvidia.dali import fn, types
+from nvidia.dali.auto_aug import auto_augment, rand_augment, trivial_augment
+from nvidia.dali.plugin.pytorch.experimental import proxy
+from nvidia.dali.types import BatchInfo
+from PIL import Image, ImageOps
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+from torchvision.transforms import v2
+
+from utils.config import TrainConfig
+from utils.dataset import Manifest
+from utils.distributed import DistEnv
+from utils.sampler import Sampler, shard
+
+DALI_VERSION: str = dali.__version__
+RATIO = (3 / 4, 4 / 3)  # aspect of a random crop, torchvision's and Inception's (arXiv:1409.4842)
+TRANSLATE = 150 / 331  # AutoAugment's largest shift, of the side (arXiv:1805.09501, figure 2)
+TRIVIAL_TRANSLATE = 32  # TrivialAugment's largest shift, pixels (arXiv:2103.10158, table 1)
+FUSED_THREADS = 8  # fewer CPU threads than this decode faster with the whole image left to the hardware decoder
+
+
+class Batch(NamedTuple):
+    """One batch on the training device.
+
+    Attributes:
+        images: uint8 (N, 3, H, W), RGB, in channels_last memory.
+        targets: int64 (N,).
+    """
+
+    images: Tensor
+    targets: Tensor
+
+
+class TrainLoader(Protocol):
+    """An endless stream of training batches."""
+
+    def __next__(self) -> Batch:
+        """The next batch, always `batch_size` images."""
+
+    def state(self) -> dict[str, Any]:
+        """What continues the stream after the last batch that was handed out."""
+
+    def close(self) -> None:
+        """End worker processes and threads."""
+
+
+class ValLoader(Protocol):
+    """This rank's share of the validation images; each `iter()` is one whole pass."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Batches of at most `batch_size` images; none at all on a rank without images."""
+
+
+def create_train_loader(
+    config: TrainConfig,
+    manifest: Manifest,
+    sampler: Sampler,
+    env: DistEnv,
+    first_batch: int = 0,
+    state: dict[str, Any] | None = None,
+) -> TrainLoader:
+    """The loader that `config.loader` names, from batch `first_batch` of the run on.
+
+    Args:
+        config: resolved, see `resolve`.
+        manifest: training split.
+        sampler: order of the images.
+        env: this process.
+        first_batch: batches of the whole run that this rank has taken already.
+        state: `TrainLoader.state()` of the checkpoint to continue, for the random draws of the augmentation.
+    """
+    if config.loader == "synthetic":
+        return SyntheticTrainLoader(config, manifest, env)
+    if config.loader == "torch":
+        return TorchTrainLoader(config, manifest, sampler, env, first_batch)
+    if config.loader == "proxy":
+        return ProxyTrainLoader(config, manifest, sampler, env, first_batch)
+    return DaliTrainLoader(config, manifest, sampler, env, first_batch, state)
+
+
+def create_val_loader(config: TrainConfig, manifest: Manifest, env: DistEnv) -> ValLoader:
+    """Validation loader; `proxy` validates through plain DALI, which is as exact and has nothing to resume."""
+    if config.loader == "synthetic":
+        return SyntheticValLoader(config, manifest, env)
+    if config.loader == "torch":
+        return TorchValLoader(config, manifest, env)
+    return DaliValLoader(config, manifest, env)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# DALI graphs
+
+
+def _decode_random_crop(jpegs: Any, config: TrainConfig, device: str) -> Any:
+    """uint8 HWC (image_size, image_size, 3): random resized crop of encoded images."""
+    size, area, ratio = config.image_size, [config.crop_scale, 1.0], list(RATIO)
+    decoder = "mixed" if device == "gpu" else "cpu"
+    if config.decode == "fused":
+        images = fn.decoders.image_random_crop(
+            jpegs,
+            device=decoder,
+            output_type=types.RGB,
+            random_area=area,
+            random_aspect_ratio=ratio,
+            hw_decoder_load=0.65,
+        )
+        return fn.resize(images, size=[size, size], interp_type=types.INTERP_LINEAR, antialias=True)
+    images = fn.decoders.image(jpegs, device=decoder, output_type=types.RGB, hw_decoder_load=0.9)
+    return fn.random_resized_crop(
+        images,
+        size=[size, size],
+        random_area=area,
+        random_aspect_ratio=ratio,
+        interp_type=types.INTERP_LINEAR,
+        antialias=True,
+    )
+
+
+def _auto_augment(images: Any, policy: str, image_size: int) -> Any:
+    # No seed: DALI would then draw operation and magnitude from one number. Black fill, as torchvision.
+    # DALI's policies use operators that DALI deprecates, and it overrides every filter to say so.
+    with warnings.catch_warnings(record=True):
+        return _apply_policy(images, policy, image_size)
+
+
+def _apply_policy(images: Any, policy: str, image_size: int) -> Any:
+    if policy == "autoaugment":
+        shift = round(TRANSLATE * image_size)
+        return auto_augment.auto_augment_image_net(images, fill_value=0, max_translate_abs=shift)
+    if policy == "randaugment":
+        shift = round(TRANSLATE * image_size)
+        return rand_augment.rand_augment(images, n=2, m=9, fill_value=0, max_translate_abs=shift)
+    if policy == "trivialaugment":
+        return trivial_augment.trivial_augment_wide(images, fill_value=0, max_translate_abs=TRIVIAL_TRANSLATE)
+    return images
+
+
+def _train_images(paths: Any, config: TrainConfig, device: str) -> Any:
+    images = _decode_random_crop(fn.io.file.read(paths), config, device)
+    images = fn.flip(images, horizontal=fn.random.coin_flip(probability=config.hflip))
+    return _auto_augment(images, config.augment, config.image_size)
+
+
+def _on_device(targets: Any, device: str) -> Any:
+    return targets.gpu() if device == "gpu" else targets
+
+
+@dali.pipeline_def(exec_dynamic=True, enable_checkpointing=True, enable_conditionals=True)  # type: ignore[untyped-decorator]
+def train_pipeline(source: Callable[[BatchInfo], Any], config: TrainConfig, device: str) -> Any:
+    """Random crop, flip and auto-augment of the files that `source` names: uint8 NHWC images, int64 (N, 1) targets."""
+    paths, targets = _read_source(source)
+    return _train_images(paths, config, device), _on_device(targets, device)
+
+
+@dali.pipeline_def(exec_dynamic=True, enable_conditionals=True)  # type: ignore[untyped-decorator]
+def proxy_pipeline(config: TrainConfig, device: str) -> Any:
+    """The images of `train_pipeline`, for a DALIServer that is fed by torch's DataLoader workers."""
+    return _train_images(fn.external_source(name="paths", no_copy=True), config, device)
+
+
+@dali.pipeline_def(exec_dynamic=True)  # type: ignore[untyped-decorator]
+def val_pipeline(source: Callable[[BatchInfo], Any], config: TrainConfig, device: str) -> Any:
+    """Resize of the shorter side and centre crop, in torchvision's exact geometry: uint8 NHWC, int64 (N, 1)."""
+    paths, targets = _read_source(source)
+    images = fn.decoders.image(
+        fn.io.file.read(paths),
+        device="mixed" if device == "gpu" else "cpu",
+        output_type=types.RGB,
+        jpeg_fancy_upsampling=True,
+    )
+    # torchvision's Resize truncates the longer side, its CenterCrop rounds half to even; DALI's own do neither.
+    shape = images.shape(dtype=types.INT32)
+    height, width = shape[0], shape[1]
+    shorter = dali.math.min(height, width)
+    height, width = config.val_resize * height // shorter, config.val_resize * width // shorter
+    images = fn.resize(
+        images,
+        size=fn.cast(fn.stack(height, width), dtype=types.FLOAT),
+        interp_type=types.INTERP_LINEAR,
+        antialias=True,
+    )
+    anchor = fn.stack(_half_to_even(height - config.image_size), _half_to_even(width - config.image_size))
+    size = [config.image_size, config.image_size]
+    images = fn.slice(images, anchor, size, axis_names="HW", normalized_anchor=False, normalized_shape=False)
+    return images, _on_device(targets, device)
+
+
+def _half_to_even(margin: Any) -> Any:
+    half = margin // 2
+    return half + (margin & 1 & half)
+
+
+def _read_source(source: Callable[[BatchInfo], Any]) -> tuple[Any, Any]:
+    """File names and targets of a batch, as `_Files` gives them."""
+    table, lengths, targets = fn.external_source(
+        source=source,
+        num_outputs=3,
+        batch=True,
+        batch_info=True,
+        dtype=[types.UINT8, types.INT32, types.INT64],
+        ndim=[1, 1, 1],
+    )
+    return fn.slice(table, 0, lengths, axes=[0]), targets
+
+
+class _Files:
+    """File names as one byte table: a batch of them is one indexing operation, not a Python object per image."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        names = [os.fsencode(manifest.path(index)) for index in range(len(manifest))]
+        self._lengths = np.array([len(name) for name in names], dtype=np.int32)
+        width = int(self._lengths.max())
+        self._table = np.array(names, dtype=f"S{width}").view(np.uint8).reshape(len(names), width)
+        self._labels = manifest.labels
+
+    def __getitem__(self, indices: NDArray[np.int64]) -> tuple[NDArray[Any], ...]:
+        return self._table[indices], self._lengths[indices, None], self._labels[indices, None]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# DALI loaders
+
+
+class DaliTrainLoader:
+    """DALI reads, decodes and augments; resumes bit for bit."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        manifest: Manifest,
+        sampler: Sampler,
+        env: DistEnv,
+        first_batch: int,
+        state: dict[str, Any] | None,
+    ) -> None:
+        files = _Files(manifest)
+        # DALI counts batches from where its own checkpoints began, which need not be the start of the run.
+        origin = self._origin = first_batch if state is None else int(state["origin"])
+        self._device = env.device
+
+        def source(info: BatchInfo) -> tuple[NDArray[Any], ...]:
+            return files[sampler.indices(origin + info.iteration)]
+
+        self._pipeline = train_pipeline(
+            source,
+            config,
+            _dali_device(env),
+            checkpoint=None if state is None else bytes(state["dali"].numpy()),
+            **_pipeline_options(config, env),
+        )
+        self._pipeline.build()
+
+    def __next__(self) -> Batch:
+        return _run(self._pipeline, self._device)
+
+    def state(self) -> dict[str, Any]:
+        # As a tensor, because bytes are not among the types that weights_only loading admits everywhere.
+        blob = torch.frombuffer(bytearray(self._pipeline.checkpoint()), dtype=torch.uint8)
+        return {"dali": blob, "origin": self._origin}
+
+    def close(self) -> None:
+        del self._pipeline
+
+
+class DaliValLoader:
+    """This rank's validation images through DALI."""
+
+    def __init__(self, config: TrainConfig, manifest: Manifest, env: DistEnv) -> None:
+        indices = shard(len(manifest), env.rank, env.world_size)
+        batches = [indices[at : at + config.batch_size] for at in range(0, len(indices), config.batch_size)]
+        self._num_batches = len(batches)
+        self._device = env.device
+        files = _Files(manifest)
+
+        def source(info: BatchInfo) -> tuple[NDArray[Any], ...]:
+            return files[batches[info.iteration % len(batches)]]  # reads ahead into the next pass
+
+        if batches:
+            self._pipeline = val_pipeline(source, config, _dali_device(env), **_pipeline_options(config, env))
+            self._pipeline.build()
+
+    def __iter__(self) -> Iterator[Batch]:
+        for _ in range(self._num_batches):
+            yield _run(self._pipeline, self._device)
+
+
+def _dali_device(env: DistEnv) -> str:
+    return "gpu" if env.device.type == "cuda" else "cpu"
+
+
+def _pipeline_options(config: TrainConfig, env: DistEnv) -> dict[str, Any]:
+    return {
+        "batch_size": config.batch_size,
+        "num_threads": config.workers,
+        "device_id": env.device.index,  # the GPU of this machine, where the data is sharded by global rank
+        "seed": config.seed + env.rank,
+        "prefetch_queue_depth": 3 if env.device.type == "cuda" else 2,
+    }
+
+
+def _run(pipeline: Any, device: torch.device) -> Batch:
+    """One batch, without a copy; on CUDA the outputs are ordered on the current stream."""
+    outputs = pipeline.run(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else pipeline.run()
+    images, targets = (from_dlpack(output.as_tensor()) for output in outputs)
+    return Batch(images.permute(0, 3, 1, 2), targets.squeeze(-1))  # NHWC seen as NCHW is channels_last
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# torch's DataLoader: with torchvision's transforms, and as DALI's feeder
+
+
+class _Order:
+    """Batches of (image, epoch) pairs from batch `first` of a run up to `last` (endless if None)."""
+
+    def __init__(self, sampler: Sampler, first: int, last: int | None = None) -> None:
+        self.sampler, self.first, self.last = sampler, first, last
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        batch = self.first
+        while self.last is None or batch < self.last:
+            epoch = self.sampler.epoch_of(batch)
+            yield [(int(index), epoch) for index in self.sampler.indices(batch)]
+            batch += 1
+
+
+class _TorchImages(torch.utils.data.Dataset[tuple[Tensor, int]]):
+    """Images through Pillow and torchvision: uint8 (3, H, W).
+
+    The random draws of an image depend on (seed, epoch, image) alone: not on the worker, the rank or a resume.
+    """
+
+    def __init__(self, config: TrainConfig, manifest: Manifest, train: bool) -> None:
+        self.manifest, self.seed = manifest, config.seed if train else None
+        self.transform = _torch_train_transform(config) if train else _torch_val_transform(config)
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int]:
+        index, epoch = key
+        with Image.open(self.manifest.path(index)) as file:
+            image = ImageOps.exif_transpose(file).convert("RGB")  # upright, as DALI decodes
+        if self.seed is None:
+            return self.transform(image), int(self.manifest.labels[index])
+        with torch.random.fork_rng(devices=[]):
+            seed = np.random.SeedSequence([self.seed, epoch, index]).generate_state(1, np.uint64)[0]
+            torch.manual_seed(int(seed >> np.uint64(1)))
+            return self.transform(image), int(self.manifest.labels[index])
+
+
+def _torch_train_transform(config: TrainConfig) -> Callable[[Image.Image], Tensor]:
+    policies: dict[str, Callable[[], torch.nn.Module]] = {
+        "autoaugment": v2.AutoAugment,
+        "randaugment": v2.RandAugment,
+        "trivialaugment": v2.TrivialAugmentWide,
+    }
+    transform: Callable[[Image.Image], Tensor] = v2.Compose(
+        [
+            v2.RandomResizedCrop(config.image_size, scale=(config.crop_scale, 1.0), ratio=RATIO),
+            v2.RandomHorizontalFlip(config.hflip),
+            *([policies[config.augment]()] if config.augment != "none" else []),
+            v2.PILToTensor(),
+        ]
+    )
+    return transform
+
+
+def _torch_val_transform(config: TrainConfig) -> Callable[[Image.Image], Tensor]:
+    steps = [v2.Resize(config.val_resize), v2.CenterCrop(config.image_size), v2.PILToTensor()]
+    transform: Callable[[Image.Image], Tensor] = v2.Compose(steps)
+    return transform
+
+
+@contextlib.contextmanager
+def _safe_fork() -> Iterator[None]:
+    """Around the start of worker processes: no garbage of this process may be collected in them.
+
+    A worker that frees a DALI pipeline which it inherited waits for threads that it did not, and aborts.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _worker_options(config: TrainConfig, env: DistEnv) -> dict[str, Any]:
+    return {"num_workers": config.workers, "pin_memory": env.device.type == "cuda"}
+
+
+def _to_device(images: Tensor, targets: Tensor, device: torch.device) -> Batch:
+    images = images.to(device, non_blocking=True).contiguous(memory_format=torch.channels_last)
+    return Batch(images, targets.to(device, non_blocking=True))
+
+
+class TorchTrainLoader:
+    """The baseline that users know: torchvision's transforms in DataLoader's workers; resumes bit for bit."""
+
+    def __init__(
+        self, config: TrainConfig, manifest: Manifest, sampler: Sampler, env: DistEnv, first_batch: int
+    ) -> None:
+        self._device = env.device
+        loader = torch.utils.data.DataLoader(
+            _TorchImages(config, manifest, train=True),
+            batch_sampler=_Order(sampler, first_batch),
+            generator=torch.Generator(),  # the workers' seeds must not draw from the run's random numbers
+            **_worker_options(config, env),
+        )
+        with _safe_fork():
+            self._batches = iter(loader)
+
+    def __next__(self) -> Batch:
+        images, targets = next(self._batches)
+        return _to_device(images, targets, self._device)
+
+    def state(self) -> dict[str, Any]:
+        return {}  # the order and every draw follow from the position
+
+    def close(self) -> None:
+        del self._batches
+
+
+class TorchValLoader:
+    """This rank's validation images through torchvision."""
+
+    def __init__(self, config: TrainConfig, manifest: Manifest, env: DistEnv) -> None:
+        self._device = env.device
+        self._loader = torch.utils.data.DataLoader(
+            _TorchImages(config, manifest, train=False),
+            sampler=[(int(index), 0) for index in shard(len(manifest), env.rank, env.world_size)],
+            batch_size=config.batch_size,
+            generator=torch.Generator(),
+            **_worker_options(config, env),
+        )
+
+    def __iter__(self) -> Iterator[Batch]:
+        with _safe_fork():
+            batches = iter(self._loader)
+        for images, targets in batches:
+            yield _to_device(images, targets, self._device)
+
+
+class _ProxyImages(torch.utils.data.Dataset[tuple[Any, int]]):
+    """File names, handed to the DALI server by each worker."""
+
+    def __init__(self, manifest: Manifest, proxy: Any) -> None:
+        self.manifest, self.proxy = manifest, proxy
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple[Any, int]:
+        index, _ = key
+        path = np.frombuffer(os.fsencode(self.manifest.path(index)), dtype=np.uint8)
+        return self.proxy(path), int(self.manifest.labels[index])
+
+
+class ProxyTrainLoader:
+    """DALI as a server behind torch's DataLoader: workers name the files, the server decodes and augments.
+
+    A server cannot be restored, so each epoch has a new one, seeded by (seed, rank, epoch): a resume at an epoch's
+    boundary is exact (with `--deterministic`, which also fixes the order in which the server takes batches). In
+    mid-epoch the images are the ones that would have come, their random draws are others.
+    """
+
+    def __init__(
+        self, config: TrainConfig, manifest: Manifest, sampler: Sampler, env: DistEnv, first_batch: int
+    ) -> None:
+        self._config, self._manifest, self._sampler, self._env = config, manifest, sampler, env
+        self._stopping = ThreadPoolExecutor(1)  # a server takes up to 5 s to stop, which the next epoch need not wait
+        self._batches = self._stream(first_batch)
+
+    def __next__(self) -> Batch:
+        return next(self._batches)
+
+    def _stream(self, batch: int) -> Generator[Batch, None, None]:
+        while True:
+            epoch = self._sampler.epoch_of(batch)
+            last = (epoch + 1) * self._sampler.batches_per_epoch
+            server = proxy.DALIServer(self._epoch_pipeline(epoch), deterministic=self._config.deterministic)
+            try:
+                yield from self._epoch(server, _Order(self._sampler, batch, last))
+            finally:
+                self._stopping.submit(server.stop_thread)
+            batch = last
+
+    def _epoch_pipeline(self, epoch: int) -> Any:
+        seed = np.random.SeedSequence([self._config.seed, self._env.rank, epoch]).generate_state(1)[0]
+        options = _pipeline_options(self._config, self._env) | {"seed": int(seed >> 1)}
+        return proxy_pipeline(self._config, _dali_device(self._env), **options)
+
+    def _epoch(self, server: Any, order: _Order) -> Iterator[Batch]:
+        loader = proxy.DataLoader(
+            server,
+            _ProxyImages(self._manifest, server.proxy),
+            batch_sampler=order,
+            generator=torch.Generator(),
+            num_workers=self._config.workers,
+        )
+        with _safe_fork():
+            batches = iter(loader)
+        server.start_thread()  # after the fork: the workers must not inherit it in the midst of something
+        for images, targets in batches:
+            yield Batch(images.permute(0, 3, 1, 2), targets.to(self._env.device, non_blocking=True))
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        self._batches.close()
+        self._stopping.shutdown()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Synthetic data
+
+
+class SyntheticTrainLoader:
+    """One batch of random images on the device, again and again: what the training step costs without a feed."""
+
+    def __init__(self, config: TrainConfig, manifest: Manifest, env: DistEnv) -> None:
+        self._batch = _random_batch(config.batch_size, config.image_size, len(manifest.classes), env.device)
+
+    def __next__(self) -> Batch:
+        return self._batch
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+class SyntheticValLoader:
+    """Random images, as many as this rank's share."""
+
+    def __init__(self, config: TrainConfig, manifest: Manifest, env: DistEnv) -> None:
+        self._num_images = len(shard(len(manifest), env.rank, env.world_size))
+        self._batch = _random_batch(config.batch_size, config.image_size, len(manifest.classes), env.device)
+
+    def __iter__(self) -> Iterator[Batch]:
+        size = len(self._batch.targets)
+        for start in range(0, self._num_images, size):
+            count = min(size, self._num_images - start)
+            yield Batch(self._batch.images[:count], self._batch.targets[:count])
+
+
+def _random_batch(batch_size: int, image_size: int, num_classes: int, device: torch.device) -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (batch_size, image_size, image_size, 3), dtype=torch.uint8, generator=generator)
+    targets = torch.randint(0, num_classes, (batch_size,), generator=generator)
+    return Batch(images.to(device).permute(0, 3, 1, 2), targets.to(device))

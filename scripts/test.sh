@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Runs the tests that need neither a GPU nor much time. Arguments go to pytest:
+#
+#   scripts/test.sh tests/test_models.py -x
+#   scripts/test.sh -m gpu                    # the last -m counts
+set -euo pipefail
+# shellcheck source=scripts/env.sh
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+
+use_environment requirements-dev.txt
+exec "$PYTHON" -m pytest -m "not gpu and not slow" "$@"

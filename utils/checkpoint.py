@@ -1,0 +1,147 @@
+"""Atomic save and restore of last.pt and best.pt, and the fingerprint that guards a resume."""
+
+import contextlib
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from utils.config import TrainConfig, flag
+from utils.dataset import Manifest
+from utils.distributed import DistEnv, gather_main
+from utils.errors import UserError
+from utils.state import TrainState, mean_buffers
+
+LAST, BEST = "last.pt", "best.pt"
+FORMAT = 1
+
+# What decides which images come next, how they look, and what fits the saved tensors. Other flags may change.
+_FINGERPRINT_FLAGS = (
+    "arch", "num_classes", "batch_size", "grad_accum_steps", "seed", "loader", "decode", "image_size", "val_resize",
+    "augment", "crop_scale", "hflip", "mixup", "cutmix", "random_erase", "optimizer",
+)  # fmt: skip
+
+
+def fingerprint(config: TrainConfig, train: Manifest, val: Manifest, env: DistEnv, dali: str) -> dict[str, Any]:
+    """What must be the same for a resume to be exact, each under the name that a refusal gives it."""
+    flags = {flag(name): getattr(config, name) for name in _FINGERPRINT_FLAGS}
+    return flags | {
+        "EMA": config.ema_decay > 0,
+        "files of train/": train.fingerprint,
+        "files of val/": val.fingerprint,
+        "classes": len(train.classes),
+        "world size": env.world_size,
+        "device": env.device.type,
+        "DALI version": dali if config.loader in ("dali", "proxy") else None,
+    }
+
+
+def check_fingerprint(path: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raise UserError, naming what differs and both values, unless the run is the one that was saved."""
+    differing = [name for name in now if saved.get(name) != now[name]]
+    if differing:
+        listed = "; ".join(f"{name}: {saved.get(name)} then, {now[name]} now" for name in differing)
+        raise UserError(
+            f"--resume {path}: this checkpoint belongs to another run ({listed}); restore these, or start anew with "
+            "another --output-dir or --resume none"
+        )
+
+
+def find(config: TrainConfig) -> Path | None:
+    """The checkpoint that `--resume` means, or None to start from scratch.
+
+    Raises:
+        UserError: a path was given that does not exist, or `--evaluate` has nothing to evaluate.
+    """
+    if config.resume not in ("auto", "none"):
+        path = Path(config.resume)
+        if not path.is_file():
+            raise UserError(f"--resume {path}: no such checkpoint; give an existing file, auto or none")
+        return path
+    path = config.output_dir / (BEST if config.evaluate and (config.output_dir / BEST).is_file() else LAST)
+    if config.resume == "auto" and path.is_file():
+        return path
+    if config.evaluate and config.pretrained is None:
+        raise UserError(f"--evaluate: no checkpoint in --output-dir {config.output_dir}; give --resume PATH")
+    return None
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read a checkpoint onto the CPU. Nothing in the file is executed.
+
+    Raises:
+        UserError: the file is damaged, or is no checkpoint of Brisk.
+    """
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        reason = (str(error) or type(error).__name__).strip().splitlines()[0][:160]
+        raise UserError(f"--resume {path}: not a readable checkpoint ({reason}); give another file") from error
+    if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
+        raise UserError(f"--resume {path}: not a checkpoint of this version of Brisk; --pretrained loads bare weights")
+    return checkpoint
+
+
+def save(
+    state: TrainState,
+    loader: dict[str, Any],
+    config: TrainConfig,
+    fingerprint: dict[str, Any],
+    is_best: bool = False,
+) -> None:
+    """Write last.pt, and best.pt with the same content if `is_best`. A collective; rank 0 writes.
+
+    Args:
+        state: the run.
+        loader: this rank's `TrainLoader.state()`.
+        config: resolved.
+        fingerprint: see `fingerprint`.
+        is_best: whether the evaluation that this checkpoint holds is the best so far.
+    """
+    ranks = gather_main(state.own(loader), state.env)
+    if ranks is None:
+        return
+    checkpoint = state.shared() | {
+        "format": FORMAT,
+        "config": config.to_dict(),
+        "fingerprint": fingerprint,
+        "ranks": ranks,
+    }
+    for name in state.modules():
+        checkpoint[name] = checkpoint[name] | mean_buffers([own["buffers"][name] for own in ranks])
+    write_atomically(checkpoint, config.output_dir / LAST)
+    if is_best:
+        link_atomically(config.output_dir / LAST, config.output_dir / BEST)
+
+
+def write_atomically(checkpoint: dict[str, Any], path: Path) -> None:
+    """Write so that `path` is, at any instant and after a crash, the old content or the new one, whole."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("wb") as file:
+        torch.save(checkpoint, file)
+        file.flush()
+        os.fsync(file.fileno())
+    _rename(temporary, path)
+
+
+def link_atomically(source: Path, path: Path) -> None:
+    """Make `path` another name of the file `source`, or a copy where the file system has no hard links."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        os.link(source, temporary)
+    except OSError:
+        shutil.copyfile(source, temporary)
+    _rename(temporary, path)
+
+
+def _rename(temporary: Path, path: Path) -> None:
+    temporary.replace(path)
+    with contextlib.suppress(OSError):  # some file systems cannot sync a folder; the rename is then as safe as it gets
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

@@ -1,0 +1,305 @@
+"""TrainConfig: every flag of the trainer, its default, unit and limits, in one flat frozen dataclass.
+
+The command line, the keys of a recipe (`--config recipe.yaml`), `config.json` and `--help` are all derived from the
+fields below, so a new flag is one new field.
+"""
+
+import dataclasses
+import difflib
+import inspect
+import json
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+import yaml
+
+from utils.errors import UserError
+
+FIRST, DATA, MODEL = "First run", "Data", "Model"
+OPTIMISATION, PRECISION, RUN = "Optimisation", "Precision", "Run"
+
+
+def _option(default: Any, panel: str, help: str, shown: str | bool = True, metavar: str | None = None) -> Any:
+    return dataclasses.field(
+        default=default, metadata={"panel": panel, "help": help, "shown": shown, "metavar": metavar}
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """One run, fully described. Frozen: what `config.json` says is what ran."""
+
+    data_dir: Path | None = _option(None, FIRST, "Folder with train/ and val/, one folder of images per class.", False)
+    output_dir: Path = _option(Path("runs/latest"), FIRST, "Where checkpoints, metrics and the summary go.")
+    arch: str = _option("resnet50", FIRST, "Any timm architecture.")
+    epochs: int = _option(90, FIRST, "Passes over the training images.")
+    batch_size: int = _option(256, FIRST, "Images per process and step.")
+    lr: float = _option(0.256, FIRST, "Learning rate per 256 images of the global batch.")
+
+    loader: Literal["dali", "proxy", "torch", "synthetic"] = _option("dali", DATA, "What feeds the network.")
+    decode: Literal["auto", "fused", "full"] = _option("auto", DATA, "What DALI decodes: the crop alone or all.")
+    image_size: int = _option(224, DATA, "Side of the network's input, pixels.")
+    val_resize: int = _option(256, DATA, "Shorter side before the centre crop, pixels.")
+    workers: int | None = _option(None, DATA, "CPU threads (torch: workers) per process.", "its share of the cores")
+    augment: Literal["none", "autoaugment", "randaugment", "trivialaugment"] = _option(
+        "none", DATA, "Policy after crop and flip."
+    )
+    crop_scale: float = _option(0.08, DATA, "Least share of the area that a random crop keeps.")
+    hflip: float = _option(0.5, DATA, "Probability of mirroring a training image.")
+    mixup: float = _option(0.0, DATA, "Mixup alpha; 0 is off.")
+    cutmix: float = _option(0.0, DATA, "CutMix alpha; 0 is off.")
+    random_erase: float = _option(0.0, DATA, "Probability of erasing a rectangle.")
+
+    pretrained: str | None = _option(None, MODEL, "timm's weights, or those in FILE.", "off", "[FILE]")
+    num_classes: int | None = _option(None, MODEL, "Outputs of the head.", "the class folders")
+    compile: bool | None = _option(None, MODEL, "torch.compile the training step.", "on CUDA")
+
+    grad_accum_steps: int = _option(1, OPTIMISATION, "Batches per optimizer step.")
+    optimizer: str = _option("sgd", OPTIMISATION, "Any timm optimizer; its sgd is Nesterov's.")
+    momentum: float = _option(0.875, OPTIMISATION, "SGD momentum.")
+    weight_decay: float = _option(1 / 32768, OPTIMISATION, "Not on biases and norms.", "1/32768")
+    warmup_epochs: float | None = _option(
+        None, OPTIMISATION, "Linear warmup, epochs; then cosine to 0.", "a tenth, at most 5"
+    )
+    label_smoothing: float = _option(0.1, OPTIMISATION, "Share of the target spread over all classes.")
+    ema_decay: float = _option(0.0, OPTIMISATION, "Moving average of the weights, e.g. 0.9999; 0 is off.")
+    clip_grad: float = _option(0.0, OPTIMISATION, "Largest norm of the gradient; 0 is off.")
+
+    amp: Literal["auto", "bf16", "fp16", "none"] = _option("auto", PRECISION, "Mixed precision.")
+    device: Literal["auto", "cuda", "cpu"] = _option("auto", PRECISION, "Where to train.")
+
+    resume: str = _option("auto", RUN, "auto: from output-dir/last.pt if it exists.", True, "auto|none|PATH")
+    checkpoint_steps: int = _option(0, RUN, "Also write last.pt every N steps; 0: each epoch.")
+    evaluate: bool = _option(False, RUN, "Only evaluate the checkpoint of --resume.")
+    seed: int = _option(0, RUN, "Of the weights, the order of images and augmentation.")
+    deterministic: bool = _option(False, RUN, "Same bits in every run; slower.")
+    log_steps: int = _option(50, RUN, "Steps between two lines of metrics.jsonl.")
+    tensorboard: bool = _option(False, RUN, "Also write TensorBoard events.")
+    timeout: float = _option(600.0, RUN, "Seconds to wait for another process.")
+    config: Path | None = _option(None, RUN, "Recipe (YAML) of these flags; the command line wins.", False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready dictionary of all fields, without the recipe that they came from."""
+        values = dataclasses.asdict(self)
+        del values["config"]
+        return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+
+    def save(self, path: Path) -> None:
+        """Write the fields as JSON; the file is itself a valid `--config`."""
+        path.write_text(json.dumps(self.to_dict(), indent=2) + "\n")
+
+
+def flag(name: str) -> str:
+    """The command-line spelling of a field: `batch_size` -> `--batch-size`."""
+    return "--" + name.replace("_", "-")
+
+
+_AT_LEAST: dict[str, float] = {
+    "epochs": 1, "batch_size": 1, "image_size": 8, "val_resize": 8, "workers": 1, "num_classes": 1,
+    "grad_accum_steps": 1, "checkpoint_steps": 0, "log_steps": 1, "seed": 0, "weight_decay": 0, "warmup_epochs": 0,
+    "mixup": 0, "cutmix": 0, "clip_grad": 0,
+}  # fmt: skip
+_BELOW_ONE = ("momentum", "label_smoothing", "ema_decay")
+_ABOVE_ZERO = ("lr", "timeout")
+
+
+def validate(config: TrainConfig) -> None:
+    """Check every value and combination that needs neither the data nor the device.
+
+    Raises:
+        UserError: naming the flag, its value and the remedy.
+    """
+    for name, least in _AT_LEAST.items():
+        value = getattr(config, name)
+        if value is not None and not least <= value < float("inf"):
+            raise UserError(f"{flag(name)} {value}: must be {least:g} or more")
+    for name in _BELOW_ONE:
+        if not 0 <= getattr(config, name) < 1:
+            raise UserError(f"{flag(name)} {getattr(config, name)}: must be at least 0 and less than 1")
+    for name in _ABOVE_ZERO:
+        if not 0 < getattr(config, name) < float("inf"):
+            raise UserError(f"{flag(name)} {getattr(config, name)}: must be more than 0 and finite")
+    if not 0 < config.crop_scale <= 1:
+        raise UserError(f"--crop-scale {config.crop_scale}: must be more than 0 and at most 1")
+    for name in ("random_erase", "hflip"):
+        if not 0 <= getattr(config, name) <= 1:
+            raise UserError(f"{flag(name)} {getattr(config, name)}: a probability, from 0 to 1")
+    if config.seed >= 2**31:
+        raise UserError(f"--seed {config.seed}: must be less than 2147483648")
+    if config.val_resize < config.image_size:
+        raise UserError(
+            f"--val-resize {config.val_resize}: smaller than --image-size {config.image_size}; the centre crop "
+            f"must fit, try --val-resize {round(config.image_size * 8 / 7)}"
+        )
+    if config.warmup_epochs is not None and config.warmup_epochs >= config.epochs:
+        raise UserError(
+            f"--warmup-epochs {config.warmup_epochs:g}: must be less than --epochs {config.epochs}; lower it"
+        )
+    if config.data_dir is None and config.loader != "synthetic":
+        raise UserError(
+            f"--data-dir is missing: give the folder that holds train/ and val/ (--loader {config.loader} "
+            "reads images; --loader synthetic needs none)"
+        )
+    if config.evaluate and config.resume == "none" and config.pretrained is None:
+        raise UserError("--evaluate with --resume none: nothing to evaluate; give --resume PATH or --pretrained")
+    if config.amp == "fp16" and config.device == "cpu":
+        raise UserError("--amp fp16 with --device cpu: the CPU has no fast float16; use --amp none or bf16")
+
+
+def parse(argv: Sequence[str]) -> TrainConfig:
+    """Command line -> validated config; prints `--help` and exits where asked to.
+
+    Raises:
+        UserError: for an unknown flag, a value of the wrong type or out of range, or a bad recipe.
+    """
+    app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+    app.command(help=_HELP, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})(
+        _command_function()
+    )
+    try:
+        result = typer.main.get_command(app).main(_bare_pretrained(argv), prog_name="train.py", standalone_mode=False)
+    except _usage_error() as error:
+        raise UserError(" ".join(error.format_message().split())) from None
+    if not isinstance(result, TrainConfig):
+        raise SystemExit(result)  # --help
+    validate(result)
+    return result
+
+
+_HELP = """Train an image classifier from a folder of images.
+
+torchrun --nproc_per_node=8 train.py --data-dir /data/imagenet
+
+One process: python train.py --data-dir DIR. The same command again resumes where it stopped.
+
+Exit status: 0 done, 1 failed, 2 wrong usage, 143 stopped by a signal after the checkpoint was written."""
+
+
+def _usage_error() -> type[Any]:
+    # typer carries click under a private name; BadParameter is the public way to click's common base class.
+    return typer.BadParameter.__mro__[2]
+
+
+def _bare_pretrained(argv: Sequence[str]) -> list[str]:
+    # click options take a value always or never; `--pretrained` alone means timm's weights.
+    following = [*argv[1:], "--"]
+    return [
+        "--pretrained=timm" if word == "--pretrained" and after.startswith("-") else word
+        for word, after in zip(argv, following, strict=True)
+    ]
+
+
+def _command_function() -> Any:
+    """A function whose signature is TrainConfig's fields, which is what Typer reads."""
+
+    def train(**values: Any) -> TrainConfig:
+        return TrainConfig(**values)
+
+    parameters = []
+    for field in dataclasses.fields(TrainConfig):
+        option = typer.Option(
+            *_spelling(field),
+            help=_help(field),
+            rich_help_panel=field.metadata["panel"],
+            show_default=field.metadata["shown"],
+            callback=_load_recipe if field.name == "config" else None,
+            is_eager=field.name == "config",
+            **_reader(field),
+        )
+        kind = inspect.Parameter.KEYWORD_ONLY
+        annotation = Annotated[field.type, option]  # type: ignore[name-defined]
+        parameters.append(inspect.Parameter(field.name, kind, default=field.default, annotation=annotation))
+    train.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    train.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return train
+
+
+def _kinds(field: dataclasses.Field[Any]) -> tuple[Any, ...]:
+    """The types that a field admits, without None: `int | None` -> (int,)."""
+    kinds = typing.get_args(field.type) if isinstance(field.type, types.UnionType) else (field.type,)
+    return tuple(kind for kind in kinds if kind is not types.NoneType)
+
+
+def _help(field: dataclasses.Field[Any]) -> str:
+    # A wide column of choices would leave no room for the text on a terminal of 80 columns.
+    choices = typing.get_args(_kinds(field)[0])
+    return " ".join([field.metadata["help"], *([", ".join(choices) + "."] if choices else [])])
+
+
+def _spelling(field: dataclasses.Field[Any]) -> tuple[str, ...]:
+    # Only a switch that can be on by default needs a spelling that turns it off.
+    both = bool in _kinds(field) and field.default is not False
+    return (f"{flag(field.name)}/--no-{flag(field.name)[2:]}",) if both else (flag(field.name),)
+
+
+def _reader(field: dataclasses.Field[Any]) -> dict[str, Any]:
+    """Typer's arguments for reading one value; our own parsers, because its messages leave out the value."""
+    (kind,) = _kinds(field)
+    if kind is bool:
+        return {}
+    if kind in (int, float):
+        wanted = "a whole number" if kind is int else "a number"
+
+        def number(text: str) -> Any:
+            try:
+                return kind(text)
+            except ValueError:
+                raise typer.BadParameter(f"{text!r} is not {wanted}") from None
+
+        return {"parser": number, "metavar": kind.__name__.upper()}
+    choices = typing.get_args(kind)
+    if choices:
+
+        def choice(text: str) -> str:
+            if text not in choices:
+                raise typer.BadParameter(f"{text!r} is not one of {', '.join(choices)}")
+            return text
+
+        return {"parser": choice, "metavar": "NAME"}
+    return {"metavar": field.metadata["metavar"] or ("PATH" if kind is Path else "NAME")}
+
+
+def _load_recipe(context: typer.Context, path: Path | None) -> Path | None:
+    """Make the recipe's values the defaults of this command line."""
+    if path is not None:
+        context.default_map = read_recipe(path)
+    return path
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """Field name -> value of a YAML (or JSON) recipe; keys may use dashes or underscores.
+
+    Raises:
+        UserError: unreadable file, unknown key (the closest one is named), or a value that is no scalar.
+    """
+    try:
+        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise UserError(f"--config {path}: cannot be read ({reason}); give a YAML file of flags") from None
+    if not isinstance(recipe or {}, dict):
+        raise UserError(f"--config {path}: must be a mapping like 'lr: 0.5', not {type(recipe).__name__}")
+    fields = {field.name: field for field in dataclasses.fields(TrainConfig) if field.name != "config"}
+    values: dict[str, Any] = {}
+    for key, value in (recipe or {}).items():
+        name = str(key).replace("-", "_")
+        if name not in fields:
+            close = difflib.get_close_matches(name, fields, n=1, cutoff=0.0)
+            raise UserError(f"--config {path}: unknown key '{key}'; the closest is '{close[0].replace('_', '-')}'")
+        if value is not None and not (name == "pretrained" and value is False):
+            values[name] = _recipe_value(path, key, value, _kinds(fields[name]))
+    return values
+
+
+def _recipe_value(path: Path, key: str, value: Any, kinds: tuple[Any, ...]) -> Any:
+    if key == "pretrained" and value is True:
+        return "timm"
+    if not isinstance(value, str | int | float) or isinstance(value, bool) != (bool in kinds):
+        wanted = "true or false" if bool in kinds else "one value"
+        raise UserError(f"--config {path}: {key}: {value!r} is not allowed; give {wanted}")
+    # As text, so that a recipe is held to the same types as the command line (2.5 is no batch size).
+    return value if isinstance(value, bool) else str(value)

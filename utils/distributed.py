@@ -1,0 +1,187 @@
+"""Processes: who am I, the process group, and the few collectives that the trainer needs."""
+
+import contextlib
+import dataclasses
+import datetime
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from utils.errors import UserError
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """What the launcher says: this process among all processes and among those of its machine."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class DistEnv:
+    """This process in the group.
+
+    Attributes:
+        rank: number among all processes, from 0; DALI's shard.
+        local_rank: number on this machine, from 0; the GPU.
+        world_size: number of processes.
+        local_world_size: number of processes on this machine.
+        device: where this process trains.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes the files and speaks to the user."""
+        return self.rank == 0
+
+
+def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
+    """Read torchrun's variables, or Slurm's where torchrun's are absent; neither means one process.
+
+    Raises:
+        UserError: a variable is missing or is not a number.
+    """
+    environ = os.environ if environ is None else environ
+    if "WORLD_SIZE" in environ:
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        fallback = {"LOCAL_WORLD_SIZE": "1"} if environ["WORLD_SIZE"] == "1" else {}
+        fallback |= {"RANK": "0", "LOCAL_RANK": "0"} if environ["WORLD_SIZE"] == "1" else {}
+    elif int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        # Of the step, not of the job: `python train.py` within an allocation of many tasks is one process.
+        names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE")
+        fallback = {}
+    else:
+        return Launch()
+    values = []
+    for name in names:
+        text = environ.get(name, fallback.get(name))
+        match = re.match(r"\d+", text or "")
+        if match is None:
+            raise UserError(f"{name} {text!r} in the environment: must be a number; start with torchrun or srun")
+        values.append(int(match.group()))
+    return Launch(*values)
+
+
+def _rendezvous(environ: Mapping[str, str]) -> str:
+    """Address of rank 0: torchrun's MASTER_ADDR, or the first host of a Slurm step."""
+    if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
+        return f"tcp://{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+    hosts = environ.get("SLURM_STEP_NODELIST", "")
+    first = re.match(r"([^\[,]+)(?:\[(\d+))?([^\[,\]]*)", hosts)  # node[03-05,9].lan,... -> node03
+    if first is None or "SLURM_JOB_ID" not in environ:
+        raise UserError("MASTER_ADDR and MASTER_PORT are missing in the environment; start with torchrun or srun")
+    port = 20000 + int(environ["SLURM_JOB_ID"]) % 20000
+    return f"tcp://{first[1]}{first[2] or ''}:{port}"
+
+
+def choose_device(choice: str, launch: Launch) -> torch.device:
+    """`--device` -> the device of this process.
+
+    Raises:
+        UserError: CUDA asked for and absent, or fewer GPUs than processes.
+    """
+    gpus = torch.cuda.device_count()
+    if choice == "cpu" or (choice == "auto" and gpus == 0):
+        return torch.device("cpu")
+    if gpus == 0:
+        raise UserError("--device cuda: no usable GPU here; use --device cpu, or check nvidia-smi and the driver")
+    if launch.local_rank >= gpus:
+        raise UserError(
+            f"--nproc_per_node {launch.local_world_size}: this machine has {gpus} GPUs; start one process per GPU"
+        )
+    return torch.device("cuda", launch.local_rank)
+
+
+@contextlib.contextmanager
+def process_group(device_choice: str, timeout: float) -> Iterator[DistEnv]:
+    """The group of all processes, torn down at the end and on an error.
+
+    Collectives on CPU tensors go through gloo, on CUDA tensors through NCCL.
+
+    Args:
+        device_choice: auto, cuda or cpu.
+        timeout: seconds after which a collective that another process does not join is an error.
+    """
+    launch = read_launch()
+    device = choose_device(device_choice, launch)
+    env = DistEnv(**dataclasses.asdict(launch), device=device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if env.world_size == 1:
+        yield env
+        return
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        init_method=_rendezvous(os.environ) if "MASTER_ADDR" not in os.environ else "env://",
+        rank=env.rank,
+        world_size=env.world_size,
+        timeout=datetime.timedelta(seconds=timeout),
+    )
+    try:
+        yield env
+    finally:
+        dist.destroy_process_group()
+
+
+def all_reduce_sum(tensor: Tensor) -> Tensor:
+    """Sum of `tensor` over all processes, in place."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def gather(value: T, env: DistEnv) -> list[T]:
+    """`value` of every rank, in rank order, on every rank."""
+    if env.world_size == 1:
+        return [value]
+    values: list[Any] = [None] * env.world_size
+    dist.all_gather_object(values, value)
+    return values
+
+
+def gather_main(value: T, env: DistEnv) -> list[T] | None:
+    """`value` of every rank, in rank order, on rank 0; None on the others."""
+    if env.world_size == 1:
+        return [value]
+    values: list[Any] | None = [None] * env.world_size if env.is_main else None
+    dist.gather_object(value, values)
+    return values
+
+
+def raise_together(error: UserError | None, env: DistEnv) -> None:
+    """Raise on every rank what any rank found wrong, so that none is left waiting for the others."""
+    for found in gather(str(error) if error else None, env):
+        if found is not None:
+            raise UserError(found)
+
+
+@torch.no_grad()
+def average_buffers(module: nn.Module, env: DistEnv) -> None:
+    """Replace floating-point buffers (batch norm's running statistics) by their mean over the ranks.
+
+    Each rank gathers statistics of its own images; evaluation must not depend on which rank it runs.
+    """
+    buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
+    if env.world_size == 1 or not buffers:
+        return
+    flat = torch.cat([buffer.flatten().double() for buffer in buffers])
+    all_reduce_sum(flat).div_(env.world_size)
+    means = torch.split(flat, [buffer.numel() for buffer in buffers])
+    for buffer, mean in zip(buffers, means, strict=True):
+        buffer.copy_(mean.view_as(buffer))

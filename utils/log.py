@@ -1,0 +1,136 @@
+"""What people and scripts see: rank 0's console, progress bar, metrics.jsonl, TensorBoard."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from utils.distributed import DistEnv
+
+METRICS = "metrics.jsonl"
+
+
+class Log:
+    """Writes on rank 0 and does nothing elsewhere, so that callers need not ask who they are.
+
+    Args:
+        output_dir: folder of metrics.jsonl and of TensorBoard's events.
+        env: this process.
+        epochs: of the whole run, for the bar.
+        steps_per_epoch: likewise.
+        tensorboard: whether to write events too.
+    """
+
+    def __init__(self, output_dir: Path, env: DistEnv, epochs: int, steps_per_epoch: int, tensorboard: bool) -> None:
+        self._path = output_dir / METRICS
+        self._active = env.is_main
+        self._epochs, self._steps_per_epoch = epochs, steps_per_epoch
+        self._bar: tqdm[Any] | None = None
+        self._events: Any = None
+        if tensorboard and self._active:
+            from torch.utils.tensorboard import SummaryWriter  # slow to import, and only on request
+
+            self._events = SummaryWriter(str(output_dir / "tensorboard"))
+
+    def say(self, text: str) -> None:
+        """A line for the user, above the bar if there is one."""
+        if self._active:
+            tqdm.write(text, file=sys.stdout)
+            sys.stdout.flush()
+
+    def rewind(self, epoch: int, step: int) -> None:
+        """Drop records after a position, written by a launch that went on past the checkpoint and was lost.
+
+        Args:
+            epoch: epochs that are evaluated.
+            step: steps that are taken.
+        """
+        if not self._active:
+            return
+        lines = self._path.read_text().splitlines() if self._path.is_file() else []
+        kept = [line for line in lines if _is_before(line, epoch, step)]
+        temporary = self._path.with_name(f".{METRICS}.tmp")
+        temporary.write_text("".join(line + "\n" for line in kept))
+        temporary.replace(self._path)
+
+    def record(self, values: dict[str, Any]) -> None:
+        """Append one object to metrics.jsonl, and its numbers to TensorBoard."""
+        if not self._active:
+            return
+        with self._path.open("a") as file:
+            file.write(json.dumps(values) + "\n")
+        if self._events is not None:
+            for name in values.keys() - {"epoch", "step"}:
+                self._events.add_scalar(name, values[name], values["step"])
+            self._events.flush()
+
+    def start_epoch(self, epoch: int, step: int) -> None:
+        """A fresh bar on a terminal; nothing elsewhere.
+
+        Args:
+            epoch: epochs that are done.
+            step: steps that are done, of the whole run.
+        """
+        self._close_bar()
+        if self._active and sys.stderr.isatty():
+            self._bar = tqdm(
+                total=self._steps_per_epoch,
+                initial=step - epoch * self._steps_per_epoch,
+                desc=f"epoch {epoch + 1}/{self._epochs}",
+                unit="step",
+                dynamic_ncols=True,
+            )
+
+    def advance(self) -> None:
+        """One step on the bar."""
+        if self._bar is not None:
+            self._bar.update()
+
+    def train(self, values: dict[str, Any]) -> None:
+        """A log interval: to the files, and to the bar or, without a terminal, as a line."""
+        self.record(values)
+        shown = {
+            "loss": f"{values['train/loss']:.4f}",
+            "images/s": f"{values['images_per_second']:,.0f}",
+            "data wait": f"{values['data_wait']:.1%}",
+        }
+        if self._bar is not None:
+            self._bar.set_postfix(shown)
+        else:
+            done = values["step"] - (values["epoch"] - 1) * self._steps_per_epoch
+            facts = "  ".join(f"{name} {value}" for name, value in shown.items())
+            self.say(
+                f"epoch {values['epoch']}/{self._epochs}  step {done}/{self._steps_per_epoch}  {facts}"
+                f"  lr {values['lr']:.4g}"
+            )
+
+    def evaluation(self, values: dict[str, Any]) -> None:
+        """An evaluation: to the files, and as a line."""
+        self._close_bar()
+        self.record(values)
+        ema = f"  EMA top-1 {values['val/ema_top1']:.2f} %" if "val/ema_top1" in values else ""
+        self.say(
+            f"epoch {values['epoch']}/{self._epochs}  val top-1 {values['val/top1']:.2f} %  "
+            f"top-5 {values['val/top5']:.2f} %  loss {values['val/loss']:.4f}  on {values['val/count']:,} images{ema}"
+        )
+
+    def _close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def close(self) -> None:
+        """End the bar and TensorBoard's file."""
+        self._close_bar()
+        if self._events is not None:
+            self._events.close()
+
+
+def _is_before(line: str, epoch: int, step: int) -> bool:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError:
+        return False  # cut off by a crash
+    return bool(record["epoch"] <= epoch if "val/top1" in record else record["step"] <= step)

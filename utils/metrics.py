@@ -1,0 +1,127 @@
+"""Meter: what one log interval adds up to, kept on the device until it is read."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from utils.distributed import DistEnv, all_reduce_sum
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """One log interval over all ranks.
+
+    Attributes:
+        loss: mean over the images.
+        images_per_second: over all ranks, by wall time.
+        data_wait: share of the wall time, 0 to 1, in which the device had nothing to do because input was late; the
+            mean over the ranks.
+    """
+
+    loss: float
+    images_per_second: float
+    data_wait: float
+
+
+@dataclasses.dataclass
+class Totals:
+    """Training so far, over all launches of a run: without evaluation, and without the first interval of a launch.
+
+    That interval holds the compilation and the filling of the queues, which a longer run would not notice.
+    """
+
+    images: float = 0.0
+    seconds: float = 0.0
+    wait: float = 0.0
+
+    @property
+    def images_per_second(self) -> float:
+        """Mean over all ranks' images; 0 before the second interval."""
+        return self.images / self.seconds if self.seconds else 0.0
+
+    @property
+    def data_wait(self) -> float:
+        """Share of the time, 0 to 1."""
+        return self.wait / self.seconds if self.seconds else 0.0
+
+
+class Meter:
+    """Sums of loss, images and waiting time between two reads."""
+
+    def __init__(self, env: DistEnv) -> None:
+        self.totals = Totals()
+        self._env = env
+        self._loss = torch.zeros((), dtype=torch.float64, device=env.device)  # sum over images
+        self._images = 0
+        self._waits: list[tuple[Any, Any]] = []
+        self._timed_images = 0
+        self._started = time.perf_counter()
+        self._warm = False
+
+    def start(self) -> None:
+        """Begin timing, after a pause (evaluation, a checkpoint) that is not training."""
+        self._waits.clear()
+        self._timed_images = 0
+        self._started = time.perf_counter()
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around taking the next batch.
+
+        On CUDA both ends are events on the training stream: the first is reached when the device has finished all
+        earlier steps, the second when the batch is there, so a batch that is early costs nothing even if the host
+        waits for it. On the CPU, host time.
+        """
+        start = self._mark()
+        yield
+        self._waits.append((start, self._mark()))
+
+    def update(self, loss: Tensor, images: int) -> None:
+        """Add one batch; `loss` is its mean, a scalar on the device, and is not waited for."""
+        self._loss += loss.detach() * images
+        self._images += images
+        self._timed_images += images
+
+    def read(self) -> Interval:
+        """Sum over all ranks and begin the next interval. Waits for the device; a collective."""
+        wait = 0.0
+        if self._env.device.type == "cuda":
+            torch.cuda.synchronize(self._env.device)
+            wait = sum(start.elapsed_time(end) for start, end in self._waits) / 1000
+        else:
+            wait = sum(end - start for start, end in self._waits)
+        seconds = time.perf_counter() - self._started
+        own = torch.tensor([self._images, self._timed_images, wait / seconds], dtype=torch.float64)
+        loss, images, timed, share = all_reduce_sum(torch.cat([self._loss.cpu().view(1), own])).tolist()
+        share /= self._env.world_size
+        if self._warm:
+            self.totals.images += timed
+            self.totals.seconds += seconds
+            self.totals.wait += share * seconds
+        self._warm = True
+        self._loss.zero_()
+        self._images = 0
+        self.start()
+        return Interval(loss / images, timed / seconds, share)
+
+    def _mark(self) -> Any:
+        if self._env.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def state_dict(self) -> dict[str, Any]:
+        """The interval under way on this rank, and the totals."""
+        return {"loss": self._loss.item(), "images": self._images, "totals": dataclasses.asdict(self.totals)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Undo of `state_dict`."""
+        self._loss.fill_(state["loss"])
+        self._images = state["images"]
+        self.totals = Totals(**state["totals"])

@@ -1,0 +1,56 @@
+"""Parameter groups, optimizer, and the learning rate: scaled by the global batch, linear warmup, then cosine."""
+
+import difflib
+
+import timm.optim
+from timm.scheduler.cosine_lr import CosineLRScheduler
+from torch import nn
+from torch.optim import Optimizer
+
+from utils.config import TrainConfig
+from utils.errors import UserError
+
+LR_BATCH = 256  # --lr is given per this many images (Goyal et al. 2017, arXiv:1706.02677, section 2.1)
+
+
+def scaled_lr(lr: float, global_batch_size: int) -> float:
+    """Linear scaling rule: `lr` per 256 images times `global_batch_size / 256`."""
+    return lr * global_batch_size / LR_BATCH
+
+
+def check_optimizer(name: str) -> None:
+    """Raise UserError, with the closest names, unless timm knows the optimizer."""
+    known = timm.optim.list_optimizers()
+    if name not in known:
+        close = ", ".join(difflib.get_close_matches(name, known, n=3, cutoff=0.0))
+        raise UserError(f"--optimizer {name}: unknown to timm; the closest are {close}")
+
+
+def create_optimizer(config: TrainConfig, model: nn.Module, global_batch_size: int) -> Optimizer:
+    """timm's optimizer over two groups: weight decay on matrices and kernels, none on biases and norms."""
+    optimizer: Optimizer = timm.optim.create_optimizer_v2(
+        model,
+        opt=config.optimizer,
+        lr=scaled_lr(config.lr, global_batch_size),
+        momentum=config.momentum,
+        weight_decay=config.weight_decay,
+        filter_bias_and_bn=True,
+    )
+    return optimizer
+
+
+def create_schedule(config: TrainConfig, optimizer: Optimizer, steps_per_epoch: int) -> CosineLRScheduler:
+    """Linear warmup from 0 over `warmup_epochs`, then half a cosine to 0 at the last step.
+
+    `step_update(step)` sets the rate of that step (from 0): the schedule is a function of the step and has no state.
+    """
+    assert config.warmup_epochs is not None, "resolved before training"
+    total_steps = config.epochs * steps_per_epoch
+    warmup_steps = min(round(config.warmup_epochs * steps_per_epoch), total_steps - 1)
+    return CosineLRScheduler(
+        optimizer,
+        t_initial=max(1, total_steps - warmup_steps),
+        warmup_t=warmup_steps,
+        warmup_prefix=True,
+        t_in_epochs=False,
+    )

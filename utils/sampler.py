@@ -1,0 +1,77 @@
+"""Which images a rank reads at each batch: a pure function of (seed, epoch, batch).
+
+Nothing here has a state to save or to lose. A resumed run, another rank and another loader compute the same order,
+and the images of one optimizer step do not depend on how many processes share it.
+"""
+
+import dataclasses
+import functools
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampler:
+    """Order of the training images.
+
+    Every epoch is a new permutation of all images, cut into steps of `world_size * batches_per_step * batch_size`.
+    The rest, less than one step, is left out; as the permutation changes, it is another rest each epoch. So every
+    rank takes the same number of batches and no image is seen twice in an epoch.
+
+    Attributes:
+        num_images: images in the split.
+        batch_size: images per process and batch.
+        batches_per_step: batches per optimizer step (gradient accumulation).
+        rank, world_size: this process among all.
+        seed: the run's seed.
+    """
+
+    num_images: int
+    batch_size: int
+    batches_per_step: int = 1
+    rank: int = 0
+    world_size: int = 1
+    seed: int = 0
+
+    @property
+    def global_batch_size(self) -> int:
+        """Images per optimizer step, over all processes and accumulated batches."""
+        return self.batch_size * self.batches_per_step * self.world_size
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps per epoch, the same on every rank."""
+        return self.num_images // self.global_batch_size
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Batches per epoch and process."""
+        return self.steps_per_epoch * self.batches_per_step
+
+    def epoch_of(self, batch: int) -> int:
+        """Epoch, from 0, of the run's batch number `batch`, from 0."""
+        return batch // self.batches_per_epoch
+
+    def indices(self, batch: int) -> NDArray[np.int64]:
+        """Images of this rank's batch number `batch` (from 0, counted over the whole run): int64 (batch_size,)."""
+        epoch, position = divmod(batch, self.batches_per_epoch)
+        start = (position * self.world_size + self.rank) * self.batch_size
+        return permutation(self.num_images, self.seed, epoch)[start : start + self.batch_size]
+
+
+@functools.lru_cache(maxsize=2)  # a loader that reads ahead needs the next epoch's before this one is done
+def permutation(num_images: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Permutation of `range(num_images)` for one epoch: int64 (num_images,), read-only.
+
+    NumPy promises that RandomState's stream never changes (NEP 19), so a checkpoint outlives NumPy's releases.
+    """
+    random = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([seed, epoch])))
+    order = random.permutation(num_images).astype(np.int64, copy=False)
+    order.setflags(write=False)
+    return order
+
+
+def shard(num_images: int, rank: int, world_size: int) -> NDArray[np.int64]:
+    """Validation images of one rank, in order: every image on exactly one rank, no rank more than one ahead."""
+    return np.arange(rank, num_images, world_size, dtype=np.int64)
