@@ -40,17 +40,21 @@ def create_optimizer(config: TrainConfig, model: nn.Module, global_batch_size: i
 
 
 def create_schedule(config: TrainConfig, optimizer: Optimizer, steps_per_epoch: int) -> CosineLRScheduler:
-    """Linear warmup from 0 over `warmup_epochs`, then half a cosine to 0 at the last step.
+    """Linear warmup over `warmup_epochs`, then half a cosine towards 0 after the last step.
+
+    With W warmup steps the first step has 1/W of the peak, as a rate of 0 would waste it.
 
     `step_update(step)` sets the rate of that step (from 0): the schedule is a function of the step and has no state.
     """
     assert config.warmup_epochs is not None, "resolved before training"
     total_steps = config.epochs * steps_per_epoch
     warmup_steps = min(round(config.warmup_epochs * steps_per_epoch), total_steps - 1)
+    peak = optimizer.param_groups[0]["lr"]
     return CosineLRScheduler(
         optimizer,
         t_initial=max(1, total_steps - warmup_steps),
         warmup_t=warmup_steps,
+        warmup_lr_init=peak / max(1, warmup_steps),
         warmup_prefix=True,
         t_in_epochs=False,
     )

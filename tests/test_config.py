@@ -1,0 +1,166 @@
+"""One set of flags: command line over recipe over default, and a --help that a person can read."""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+from utils.config import FIRST, TrainConfig, flag, parse
+
+FIELDS = dataclasses.fields(TrainConfig)
+# A value other than the default for every field, so that none can be forgotten on the way.
+OTHER: dict[str, Any] = {
+    "data_dir": Path("some/images"), "output_dir": Path("some/run"), "arch": "resnet18", "epochs": 7,
+    "batch_size": 12, "lr": 3e-05, "loader": "torch", "decode": "full", "image_size": 64, "val_resize": 72,
+    "workers": 3, "augment": "randaugment", "crop_scale": 0.25, "hflip": 0.25, "mixup": 0.2, "cutmix": 1.0,
+    "random_erase": 0.1, "pretrained": "timm", "num_classes": 11, "compile": False, "grad_accum_steps": 2,
+    "optimizer": "lamb", "momentum": 0.9, "weight_decay": 1e-4, "warmup_epochs": 0.5, "label_smoothing": 0.0,
+    "ema_decay": 0.9999, "clip_grad": 1.0, "amp": "none", "device": "cpu", "resume": "none",
+    "checkpoint_steps": 100, "evaluate": True, "seed": 42, "deterministic": True, "log_steps": 5,
+    "tensorboard": True, "timeout": 60.0,
+}  # fmt: skip
+
+
+def recipe(folder: Path, text: str) -> str:
+    path = folder / "recipe.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_command_line_over_recipe_over_default(tmp_path: Path) -> None:
+    path = recipe(tmp_path, "data-dir: images\nepochs: 3\nlr: 0.5\ncompile: true\nloader: torch\nevaluate: true\n")
+    config = parse(["--lr", "0.25", "--config", path, "--no-compile", "--loader", "proxy"])
+    assert (config.lr, config.compile, config.loader) == (0.25, False, "proxy")  # command line
+    assert (config.epochs, config.data_dir, config.evaluate) == (3, Path("images"), True)  # recipe
+    assert (config.batch_size, config.momentum) == (TrainConfig.batch_size, TrainConfig.momentum)  # default
+
+
+@pytest.mark.parametrize("name", ["deterministic", "evaluate", "tensorboard", "compile"])
+def test_command_line_turns_off_what_a_recipe_turns_on(tmp_path: Path, name: str) -> None:
+    path = recipe(tmp_path, f"data-dir: images\n{name}: true\n")
+    assert getattr(parse(["--config", path]), name) is True
+    assert getattr(parse(["--config", path, f"--no-{name}"]), name) is False
+
+
+@pytest.mark.parametrize("key", ["label-smoothing", "label_smoothing"])
+def test_keys_with_dashes_or_underscores(tmp_path: Path, key: str) -> None:
+    assert parse(["--config", recipe(tmp_path, f"data_dir: images\n{key}: 0.25\n")]).label_smoothing == 0.25
+
+
+def test_yaml_reads_floats_that_yaml_1_1_calls_text(tmp_path: Path) -> None:
+    config = parse(["--config", recipe(tmp_path, "data-dir: images\nlr: 3e-4\nweight-decay: 1E-5\nepochs: 10\n")])
+    assert (config.lr, config.weight_decay, config.epochs) == (0.0003, 0.00001, 10)
+
+
+def test_empty_recipe_and_null_change_nothing(tmp_path: Path) -> None:
+    assert parse(["--data-dir", "images"]) == TrainConfig(data_dir=Path("images"))
+    for text in ("", "# nothing\n", "epochs: null\nlr:\npretrained: false\n"):
+        path = recipe(tmp_path, text)
+        assert parse(["--data-dir", "images", "--config", path]) == TrainConfig(
+            data_dir=Path("images"), config=Path(path)
+        )
+
+
+def test_every_flag_reaches_its_field() -> None:
+    words = []
+    for name, value in OTHER.items():
+        words += [flag(name)] if value is True else [f"--no-{flag(name)[2:]}"] if value is False else []
+        words += [] if isinstance(value, bool) else [flag(name), str(value)]
+    words[words.index("--resume") + 1] = "some.pt"  # `--evaluate --resume none` is refused without weights
+    assert parse(words).to_dict() == TrainConfig(**OTHER | {"resume": "some.pt"}).to_dict()
+
+
+def test_saved_config_is_a_recipe_of_the_same_run(tmp_path: Path) -> None:
+    config = TrainConfig(**OTHER)
+    assert OTHER.keys() == {field.name for field in FIELDS} - {"config"}
+    assert not [field.name for field in FIELDS if field.name in OTHER and OTHER[field.name] == field.default]
+    for saved in (config, TrainConfig(data_dir=Path("images"), weight_decay=1 / 32768)):
+        saved.save(tmp_path / "config.json")
+        read = parse(["--config", str(tmp_path / "config.json")])
+        assert dataclasses.replace(read, config=None) == saved
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--pretrained"], "timm"),
+        (["--pretrained", "--epochs", "2"], "timm"),
+        (["--pretrained", "--config", "/dev/null"], "timm"),
+        (["--pretrained", "weights.pt"], "weights.pt"),
+        (["--pretrained=weights.pt", "--epochs", "2"], "weights.pt"),
+        (["--pretrained", "weights.pt", "--pretrained"], "timm"),
+        ([], None),
+    ],
+)
+def test_pretrained_with_and_without_file(words: list[str], expected: str | None) -> None:
+    config = parse(["--data-dir", "images", *words])
+    assert config.pretrained == expected
+    assert config.epochs == (2 if "--epochs" in words else TrainConfig.epochs)
+
+
+@pytest.mark.parametrize(("value", "expected"), [("true", "timm"), ("false", None), ("weights.pt", "weights.pt")])
+def test_pretrained_in_a_recipe(tmp_path: Path, value: str, expected: str | None) -> None:
+    path = recipe(tmp_path, f"data-dir: images\npretrained: {value}\n")
+    assert parse(["--config", path]).pretrained == expected
+
+
+def test_config_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        TrainConfig().epochs = 3  # type: ignore[misc]
+
+
+@pytest.fixture(scope="module")
+def help_text() -> str:
+    """What --help prints on a terminal of 100 columns."""
+    code = "from utils.config import parse; parse(['--help'])"
+    colours = ("GITHUB_ACTIONS", "FORCE_COLOR", "PY_COLORS", "TERMINAL_WIDTH")  # what typer would obey
+    environ = {name: value for name, value in os.environ.items() if name not in colours}
+    environ |= {"COLUMNS": "100", "PYTHONIOENCODING": "utf-8"}
+    words = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(words, cwd=ROOT, env=environ, capture_output=True, encoding="utf-8", timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def listed_flags(text: str) -> list[str]:
+    return re.findall(r"^│ (--[a-z-]+) ", text, re.MULTILINE)
+
+
+def test_help_lists_every_flag_once(help_text: str) -> None:
+    assert sorted(listed_flags(help_text)) == sorted(["--help", *(flag(field.name) for field in FIELDS)])
+
+
+def test_help_fits_the_terminal(help_text: str) -> None:
+    lines = help_text.splitlines()
+    assert len(lines) <= 100
+    assert max(map(len, lines)) <= 100
+    assert "…" not in help_text  # nothing is cut off
+
+
+def test_help_begins_with_the_first_run(help_text: str) -> None:
+    panels = re.split(r"^╭─ (.+?) ─+╮$", help_text, flags=re.MULTILINE)
+    names, bodies = panels[1::2], panels[2::2]
+    assert names[:2] == ["Options", FIRST]  # Options holds --help alone
+    assert listed_flags(bodies[0]) == ["--help"]
+    assert listed_flags(bodies[1]) == ["--data-dir", "--output-dir", "--arch", "--epochs", "--batch-size", "--lr"]
+
+
+def test_help_states_defaults_choices_and_exit_statuses(help_text: str) -> None:
+    text = " ".join(help_text.replace("│", " ").split())
+    for fragment in ("[default: resnet50]", "[default: 0.256]", "auto, bf16, fp16, none.", "torchrun", "2 wrong usage"):
+        assert fragment in text
+
+
+@pytest.mark.parametrize("field", FIELDS, ids=lambda field: str(field.name))
+def test_every_field_explains_itself(field: dataclasses.Field[Any]) -> None:
+    assert re.fullmatch(r"\S.*\S\.", field.metadata["help"])
+    optional = isinstance(field.type, types.UnionType) and types.NoneType in typing.get_args(field.type)
+    assert (field.default is None) == optional

@@ -1,0 +1,71 @@
+"""Every validation image counts once, whatever the ranks and the batch size."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import pipelines
+from tests.conftest import TINY, Finished
+from utils.config import TrainConfig
+from utils.dataset import scan_splits
+from utils.distributed import DistEnv
+from utils.evaluate import evaluate
+
+
+@pytest.mark.dist
+def test_41_images_on_1_2_3_processes(data: Path, tmp_path: Path, launch: Callable[..., Finished]) -> None:
+    flags = ("--data-dir", data, *TINY, "--output-dir", tmp_path)
+    trained = launch(*flags, "--epochs", 2, "--batch-size", 8)
+    assert trained.status == 0, trained.err
+    results = []
+    for processes, batch_size in [(1, 4), (1, 20), (2, 4), (2, 20), (3, 4), (3, 20)]:
+        done = launch(*flags, "--evaluate", "--batch-size", batch_size, processes=processes)
+        assert done.status == 0, done.err
+        results.append(json.loads((tmp_path / "evaluation.json").read_text()))
+    assert {result["count"] for result in results} == {41}
+    assert len({(result["top1"], result["top5"]) for result in results}) == 1
+    assert max(result["loss"] for result in results) == pytest.approx(min(result["loss"] for result in results))
+
+
+class Brightest(nn.Module):
+    """Tells the classes of the tests' data by their brightest channel; blue, green, red are 0, 1, 2."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images.mean(dim=(2, 3)).flip(1)
+
+
+@pytest.mark.parametrize("loader", ["dali", "torch"])
+def test_counts_are_right(data: Path, cpu: DistEnv, loader: str) -> None:
+    _, val = scan_splits(data)
+    config = TrainConfig(loader=loader, batch_size=4, image_size=32, val_resize=36, workers=1)  # type: ignore[arg-type]
+    batches = pipelines.create_val_loader(config, val, cpu)
+    result = evaluate(Brightest(), batches, lambda images: images.float() / 255, 41, cpu, torch.float32)
+    assert result["top1"] == 100.0
+    wrong = evaluate(nn.Sequential(Brightest(), Shift()), batches, lambda x: x.float() / 255, 41, cpu, torch.float32)
+    assert wrong["top1"] == 0.0
+    assert wrong["top5"] == 100.0  # of three classes, all are among the top five
+    assert wrong["count"] == 41
+
+
+class Shift(nn.Module):
+    def forward(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.roll(1, dims=1)
+
+
+def test_lost_images_fail_the_run(data: Path, cpu: DistEnv) -> None:
+    _, val = scan_splits(data)
+    config = TrainConfig(batch_size=4, image_size=32, val_resize=36, workers=1)
+    batches = list(pipelines.create_val_loader(config, val, cpu))
+    with pytest.raises(RuntimeError, match="saw 37 images, but val/ holds 41"):
+        evaluate(Brightest(), batches[1:], lambda images: images.float(), 41, cpu, torch.float32)
+
+
+def test_the_model_keeps_its_mode(data: Path, cpu: DistEnv) -> None:
+    model = Brightest().train()
+    images, targets = torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
+    evaluate(model, [(images, targets)], lambda images: images.float(), 2, cpu, torch.float32)
+    assert model.training

@@ -1,0 +1,119 @@
+"""On a real GPU: what the loaders hand over, and exact resume. Run by scripts/gpu_check.sh."""
+
+import dataclasses
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import pipelines
+from tests.conftest import TINY, Finished, assert_same, read_checkpoint, read_metrics
+from utils.config import TrainConfig
+from utils.dataset import scan_splits
+from utils.distributed import DistEnv
+from utils.sampler import Sampler
+
+pytestmark = pytest.mark.gpu
+
+POLICIES = ("none", "autoaugment", "randaugment", "trivialaugment")
+FLAGS = tuple(word if word != "cpu" else "cuda" for word in TINY)
+
+
+@pytest.fixture
+def gpu() -> DistEnv:
+    return DistEnv(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cuda", 0))
+
+
+def config_for(loader: str, **values: object) -> TrainConfig:
+    base = TrainConfig(batch_size=8, image_size=32, val_resize=36, workers=2, loader="dali", decode="fused")
+    return dataclasses.replace(base, **({"loader": loader} | values))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("loader", "decode", "augment"),
+    [("dali", decode, augment) for decode in ("fused", "full") for augment in POLICIES]
+    + [("torch", "fused", "none"), ("proxy", "fused", "none"), ("synthetic", "fused", "none")],
+)
+def test_first_batch_is_on_the_gpu_in_channels_last(
+    data: Path, gpu: DistEnv, loader: str, decode: str, augment: str
+) -> None:
+    config = config_for(loader, decode=decode, augment=augment)
+    train, _ = scan_splits(data)
+    sampler = Sampler(len(train), config.batch_size)
+    stream = pipelines.create_train_loader(config, train, sampler, gpu)
+    images, targets = next(stream)
+    assert images.shape == (8, 3, 32, 32)
+    assert images.dtype == torch.uint8
+    assert images.device == gpu.device
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    assert targets.dtype == torch.int64
+    assert targets.device == gpu.device
+    if loader != "synthetic":
+        assert targets.tolist() == train.labels[sampler.indices(0)].tolist()
+    assert images.float().std() > 10, "a picture, not a blank"
+    stream.close()
+
+
+@pytest.mark.parametrize("decode", ["fused", "full"])
+@pytest.mark.parametrize("augment", POLICIES)
+def test_dali_continues_bit_for_bit(data: Path, gpu: DistEnv, decode: str, augment: str) -> None:
+    config = config_for("dali", decode=decode, augment=augment)
+    train, _ = scan_splits(data)
+    sampler = Sampler(len(train), config.batch_size)
+    stream = pipelines.create_train_loader(config, train, sampler, gpu)
+    for _ in range(3):
+        next(stream)
+    state = stream.state()
+    expected = [next(stream).images.cpu() for _ in range(6)]  # across the end of an epoch of 5 batches
+    resumed = pipelines.create_train_loader(config, train, sampler, gpu, 3, state)
+    for index, images in enumerate(expected):
+        assert torch.equal(next(resumed).images.cpu(), images), index
+
+
+def test_validation_images_are_torchvisions(data: Path, gpu: DistEnv) -> None:
+    _, val = scan_splits(data)
+    ours, theirs = (
+        torch.cat([batch.images.cpu() for batch in pipelines.create_val_loader(config_for(name), val, gpu)])
+        for name in ("dali", "torch")
+    )
+    assert len(ours) == len(theirs) == len(val)
+    difference = (ours.int() - theirs.int()).abs().float()
+    assert difference.mean() < 1.5  # GPU decoders round differently; another crop would be tens off
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("extra", [(), ("--amp", "fp16", "--augment", "trivialaugment", "--mixup", "0.2")])
+def test_resume_in_mid_epoch_is_exact(
+    data: Path,
+    tmp_path: Path,
+    launch: Callable[..., Finished],
+    launch_and_end: Callable[..., int],
+    extra: tuple[str, ...],
+    number: int,
+) -> None:
+    flags = (
+        "--data-dir",
+        data,
+        *FLAGS,
+        "--deterministic",
+        "--no-compile",
+        "--batch-size",
+        "4",
+        "--epochs",
+        "3",
+        *extra,
+    )
+    assert launch(*flags, "--output-dir", tmp_path / "whole").status == 0
+    cut = tmp_path / "cut"
+    when = lambda: (cut / "metrics.jsonl").exists() and len(read_metrics(cut)) >= 14  # noqa: E731
+    launch_and_end(*flags, "--output-dir", cut, "--checkpoint-steps", "3", when=when, number=number)
+    done = launch(*flags, "--output-dir", cut)
+    assert done.status == 0, done.err
+    assert "resumed at epoch 2" in done.out
+    whole, resumed = read_checkpoint(tmp_path / "whole"), read_checkpoint(cut)
+    for name in ("model", "optimizer", "scaler", "step"):
+        assert_same(whole[name], resumed[name], name)
+    losses = [[record.get("train/loss") for record in read_metrics(folder)] for folder in (tmp_path / "whole", cut)]
+    assert losses[0] == losses[1]

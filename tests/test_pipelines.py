@@ -1,0 +1,159 @@
+"""Loaders on real JPEGs, through real DALI pipelines."""
+
+import dataclasses
+import io
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import pipelines
+from tests.conftest import write_data
+from utils.config import TrainConfig
+from utils.dataset import scan, scan_splits
+from utils.distributed import DistEnv
+from utils.sampler import Sampler
+
+POLICIES = ("none", "autoaugment", "randaugment", "trivialaugment")
+BASE = TrainConfig(batch_size=8, image_size=32, val_resize=36, workers=1, decode="fused")
+
+
+def config_for(**values: Any) -> TrainConfig:
+    return dataclasses.replace(BASE, **values)
+
+
+@pytest.mark.parametrize("loader", ["dali", "proxy", "torch", "synthetic"])
+def test_batches_have_the_promised_form(data: Path, cpu: DistEnv, loader: str) -> None:
+    train, val = scan_splits(data)
+    config = config_for(loader=loader)
+    stream = pipelines.create_train_loader(config, train, Sampler(len(train), 8), cpu)
+    for batch in (next(stream), next(iter(pipelines.create_val_loader(config, val, cpu)))):
+        assert batch.images.shape == (8, 3, 32, 32)
+        assert batch.images.dtype == torch.uint8
+        assert batch.images.is_contiguous(memory_format=torch.channels_last)
+        assert batch.targets.shape == (8,)
+        assert batch.targets.dtype == torch.int64
+    stream.close()
+
+
+@pytest.mark.parametrize("loader", ["dali", "proxy", "torch"])
+def test_targets_follow_the_sampler_across_epochs(data: Path, cpu: DistEnv, loader: str) -> None:
+    """Two ranks, two epochs: every rank gets its images, none twice in an epoch."""
+    train, _ = scan_splits(data)
+    for rank in range(2):
+        sampler = Sampler(len(train), 8, rank=rank, world_size=2)
+        env = dataclasses.replace(cpu, rank=rank, world_size=2)
+        stream = pipelines.create_train_loader(config_for(loader=loader), train, sampler, env)
+        for batch in range(2 * sampler.batches_per_epoch):
+            assert next(stream).targets.tolist() == train.labels[sampler.indices(batch)].tolist()
+        stream.close()
+
+
+def test_images_match_their_targets(data: Path, cpu: DistEnv) -> None:
+    train, _ = scan_splits(data)  # blue, green, red: label 0 is brightest in channel 2
+    stream = pipelines.create_train_loader(config_for(), train, Sampler(len(train), 8), cpu)
+    for _ in range(10):
+        images, targets = next(stream)
+        assert (2 - images.float().mean(dim=(2, 3)).argmax(dim=1)).tolist() == targets.tolist()
+
+
+@pytest.mark.parametrize("decode", ["fused", "full"])
+@pytest.mark.parametrize("augment", POLICIES)
+def test_dali_continues_bit_for_bit(data: Path, cpu: DistEnv, decode: str, augment: str) -> None:
+    train, _ = scan_splits(data)
+    config, sampler = config_for(decode=decode, augment=augment), Sampler(len(train), 8)
+    stream = pipelines.create_train_loader(config, train, sampler, cpu)
+    batches, states = [], []
+    for _ in range(12):
+        states.append(stream.state())
+        batches.append(next(stream))
+    for cut in (0, 3, 5, 7):  # before the first, in mid-epoch, at an epoch's end, in the next
+        resumed = pipelines.create_train_loader(config, train, sampler, cpu, cut, states[cut])
+        for expected in batches[cut : cut + 5]:
+            assert torch.equal(next(resumed).images, expected.images), cut
+
+
+@pytest.mark.parametrize("augment", POLICIES)
+def test_torch_continues_bit_for_bit(data: Path, cpu: DistEnv, augment: str) -> None:
+    train, _ = scan_splits(data)
+    config, sampler = config_for(loader="torch", augment=augment), Sampler(len(train), 8)
+    stream = pipelines.create_train_loader(config, train, sampler, cpu)
+    batches = [next(stream) for _ in range(8)]
+    resumed = pipelines.create_train_loader(config, train, sampler, cpu, 3)
+    for expected in batches[3:]:
+        assert torch.equal(next(resumed).images, expected.images)
+
+
+def test_epochs_and_ranks_are_augmented_differently(data: Path, cpu: DistEnv) -> None:
+    one = scan_splits(data)[0]
+    one = dataclasses.replace(one, files=one.files[:1] * 8, labels=one.labels[:1].repeat(8))
+    for loader in ("dali", "torch"):
+        images = []
+        for rank in range(2):
+            env = dataclasses.replace(cpu, rank=rank, world_size=1)
+            config = config_for(loader=loader, seed=rank if loader == "torch" else 0)
+            stream = pipelines.create_train_loader(config, one, Sampler(8, 8), env)
+            images += [*next(stream).images, *next(stream).images]
+            stream.close()
+        assert len({image.numpy().tobytes() for image in images}) == 32, "one picture, 32 different crops"
+
+
+@pytest.mark.parametrize("size", [(500, 375), (375, 500), (333, 333), (256, 1000), (257, 301), (64, 48), (1001, 259)])
+def test_validation_geometry_is_torchvisions(tmp_path: Path, cpu: DistEnv, size: tuple[int, int]) -> None:
+    """Same crop to the pixel; a shift by one, DALI's own rounding, would differ by far more."""
+    random = np.random.default_rng(0)
+    (tmp_path / "val" / "a").mkdir(parents=True)
+    pixels = random.integers(0, 256, size=(size[1] // 8 + 1, size[0] // 8 + 1, 3), dtype=np.uint8)
+    Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC).save(tmp_path / "val" / "a" / "a.png")
+    val = scan(tmp_path, "val")
+    ours, theirs = (
+        next(iter(pipelines.create_val_loader(TrainConfig(loader=loader, workers=1), val, cpu))).images.int()
+        for loader in ("dali", "torch")  # type: ignore[arg-type]
+    )
+    assert (ours - theirs).abs().max() <= 1
+
+
+def test_validation_covers_every_image_once(tmp_path: Path, cpu: DistEnv) -> None:
+    data = write_data(tmp_path, train=(1, 1, 1), val=(3, 2, 2))
+    _, val = scan_splits(data)
+    for world_size in (1, 2, 3, 9):
+        seen: Counter[int] = Counter()
+        for rank in range(world_size):
+            env = dataclasses.replace(cpu, rank=rank, world_size=world_size)
+            loader = pipelines.create_val_loader(config_for(batch_size=2), val, env)
+            for _ in range(2):  # two passes are the same
+                seen.update(target for batch in loader for target in batch.targets.tolist())
+        assert seen == {0: 6, 1: 4, 2: 4}
+
+
+def test_exif_rotation_is_applied_by_both(tmp_path: Path, cpu: DistEnv) -> None:
+    (tmp_path / "val" / "a").mkdir(parents=True)
+    pixels = np.zeros((64, 64, 3), dtype=np.uint8)
+    pixels[:32] = 255  # upper half white
+    exif = Image.Exif()
+    exif[274] = 6  # to be turned by 90 degrees to the right
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "JPEG", quality=95, exif=exif.tobytes())
+    (tmp_path / "val" / "a" / "a.jpg").write_bytes(file.getvalue())
+    val = scan(tmp_path, "val")
+    for loader in ("dali", "torch"):
+        image = next(iter(pipelines.create_val_loader(config_for(loader=loader), val, cpu))).images[0].float()
+        assert image[:, :, 20:].mean() > 200, loader  # right half white
+        assert image[:, :, :12].mean() < 50, loader
+
+
+def test_flip_probability(data: Path, cpu: DistEnv) -> None:
+    one = scan_splits(data)[0]
+    one = dataclasses.replace(one, files=one.files[:1] * 8, labels=one.labels[:1].repeat(8))
+    for loader in ("dali", "torch"):
+        crops = {}
+        for hflip in (0.0, 1.0):
+            config = config_for(loader=loader, hflip=hflip, crop_scale=1.0)
+            stream = pipelines.create_train_loader(config, one, Sampler(8, 8), cpu)
+            crops[hflip] = next(stream).images
+            stream.close()
+        assert torch.equal(crops[0.0], crops[1.0].flip(3)), loader

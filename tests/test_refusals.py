@@ -1,0 +1,514 @@
+"""The table of bad input: each case ends in exit status 2 and one line that names flag or file, value and remedy."""
+
+import functools
+import io
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+import train
+from tests.conftest import TINY, Finished
+
+RUN = ("--batch-size", "4", "--epochs", "1")
+
+
+def assert_refused(status: int, out: str, err: str, *fragments: str) -> None:
+    assert "Traceback" not in err, err
+    assert err.startswith("train.py: "), err
+    assert len(err.splitlines()) == 1, err
+    assert err.endswith("\n")
+    for fragment in fragments:
+        assert fragment in err, f"{fragment!r} is not in {err!r}"
+    assert status == 2
+    assert out == ""
+
+
+class Refused:
+    """`refused(*flags)(*fragments)`: train.main() in this process must refuse the flags in these words."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self.capsys = capsys
+
+    def __call__(self, *flags: str | Path) -> Callable[..., None]:
+        def check(*fragments: str) -> None:
+            self.capsys.readouterr()
+            status = train.main([str(flag) for flag in flags])
+            assert_refused(status, *self.capsys.readouterr(), *fragments)
+
+        return check
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
+    return Refused(capsys)
+
+
+@pytest.fixture
+def good(data: Path, tmp_path: Path) -> list[str]:
+    """Flags that a tiny run accepts; a case adds what spoils them, and the last one counts."""
+    return [*TINY, *RUN, "--data-dir", str(data), "--output-dir", str(tmp_path / "run")]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Values
+
+NOT_WHOLE, NOT_NUMBER = "is not a whole number", "is not a number"
+VALUES: list[tuple[str, tuple[str, ...]]] = [
+    *[(f"--{name} 0", (f"--{name} 0:", "must be 1 or more")) for name in (
+        "epochs", "batch-size", "workers", "num-classes", "grad-accum-steps", "log-steps"
+    )],
+    *[(f"--{name} -1", (f"--{name} -1:", "must be 0 or more")) for name in ("seed", "checkpoint-steps")],
+    *[(f"--{name} -1", (f"--{name} -1.0:", "must be 0 or more")) for name in (
+        "weight-decay", "warmup-epochs", "mixup", "cutmix", "clip-grad"
+    )],
+    *[(f"--{name} 4", (f"--{name} 4:", "must be 8 or more")) for name in ("image-size", "val-resize")],
+    *[(f"--{name} {value}", (f"--{name} {float(value)}:", "at least 0 and less than 1"))
+      for name in ("momentum", "label-smoothing", "ema-decay") for value in ("1", "1.5", "-0.1", "nan")],
+    *[(f"--{name} {value}", (f"--{name} {float(value)}:", "more than 0 and finite"))
+      for name in ("lr", "timeout") for value in ("0", "-1", "nan", "inf")],
+    *[(f"--crop-scale {value}", (f"--crop-scale {float(value)}:", "more than 0 and at most 1"))
+      for value in ("0", "2", "nan")],
+    *[(f"--{name} {value}", (f"--{name} {float(value)}:", "from 0 to 1"))
+      for name in ("hflip", "random-erase") for value in ("2", "-0.1", "nan")],
+    *[(f"--{name} {value}", (f"--{name} {value}:", "0 or more"))
+      for name in ("mixup", "clip-grad", "weight-decay", "warmup-epochs") for value in ("inf", "nan")],
+    *[(f"--{name} {value}", (f"'--{name}'", f"'{value}'", NOT_WHOLE))
+      for name in ("epochs", "batch-size", "seed", "workers") for value in ("2.5", "abc", "1e3")],
+    *[(f"--{name} abc", (f"'--{name}'", "'abc'", NOT_NUMBER)) for name in ("lr", "hflip", "warmup-epochs")],
+    ("--batch-size -1", ("--batch-size -1:", "1 or more")),
+    (f"--seed {2**40}", (f"--seed {2**40}:", "less than 2147483648")),
+    ("--loader foo", ("'--loader'", "'foo'", "dali, proxy, torch, synthetic")),
+    ("--decode foo", ("'--decode'", "'foo'", "auto, fused, full")),
+    ("--augment foo", ("'--augment'", "'foo'", "none, autoaugment, randaugment, trivialaugment")),
+    ("--amp foo", ("'--amp'", "'foo'", "auto, bf16, fp16, none")),
+    ("--device gpu", ("'--device'", "'gpu'", "auto, cuda, cpu")),
+    # Combinations
+    ("--image-size 64 --val-resize 60", ("--val-resize 60:", "--image-size 64", "try --val-resize 73")),
+    ("--warmup-epochs 1", ("--warmup-epochs 1:", "less than --epochs 1", "lower it")),
+    ("--warmup-epochs 3 --epochs 2", ("--warmup-epochs 3:", "less than --epochs 2")),
+    ("--amp fp16", ("--amp fp16", "--device cpu", "use --amp none or bf16")),
+    ("--evaluate --resume none", ("--evaluate with --resume none:", "give --resume PATH or --pretrained")),
+    ("--evaluate", ("--evaluate: no checkpoint in --output-dir", "/run;", "give --resume PATH")),
+    ("--num-classes 2", ("--num-classes 2:", "the 3 class folders", "leave it out, or raise it")),
+    ("--batch-size 42", ("--batch-size 42:", "global batch of 42", "41 training images", "lower it")),
+    ("--batch-size 21 --grad-accum-steps 2", ("--batch-size 21:", "x 2 batches", "global batch of 42", "lower it")),
+    # Names
+    ("--arch resnet5o", ("--arch resnet5o:", "the closest are resnet50, ")),
+    ("--optimizer sdg", ("--optimizer sdg:", "the closest are sgd, ")),
+    ("--resume nowhere.pt", ("--resume nowhere.pt:", "no such checkpoint", "give an existing file, auto or none")),
+    ("--pretrained nowhere.pt", ("--pretrained nowhere.pt:", "no such file", "give a weights file")),
+    ("--config nowhere.yaml", ("--config nowhere.yaml:", "No such file", "give a YAML file")),
+    ("--data-dir nowhere", ("--data-dir nowhere:", "no such folder", "train/ and val/")),
+    # Flags
+    ("--batchsize 4", ("--batchsize", "--batch-size", "--help")),
+    ("--nothing-like-it", ("--nothing-like-it", "--help")),
+    ("--no-epochs", ("--no-epochs", "--epochs", "--help")),
+    ("surplus", ("extra argument", "surplus", "--help")),
+    ("--epochs 1 2", ("extra argument", "2", "--help")),
+    ("--lr", ("'--lr'", "requires an argument", "--help")),
+    ("--compile=3", ("'--compile'", "does not take a value", "--help")),
+    # Folders that cannot be written; permission bits would not stop root.
+    ("--output-dir /proc/brisk", ("--output-dir /proc/brisk:", "cannot be written", "give another")),
+    ("--output-dir /dev/null", ("--output-dir /dev/null:", "cannot be written", "give another")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("flags", "fragments"), VALUES, ids=[flags for flags, _ in VALUES])
+def test_flags(refused: Refused, good: list[str], flags: str, fragments: tuple[str, ...]) -> None:
+    refused(*good, *flags.split())(*fragments)
+
+
+@pytest.mark.parametrize("flags", [(), ("--epochs", "1"), ("--loader", "torch")], ids=["none", "other", "torch"])
+def test_missing_data_dir(refused: Refused, flags: tuple[str, ...]) -> None:
+    refused(*flags)("--data-dir is missing", "train/ and val/", "--loader synthetic needs none")
+
+
+def test_output_below_a_file(refused: Refused, good: list[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+    refused(*good, "--output-dir", tmp_path / "file" / "run")(f"--output-dir {tmp_path}/file/run:", "give another")
+    refused(*good, "--output-dir", tmp_path / "file")(f"--output-dir {tmp_path}/file:", "give another")
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+@pytest.mark.parametrize("flag", ["--arch", "--optimizer", "--resume", "--pretrained", "--data-dir", "--output-dir"])
+def test_line_break_in_a_value_keeps_one_line(refused: Refused, good: list[str], tmp_path: Path, flag: str) -> None:
+    (tmp_path / "file").write_text("")
+    below = tmp_path / "file" if flag == "--output-dir" else tmp_path
+    refused(*good, flag, f"{below}/one\ntwo\r\x1b[2J")(flag, "one\\ntwo\\r\\x1b[2J")
+
+
+@pytest.mark.parametrize("flag", ["--data-dir", "--resume", "--pretrained", "--config", "--output-dir"])
+def test_path_that_the_system_refuses(refused: Refused, good: list[str], flag: str) -> None:
+    # Too long a name stands for what root cannot be shown: a folder above it without permission, a stale mount.
+    name = "x" * 300
+    refused(*good, flag, name)(f"{flag} {name}:", "give ")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data
+
+
+def _no_train(root: Path) -> None:
+    shutil.rmtree(root / "train")
+
+
+def _no_val(root: Path) -> None:
+    shutil.rmtree(root / "val")
+
+
+def _train_is_a_file(root: Path) -> None:
+    _no_train(root)
+    (root / "train").write_text("")
+
+
+def _loose(root: Path) -> None:
+    for folder in list((root / "train").iterdir()):
+        for file in list(folder.iterdir()):
+            file.rename(root / "train" / file.name)
+        folder.rmdir()
+
+
+def _no_class(root: Path) -> None:
+    _no_val(root)
+    (root / "val").mkdir()
+
+
+def _renamed_class(root: Path) -> None:
+    (root / "val" / "green").rename(root / "val" / "verde")
+
+
+def _class_only_in_val(root: Path) -> None:
+    shutil.rmtree(root / "train" / "red")
+
+
+def _nested(root: Path) -> None:
+    (root / "train" / "blue" / "dark").mkdir()
+    (root / "train" / "blue" / "blue-000.jpg").rename(root / "train" / "blue" / "dark" / "navy.JPG")
+
+
+def _nested_twice(root: Path) -> None:
+    shutil.move(root / "val" / "blue", root / "val" / "deep" / "er" / "blue")
+
+
+def _empty_class(root: Path) -> None:
+    (root / "val" / "nothing").mkdir()
+
+
+def _undecodable_class(root: Path) -> None:
+    folder = root / "train" / "foreign"
+    folder.mkdir()
+    Image.new("RGB", (40, 40)).save(folder / "image.gif")
+    (folder / "notes.txt").write_text("none")
+
+
+def _dangling_link(root: Path) -> None:
+    (root / "train" / "red" / "link.jpg").symlink_to(root / "gone.jpg")
+
+
+TREES: list[tuple[Callable[[Path], None], tuple[str, ...]]] = [
+    (_no_train, ("--data-dir {}:", "no train/ folder", "must hold train/ and val/")),
+    (_no_val, ("--data-dir {}:", "no val/ folder", "must hold train/ and val/")),
+    (_train_is_a_file, ("--data-dir {}:", "no train/ folder")),
+    (_loose, ("{}/train:", "no class folders", "6 images", "put the images of each class into a folder")),
+    (_no_class, ("{}/val:", "no class folders", "put the images of each class into a folder")),
+    (_renamed_class, ("--data-dir {}:", "1 classes of train/", "missing in val/", "'green'", "must hold the same")),
+    (_class_only_in_val, ("--data-dir {}:", "1 classes of val/", "missing in train/", "'red'")),
+    (_nested, ("{}/train/blue/dark:", "nested deeper", "move them up")),
+    (_nested_twice, ("{}/val/deep/er/blue:", "nested deeper", "move them up")),
+    (_empty_class, ("{}/val/nothing:", "a class without images", "remove the folder or add files", ".jpg")),
+    (_undecodable_class, ("{}/train/foreign:", "a class without images", ".jpg")),
+    (_dangling_link, ("{}/train/red/link.jpg:", "No such file or directory")),
+]
+
+
+@pytest.mark.parametrize(("spoil", "fragments"), TREES, ids=[spoil.__name__[1:] for spoil, _ in TREES])
+def test_data(
+    refused: Refused, good: list[str], tmp_path: Path, spoil: Callable[[Path], None], fragments: tuple[str, ...]
+) -> None:
+    root = tmp_path / "data"
+    for split in ("train", "val"):
+        for name in ("blue", "green", "red"):
+            (root / split / name).mkdir(parents=True)
+            for index in range(2):
+                Image.new("RGB", (40, 40)).save(root / split / name / f"{name}-{index:03}.jpg")
+    spoil(root)
+    refused(*good, "--batch-size", "1", "--data-dir", root)(*(fragment.format(root) for fragment in fragments))
+    assert not (tmp_path / "run").exists()  # refused before anything was begun
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Recipes
+
+CANNOT, MAPPING = ("cannot be read", "give a YAML file of flags"), ("must be a mapping like 'lr: 0.5'",)
+RECIPES: dict[str, tuple[str | bytes, tuple[str, ...]]] = {
+    "list": ("- lr\n- 1\n", (*MAPPING, "not list")),
+    "text": ("hello", (*MAPPING, "not str")),
+    "number": ("3", (*MAPPING, "not int")),
+    "unknown key": ("batchsize: 3", ("unknown key 'batchsize'", "the closest is 'batch-size'")),
+    "unknown underscore": ("label_smooth: 3", ("unknown key 'label_smooth'", "the closest is 'label-smoothing'")),
+    "key of no text": ("3: 4", ("unknown key '3'", "the closest is")),
+    "key of two lines": ('"a\\nb": 3', ("unknown key 'a\\nb'", "the closest is")),
+    "recipe in recipe": ("config: other.yaml", ("unknown key 'config'",)),
+    "fraction": ("batch-size: 2.5", ("'--batch-size'", "'2.5'", "not a whole number")),
+    "true for a number": ("lr: true", ("lr: True is not allowed", "give one value")),
+    "number for a switch": ("compile: 3", ("compile: 3 is not allowed", "give true or false")),
+    "text for a switch": ("evaluate: 'yes'", ("evaluate: 'yes' is not allowed", "give true or false")),
+    "list of values": ("lr: [0.1, 0.2]", ("lr: [0.1, 0.2] is not allowed", "give one value")),
+    "date": ("lr: 2020-01-01", ("lr: datetime.date(2020, 1, 1) is not allowed", "give one value")),
+    "choice": ("loader: foo", ("'--loader'", "'foo'", "dali, proxy, torch, synthetic")),
+    "no as a choice": ("amp: no", ("amp: False is not allowed", "give one value")),
+    "range": ("lr: -1", ("--lr -1.0:", "more than 0")),
+    "unclosed": ("lr: [1", CANNOT),
+    "two colons": ("lr: 1: 2", CANNOT),
+    "two documents": ("lr: 1\n---\nlr: 2", CANNOT),
+    "object": ("lr: !!python/object/apply:os.system ['true']", CANNOT),
+    "not UTF-8": (b"lr: \xff\xfe", CANNOT),
+    "binary": (b"\x00\x01\x02\x7fELF", CANNOT),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe(refused: Refused, data: Path, tmp_path: Path, name: str) -> None:
+    content, fragments = RECIPES[name]
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    by_flag = name in ("fraction", "choice", "range")  # held to the command line's rules, in its words
+    refused("--config", path, "--data-dir", data)(*fragments, *([] if by_flag else [f"--config {path}:"]))
+
+
+def test_folder_as_recipe(refused: Refused, good: list[str], tmp_path: Path) -> None:
+    refused(*good, "--config", tmp_path)(f"--config {tmp_path}:", "Is a directory", "give a YAML file")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints and weights
+
+
+def saved(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+class Hostile:
+    """Unpickled by a careless reader, it makes a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+CHECKPOINTS: dict[str, bytes] = {
+    "empty": b"",
+    "text": b"this is no checkpoint\n",
+    "long text": b"this is no checkpoint\n" * 1000,
+    "truncated": saved({"format": 1, "model": torch.zeros(100)})[:-200],
+    "half": saved({"format": 1, "model": torch.zeros(100)})[:100],
+    "zip of nothing": b"PK\x05\x06" + bytes(18),
+    "JPEG": b"\xff\xd8\xff\xe0" + bytes(100),
+}
+FOREIGN: dict[str, Any] = {
+    "weights": {"fc.weight": torch.zeros(3)},
+    "list": [1, 2],
+    "tensor": torch.zeros(3),
+    "next format": {"format": 2},
+    "format of no number": {"format": torch.zeros(3)},
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_damaged_file(refused: Refused, good: list[str], tmp_path: Path, name: str) -> None:
+    path = tmp_path / "damaged.pt"
+    path.write_bytes(CHECKPOINTS[name])
+    refused(*good, "--resume", path)(f"--resume {path}:", "not a readable checkpoint", "give another file")
+    refused(*good, "--resume", path, "--evaluate")(f"--resume {path}:", "not a readable checkpoint")
+    refused(*good, "--pretrained", path)(f"--pretrained {path}:", "not a readable weights file")
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_file_of_something_else(refused: Refused, good: list[str], tmp_path: Path, name: str) -> None:
+    path = tmp_path / "foreign.pt"
+    path.write_bytes(saved(FOREIGN[name]))
+    refused(*good, "--resume", path)(f"--resume {path}:", "not a checkpoint of this version", "--pretrained loads")
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "in a checkpoint"])
+def test_hostile_pickle_is_not_run(refused: Refused, good: list[str], tmp_path: Path, wrapped: bool) -> None:
+    victim, path = tmp_path / "made-by-the-pickle", tmp_path / "hostile.pt"
+    hostile = Hostile(victim)
+    path.write_bytes(saved({"format": 1, "x": hostile}) if wrapped else pickle.dumps(hostile, protocol=2))
+    refused(*good, "--resume", path)(f"--resume {path}:", "not a readable checkpoint", "give another file")
+    refused(*good, "--pretrained", path)(f"--pretrained {path}:", "not a readable weights file")
+    assert not victim.exists()
+    read = functools.partial(torch.load, weights_only=False) if wrapped else pickle.load
+    with path.open("rb") as file:
+        read(file)
+    assert victim.is_dir()  # the bait was live
+
+
+def test_weights_that_do_not_fit(refused: Refused, good: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "weights.pt"
+    path.write_bytes(saved({"fc.weight": torch.zeros(3, 3), "other": torch.zeros(1)}))
+    refused(*good, "--pretrained", path)(
+        f"--pretrained {path}:", "does not fit", "weights missing", "give the architecture that it was trained with"
+    )
+
+
+def test_folder_as_checkpoint_or_weights(refused: Refused, good: list[str], tmp_path: Path) -> None:
+    refused(*good, "--resume", tmp_path)(f"--resume {tmp_path}:", "no such checkpoint", "give an existing file")
+    refused(*good, "--pretrained", tmp_path)(f"--pretrained {tmp_path}:", "no such file", "give a weights file")
+
+
+def test_tag_that_timm_does_not_know(refused: Refused, good: list[str]) -> None:
+    refused(*good, "--arch", "resnet18.no_such_tag")("--arch resnet18.no_such_tag:", "the closest are resnet18.")
+
+
+@pytest.fixture(scope="module")
+def finished_run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Output folder of one epoch, trained by `TINY` and `RUN`."""
+    output = tmp_path_factory.mktemp("finished") / "run"
+    assert train.main([*TINY, *RUN, "--data-dir", str(data), "--output-dir", str(output)]) == 0
+    return output
+
+
+OTHER_RUNS: dict[str, tuple[str, ...]] = {
+    "--batch-size 2": ("--batch-size: 4 then, 2 now",),
+    "--seed 7": ("--seed: 0 then, 7 now",),
+    "--seed 7 --hflip 0": ("--seed: 0 then, 7 now; --hflip: 0.5 then, 0.0 now",),
+    "--arch test_vit": ("--arch: test_resnet then, test_vit now",),
+    "--loader torch": ("--loader: dali then, torch now", "DALI version: "),
+    "--num-classes 5": ("--num-classes: 3 then, 5 now",),
+    "--ema-decay 0.9": ("--ema-decay",),
+}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("flags", OTHER_RUNS)
+def test_checkpoint_of_another_run(refused: Refused, data: Path, finished_run: Path, flags: str) -> None:
+    before = contents(finished_run)
+    check = refused(*TINY, *RUN, "--data-dir", data, "--output-dir", finished_run, *flags.split())
+    check(f"--resume {finished_run}/last.pt:", "another run", *OTHER_RUNS[flags], "another --output-dir", "--resume none")
+    assert contents(finished_run) == before  # refused without a byte written over
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_checkpoint_of_other_files(
+    refused: Refused, data: Path, finished_run: Path, tmp_path: Path, split: str
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(data, other)
+    next((other / split / "blue").iterdir()).unlink()
+    check = refused(*TINY, *RUN, "--data-dir", other, "--output-dir", finished_run)
+    check(f"--resume {finished_run}/last.pt:", f"(files of {split}/: ", " then, ", " now)")
+
+
+def test_evaluation_by_another_architecture(refused: Refused, data: Path, finished_run: Path) -> None:
+    check = refused(*TINY, "--data-dir", data, "--output-dir", finished_run, "--evaluate", "--arch", "test_vit")
+    check(f"--resume {finished_run}/best.pt:", "does not fit --arch", "--arch test_resnet --num-classes 3")
+
+
+@pytest.mark.parametrize("missing", ["fingerprint", "model", "optimizer", "ranks"])
+@pytest.mark.parametrize("evaluate", [(), ("--evaluate",)], ids=["train", "evaluate"])
+def test_checkpoint_that_lacks_a_part(
+    refused: Refused, good: list[str], finished_run: Path, tmp_path: Path, missing: str, evaluate: tuple[str, ...]
+) -> None:
+    path = tmp_path / "partial.pt"
+    checkpoint = torch.load(finished_run / "last.pt", weights_only=True)
+    del checkpoint[missing]
+    torch.save(checkpoint, path)
+    refused(*good, "--resume", path, *evaluate)(f"--resume {path}:", "not a checkpoint of this version")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whole processes
+
+
+@pytest.mark.parametrize(
+    ("flags", "fragments"),
+    [
+        ((), ("--data-dir is missing", "train/ and val/")),
+        (("--data-dir", "nowhere"), ("--data-dir nowhere:", "no such folder")),
+        (("--batchsize", "4"), ("--batchsize", "--batch-size")),
+        (("--data-dir", "{data}", "--epochs", "0"), ("--epochs 0:", "1 or more")),
+        (("--data-dir", "{data}", "--arch", "resnet5o"), ("--arch resnet5o:", "resnet50")),
+        (
+            ("--data-dir", "{data}", *TINY, *RUN, "--output-dir", "{tmp}", "--resume", "{tmp}/damaged.pt"),
+            ("--resume {tmp}/damaged.pt:", "not a readable checkpoint"),
+        ),
+    ],
+    ids=["no flags", "no folder", "unknown flag", "range", "arch", "damaged checkpoint"],
+)
+def test_process(
+    launch: Callable[..., Finished], data: Path, tmp_path: Path, flags: tuple[str, ...], fragments: tuple[str, ...]
+) -> None:
+    (tmp_path / "damaged.pt").write_bytes(b"\x80 damaged")
+    words = {"data": data, "tmp": tmp_path}
+    done = launch(*(flag.format_map(words) for flag in flags), timeout=60)
+    assert_refused(done.status, done.out, done.err, *(fragment.format_map(words) for fragment in fragments))
+
+
+@pytest.mark.parametrize(
+    ("flags", "fragments"),
+    [
+        (("--device", "cuda"), ("--device cuda:", "no usable GPU", "use --device cpu")),
+        (("--device", "auto", "--amp", "fp16"), ("--amp fp16", "without a GPU", "use --amp none or bf16")),
+    ],
+    ids=["cuda", "fp16"],
+)
+def test_process_without_gpu(
+    launch: Callable[..., Finished],
+    monkeypatch: pytest.MonkeyPatch,
+    good: list[str],
+    flags: tuple[str, ...],
+    fragments: tuple[str, ...],
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # also holds on a machine with GPUs
+    done = launch(*good, *flags, timeout=60)
+    assert_refused(done.status, done.out, done.err, *fragments)
+
+
+def refused_by_torchrun(done: Finished, *fragments: str) -> None:
+    """torchrun has a report (and a traceback) of its own, and exits with 1; ours must be one line within it."""
+    ours = [line for line in done.err.splitlines() if line.startswith("train.py: ")]
+    assert len(ours) == 1, done.err
+    for fragment in fragments:
+        assert fragment in ours[0]
+    assert done.err.count("train.py: ") == 1
+    assert "main(sys.argv[1:])" not in done.err, done.err  # the root of any traceback of train.py itself
+    assert "exitcode  : 2" in done.err
+    assert done.status == 1
+    assert done.out == ""
+
+
+@pytest.mark.dist
+def test_torchrun_more_processes_than_images(launch: Callable[..., Finished], tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        (tmp_path / split / "only").mkdir(parents=True)
+        Image.new("RGB", (40, 40)).save(tmp_path / split / "only" / "one.jpg")
+    flags = (*TINY, "--batch-size", "1", "--data-dir", tmp_path, "--output-dir", tmp_path / "run")
+    done = launch(*flags, processes=2, timeout=60)
+    refused_by_torchrun(done, f"--data-dir {tmp_path}:", "1 training images for 2 processes", "start at most 1")
+
+
+@pytest.mark.dist
+def test_torchrun_where_rank_0_alone_is_refused(launch: Callable[..., Finished], good: list[str]) -> None:
+    done = launch(*good, "--output-dir", "/proc/brisk", processes=2, timeout=60)
+    refused_by_torchrun(done, "--output-dir /proc/brisk:", "cannot be written", "give another")
+
+
+@pytest.mark.dist
+def test_torchrun_before_the_process_group(launch: Callable[..., Finished], good: list[str]) -> None:
+    done = launch(*good, "--batch-size", "0", processes=2, timeout=60)
+    refused_by_torchrun(done, "--batch-size 0:", "must be 1 or more")
