@@ -12,6 +12,7 @@ can start at any batch of a run. What differs is who decodes: DALI (`dali`), DAL
 import contextlib
 import gc
 import os
+import signal
 import warnings
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +36,7 @@ from utils.config import TrainConfig
 from utils.dataset import Manifest
 from utils.distributed import DistEnv
 from utils.sampler import Sampler, shard
+from utils.stop import StopRequest
 
 DALI_VERSION: str = dali.__version__
 RATIO = (3 / 4, 4 / 3)  # aspect of a random crop, torchvision's and Inception's (arXiv:1409.4842)
@@ -406,8 +408,19 @@ def _safe_fork() -> Iterator[None]:
         gc.unfreeze()
 
 
+def _outlive_signals(worker: int) -> None:
+    # torchrun signals whole sessions; the trainer needs its workers until the checkpoint is written.
+    for number in StopRequest.SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _worker_options(config: TrainConfig, env: DistEnv) -> dict[str, Any]:
-    return {"num_workers": config.workers, "pin_memory": env.device.type == "cuda"}
+    return {
+        "num_workers": config.workers,
+        "pin_memory": env.device.type == "cuda",
+        "worker_init_fn": _outlive_signals,
+        "generator": torch.Generator(),  # the workers' seeds must not draw from the run's random numbers
+    }
 
 
 def _to_device(images: Tensor, targets: Tensor, device: torch.device) -> Batch:
@@ -425,7 +438,6 @@ class TorchTrainLoader:
         loader = torch.utils.data.DataLoader(
             _TorchImages(config, manifest, train=True),
             batch_sampler=_Order(sampler, first_batch),
-            generator=torch.Generator(),  # the workers' seeds must not draw from the run's random numbers
             **_worker_options(config, env),
         )
         with _safe_fork():
@@ -451,7 +463,6 @@ class TorchValLoader:
             _TorchImages(config, manifest, train=False),
             sampler=[(int(index), 0) for index in shard(len(manifest), env.rank, env.world_size)],
             batch_size=config.batch_size,
-            generator=torch.Generator(),
             **_worker_options(config, env),
         )
 
@@ -513,8 +524,7 @@ class ProxyTrainLoader:
             server,
             _ProxyImages(self._manifest, server.proxy),
             batch_sampler=order,
-            generator=torch.Generator(),
-            num_workers=self._config.workers,
+            **(_worker_options(self._config, self._env) | {"pin_memory": False}),  # there is no image to pin
         )
         with _safe_fork():
             batches = iter(loader)

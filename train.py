@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from timm.scheduler.cosine_lr import CosineLRScheduler
@@ -31,7 +31,7 @@ from utils.augment import BatchAugment, Normalize
 from utils.config import TrainConfig, parse
 from utils.dataset import Manifest
 from utils.distributed import DistEnv, average_buffers, gather, process_group, raise_together, read_launch
-from utils.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, Stopped, UserError
+from utils.errors import EXIT_DONE, EXIT_USER_ERROR, Stopped, UserError
 from utils.evaluate import evaluate
 from utils.log import Log
 from utils.metrics import Meter
@@ -43,6 +43,13 @@ from utils.stop import StopRequest
 
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "none": torch.float32}
 SYNTHETIC_TRAIN, SYNTHETIC_VAL, SYNTHETIC_CLASSES = 128_000, 5_000, 1_000  # of --loader synthetic without --data-dir
+
+# torch 2.15 renamed the option; 2.11 to 2.14 know the old name only.
+_KEEP_BUFFERS: dict[str, Any] = (
+    {"forward_sync_buffers": False}
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else {"broadcast_buffers": False}
+)
 
 
 @dataclasses.dataclass
@@ -58,16 +65,20 @@ class Run:
     train_loader: pipelines.TrainLoader
     val_loader: pipelines.ValLoader
     num_val: int
+    classes: tuple[str, ...]
     augment: BatchAugment
     criterion: nn.Module
     amp_dtype: torch.dtype
     fingerprint: dict[str, Any]
+    changes: list[str]  # flags that differ from those of the checkpoint
     log: Log
     stop: StopRequest
 
     def save(self, is_best: bool = False) -> None:
         """Write last.pt (and best.pt) as of now. A collective."""
-        checkpoint.save(self.state, self.train_loader.state(), self.config, self.fingerprint, is_best)
+        with self.state.meter.paused():
+            loader = self.train_loader.state()
+            checkpoint.save(self.state, loader, self.config, self.fingerprint, self.classes, is_best)
 
 
 def train_one_epoch(run: Run) -> None:
@@ -96,10 +107,15 @@ def train_one_epoch(run: Run) -> None:
             log_interval(run)
         if run.stop.agreed():
             run.save()
-            run.log.say(f"stopped by a signal at step {state.step}; the same command resumes here")
-            raise Stopped
-        if config.checkpoint_steps and state.step % config.checkpoint_steps == 0 and state.step < end:
+            raise_stopped(run)
+        if config.checkpoint_steps and state.step % config.checkpoint_steps == 0:
             run.save()
+
+
+def raise_stopped(run: Run) -> NoReturn:
+    """End the run after its checkpoint."""
+    run.log.say(f"stopped by a signal at step {run.state.step}; the same command resumes here")
+    raise Stopped(run.stop.number)
 
 
 def forward_backward(run: Run, batch: pipelines.Batch, is_last: bool) -> Tensor:
@@ -201,6 +217,7 @@ def resolve(config: TrainConfig, manifests: tuple[Manifest, Manifest], env: Dist
         decode=decode,
         device="cuda" if on_cuda else "cpu",
         num_classes=config.num_classes or num_classes,
+        val_resize=config.val_resize or round(config.image_size * 8 / 7),
         compile=on_cuda if config.compile is None else config.compile,
         warmup_epochs=min(5, config.epochs / 10) if config.warmup_epochs is None else config.warmup_epochs,
     )
@@ -252,14 +269,6 @@ def create_model(config: TrainConfig, env: DistEnv) -> tuple[nn.Module, Normaliz
     return model, Normalize(*models.normalization(model), dtype=AMP_DTYPES[config.amp], device=env.device)
 
 
-# torch 2.15 renamed the option; 2.11 to 2.14 know the old name only.
-_KEEP_BUFFERS: dict[str, Any] = (
-    {"forward_sync_buffers": False}
-    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    else {"broadcast_buffers": False}
-)
-
-
 def distribute(model: nn.Module, config: TrainConfig, env: DistEnv) -> nn.Module:
     """`model` with gradients averaged over the ranks, compiled on request."""
     net: nn.Module = model
@@ -275,8 +284,38 @@ def distribute(model: nn.Module, config: TrainConfig, env: DistEnv) -> nn.Module
     return cast(nn.Module, torch.compile(net)) if config.compile else net
 
 
+def settle_buckets(net: nn.Module, config: TrainConfig, env: DistEnv) -> None:
+    """A pass of nothing through DDP, before a checkpoint is loaded over what it leaves behind.
+
+    DDP lays its gradient buckets out anew after the first backward pass of a launch, and the rounding of a sum over
+    three and more ranks depends on the layout: without this the first resumed step would differ in its last bits.
+    """
+    if env.world_size == 1:
+        return
+    net.train()
+    dtype, size = AMP_DTYPES[config.amp], config.image_size
+    images = torch.zeros(config.batch_size, 3, size, size, dtype=dtype, device=env.device)
+    with torch.autocast(env.device.type, dtype=dtype, enabled=dtype != torch.float32):
+        loss = net(images.contiguous(memory_format=torch.channels_last)).sum()
+    loss.backward()
+    net.zero_grad(set_to_none=True)
+
+
+def create_state(config: TrainConfig, model: nn.Module, sampler: Sampler, env: DistEnv, started: float) -> TrainState:
+    """Everything that a checkpoint keeps, as it is before the first step."""
+    return TrainState(
+        model=model,
+        optimizer=create_optimizer(config, model, sampler.global_batch_size),
+        scaler=GradScaler(env.device.type, enabled=config.amp == "fp16"),
+        ema=ModelEmaV3(model, decay=config.ema_decay, use_warmup=True) if config.ema_decay > 0 else None,
+        meter=Meter(env),
+        env=env,
+        started=started,
+    )
+
+
 def create_run(
-    config: TrainConfig, manifests: tuple[Manifest, Manifest], env: DistEnv, stack: contextlib.ExitStack
+    config: TrainConfig, manifests: tuple[Manifest, Manifest], env: DistEnv, stack: contextlib.ExitStack, started: float
 ) -> Run:
     """Build everything from the network to the loaders, from the checkpoint if there is one. A collective.
 
@@ -285,13 +324,16 @@ def create_run(
         manifests: of train/ and val/.
         env: this process.
         stack: closes what was opened.
+        started: `time.perf_counter()` at the launch.
 
     Raises:
         UserError: on all ranks, for a checkpoint or a data set that does not fit.
     """
     sampler = create_sampler(config, manifests[0], env)
     fingerprint = checkpoint.fingerprint(config, *manifests, env, pipelines.DALI_VERSION)
-    saved = read_checkpoint(config, fingerprint, env)
+    path, saved = open_checkpoint(config, env)
+    if path is not None:
+        checkpoint.check_fingerprint(path, saved["fingerprint"], fingerprint)
     stop = StopRequest(env)
     stack.callback(stop.close)
     if config.deterministic:
@@ -301,21 +343,14 @@ def create_run(
     seed_all(config.seed)  # the same on all ranks, for the same weights
     model, normalize = create_model(config, env)
     seed_all(config.seed + env.rank)
-    amp_dtype = AMP_DTYPES[config.amp]
-    state = TrainState(
-        model=model,
-        optimizer=create_optimizer(config, model, sampler.global_batch_size),
-        scaler=GradScaler(env.device.type, enabled=amp_dtype == torch.float16),
-        ema=ModelEmaV3(model, decay=config.ema_decay, use_warmup=True) if config.ema_decay > 0 else None,
-        meter=Meter(env),
-        env=env,
-    )
+    state = create_state(config, model, sampler, env, started)
     net = distribute(model, config, env)
     schedule = create_schedule(config, state.optimizer, sampler.steps_per_epoch)
     val_loader = pipelines.create_val_loader(config, manifests[1], env)
     loader_state = None
-    if saved is not None:
+    if saved:
         own = saved["ranks"][env.rank]
+        settle_buckets(net, config, env)
         state.load(saved, own)
         loader_state = own["loader"]
     first_batch = state.step * config.grad_accum_steps
@@ -336,38 +371,43 @@ def create_run(
         train_loader=train_loader,
         val_loader=val_loader,
         num_val=len(manifests[1]),
+        classes=manifests[0].classes,
         augment=BatchAugment(config, normalize, config.num_classes or 0, env.device),
         criterion=nn.CrossEntropyLoss(label_smoothing=config.label_smoothing),
-        amp_dtype=amp_dtype,
+        amp_dtype=AMP_DTYPES[config.amp],
         fingerprint=fingerprint,
+        changes=checkpoint.changes(saved["config"], config) if saved else [],
         log=log,
         stop=stop,
     )
 
 
-def read_checkpoint(config: TrainConfig, fingerprint: dict[str, Any], env: DistEnv) -> dict[str, Any] | None:
-    """The checkpoint to resume from, the same on all ranks, or None. A collective.
+def open_checkpoint(config: TrainConfig, env: DistEnv) -> tuple[Path | None, dict[str, Any]]:
+    """The file that `--resume` means and its content; (None, {}) if there is none to use. A collective.
 
     Raises:
-        UserError: on all ranks: missing, damaged, of another run, or not the same for all ranks.
+        UserError: on all ranks: missing, damaged, or not the same for all ranks.
     """
-    path, saved, error = None, None, None
+    path, saved, error = None, {}, None
     try:
         path = checkpoint.find(config)
-        if path is not None:
-            saved = checkpoint.load(path)
-            checkpoint.check_fingerprint(path, saved["fingerprint"], fingerprint)
+        saved = checkpoint.load(path) if path is not None else {}
     except UserError as found:
         error = found
     raise_together(error, env)
-    files = {name: fingerprint[name] for name in ("files of train/", "files of val/")}
-    if len({str(seen) for seen in gather(files, env)}) > 1:
-        raise UserError(f"--data-dir {config.data_dir}: not the same files on all machines; give all the same data")
-    if len(set(gather(saved["step"] if saved else -1, env))) > 1:
+    if len(set(gather(saved.get("step"), env))) > 1:
         raise UserError(
-            f"--output-dir {config.output_dir}: not the same checkpoint on all machines; use a shared folder"
+            f"--output-dir {config.output_dir}: not the same checkpoint on all ranks; use a shared folder", common=True
         )
-    return saved
+    return path, saved
+
+
+def check_files(config: TrainConfig, manifests: tuple[Manifest, Manifest], env: DistEnv) -> None:
+    """Raise UserError on all ranks unless all of them list the same files. A collective."""
+    if len(set(gather(tuple(manifest.fingerprint for manifest in manifests), env))) > 1:
+        raise UserError(
+            f"--data-dir {config.data_dir}: not the same files on all ranks; give all the same", common=True
+        )
 
 
 def introduce(run: Run, manifests: tuple[Manifest, Manifest]) -> None:
@@ -394,6 +434,8 @@ def introduce(run: Run, manifests: tuple[Manifest, Manifest]) -> None:
         "output": f"{config.output_dir}",
         "start": start,
     }
+    if run.changes:
+        facts["changed"] = ", ".join(run.changes)
     for name, fact in facts.items():
         run.log.say(f"{name:>8}  {fact}")
     if state.epoch >= config.epochs:
@@ -432,8 +474,11 @@ def evaluate_checkpoint(config: TrainConfig, manifests: tuple[Manifest, Manifest
     Raises:
         UserError: on all ranks, if there is no checkpoint or it does not fit the architecture.
     """
-    path = checkpoint.find(config)
-    saved = checkpoint.load(path) if path is not None else {}
+    path, saved = open_checkpoint(config, env)
+    if saved and saved["classes"] != list(manifests[1].classes):
+        raise UserError(
+            f"--data-dir {config.data_dir}: its classes are not those of {path}; every label would mean something else"
+        )
     model, normalize = create_model(config, env)
     loader = pipelines.create_val_loader(config, manifests[1], env)
     result: dict[str, Any] = {"checkpoint": str(path) if path else f"pretrained {config.pretrained}"}
@@ -481,17 +526,18 @@ def train(config: TrainConfig) -> None:
     manifests = read_data(config)
     with process_group(config.device, config.timeout) as env, contextlib.ExitStack() as stack:
         config = resolve(config, manifests, env)
+        check_files(config, manifests, env)
         prepare_output(config, env)
         if config.evaluate:
             evaluate_checkpoint(config, manifests, env)
             return
-        run = create_run(config, manifests, env, stack)
+        run = create_run(config, manifests, env, stack, started)
         introduce(run, manifests)
-        seconds_before = run.state.seconds
         while run.state.epoch < config.epochs:
             train_one_epoch(run)
-            run.state.seconds = seconds_before + time.perf_counter() - started
             evaluate_epoch(run)
+            if run.state.epoch < config.epochs and run.stop.agreed():
+                raise_stopped(run)
         write_summary(run)
 
 
@@ -502,20 +548,22 @@ def main(argv: Sequence[str]) -> int:
     except UserError as error:
         report(error)
         return EXIT_USER_ERROR
-    except Stopped:
-        return EXIT_STOPPED
+    except Stopped as stopped:
+        return stopped.status
     return EXIT_DONE
 
 
 def report(error: UserError) -> None:
     """One line on one rank.
 
-    Rank 0 speaks; its launcher then ends the others, who wait for that. One that is not ended alone met the error
-    (a file system that only its machine cannot read) and speaks itself.
+    Rank 0 speaks for all where they are known to meet the same error. Where they need not (a file system that only one
+    machine cannot read), the others give rank 0 the time to speak and torchrun the time to end them, then speak too.
     """
     with contextlib.suppress(UserError):  # of the launch itself, which then is `error`
         if read_launch().rank != 0:
             time.sleep(5)
+            if error.common:
+                return
     print(f"train.py: {error}", file=sys.stderr, flush=True)
 
 

@@ -37,7 +37,8 @@ status=0
 timeout 400 "$PYTHON" -m pytest -m gpu -q -p no:cacheprovider tests/test_gpu.py 2>&1 | tee "$out/tests.log" || status=$?
 echo "gpu tests: exit $status" | tee -a "$out/table.txt"
 
-train resnet50 --arch resnet50 --epochs 5 --batch-size 256 --amp bf16 --lr 0.5 --weight-decay 5e-4 --warmup-epochs 1
+train resnet50 --arch resnet50 --epochs 5 --batch-size 256 --amp bf16 --optimizer adamw --lr 2e-3 --weight-decay 0.05 \
+    --warmup-epochs 1
 
 # Stopped in mid-epoch by a signal, then resumed by the same command.
 b0=(--arch efficientnet_b0 --epochs 1 --batch-size 256 --amp fp16 --augment autoaugment --lr 0.25 --warmup-epochs 0.5)

@@ -10,8 +10,9 @@ import torch
 
 import pipelines
 from tests.conftest import TINY, Finished, assert_same, read_checkpoint, read_metrics
+from utils.augment import BatchAugment, Normalize
 from utils.config import TrainConfig
-from utils.dataset import scan_splits
+from utils.dataset import scan_splits, synthetic
 from utils.distributed import DistEnv
 from utils.sampler import Sampler
 
@@ -56,6 +57,36 @@ def test_first_batch_is_on_the_gpu_in_channels_last(
     stream.close()
 
 
+def test_a_batch_lives_until_the_device_has_read_it(data: Path, gpu: DistEnv) -> None:
+    """The host drops each batch while the kernels that read it still wait; DALI must not write over it."""
+    train, _ = scan_splits(data)
+    config, sampler = config_for("dali"), Sampler(len(train), 8)
+    sums = []
+    for lag in (0, 20_000_000):  # cycles, about 10 ms
+        stream = pipelines.create_train_loader(config, train, sampler, gpu)
+        found = torch.zeros(100, dtype=torch.int64, device=gpu.device)
+        for step in range(100):
+            batch = next(stream)
+            torch.cuda._sleep(lag)  # type: ignore[no-untyped-call]
+            found[step] = batch.images.long().sum()
+            del batch
+            if lag == 0:
+                torch.cuda.synchronize()
+        sums.append(found.tolist())
+    assert sums[0] == sums[1]
+
+
+@pytest.mark.parametrize("mix", [{"mixup": 0.2}, {"cutmix": 1.0}])
+def test_mixed_batches_stay_in_channels_last(gpu: DistEnv, mix: dict[str, float]) -> None:
+    config = config_for("synthetic", **mix)
+    normalize = Normalize((0.5,) * 3, (0.5,) * 3, torch.bfloat16, gpu.device)
+    batch = next(pipelines.create_train_loader(config, synthetic(64, 10), Sampler(64, 8), gpu))
+    images, targets = BatchAugment(config, normalize, 10, gpu.device)(*batch)
+    assert images.dtype == torch.bfloat16
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    assert targets.shape == (8, 10)
+
+
 @pytest.mark.parametrize("decode", ["fused", "full"])
 @pytest.mark.parametrize("augment", POLICIES)
 def test_dali_continues_bit_for_bit(data: Path, gpu: DistEnv, decode: str, augment: str) -> None:
@@ -83,8 +114,11 @@ def test_validation_images_are_torchvisions(data: Path, gpu: DistEnv) -> None:
     assert difference.mean() < 1.5  # GPU decoders round differently; another crop would be tens off
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-@pytest.mark.parametrize("extra", [(), ("--amp", "fp16", "--augment", "trivialaugment", "--mixup", "0.2")])
+@pytest.mark.parametrize(
+    ("number", "extra"),
+    [(signal.SIGKILL, ()), (signal.SIGTERM, ("--amp", "fp16", "--augment", "trivialaugment", "--mixup", "0.2"))],
+    ids=["killed-bf16", "stopped-fp16"],
+)
 def test_resume_in_mid_epoch_is_exact(
     data: Path,
     tmp_path: Path,

@@ -111,8 +111,10 @@ def test_validation_geometry_is_torchvisions(tmp_path: Path, cpu: DistEnv, size:
     Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC).save(tmp_path / "val" / "a" / "a.png")
     val = scan(tmp_path, "val")
     ours, theirs = (
-        next(iter(pipelines.create_val_loader(TrainConfig(loader=loader, workers=1), val, cpu))).images.int()
-        for loader in ("dali", "torch")  # type: ignore[arg-type]
+        next(
+            iter(pipelines.create_val_loader(config_for(loader=loader, image_size=224, val_resize=256), val, cpu))
+        ).images.int()
+        for loader in ("dali", "torch")
     )
     assert (ours - theirs).abs().max() <= 1
 

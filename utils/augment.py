@@ -58,6 +58,7 @@ class BatchAugment:
         images = self.normalize(images)
         if self.mix is not None:
             images, targets = self.mix(images, targets)
+            images = images.contiguous(memory_format=torch.channels_last)  # which roll and lerp need not keep
         if self.erase is not None:
             images = self.erase(images)
         return images, targets

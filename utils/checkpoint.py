@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +20,34 @@ FORMAT = 1
 
 # What decides which images come next, how they look, and what fits the saved tensors. Other flags may change.
 _FINGERPRINT_FLAGS = (
-    "arch", "num_classes", "batch_size", "grad_accum_steps", "seed", "loader", "decode", "image_size", "val_resize",
-    "augment", "crop_scale", "hflip", "mixup", "cutmix", "random_erase", "optimizer",
+    "arch", "num_classes", "batch_size", "grad_accum_steps", "seed", "loader", "image_size", "val_resize",
+    "augment", "crop_scale", "hflip", "mixup", "cutmix", "random_erase", "optimizer", "momentum", "weight_decay",
 )  # fmt: skip
+_FREE_FLAGS = (
+    "data_dir",
+    "output_dir",
+    "resume",
+    "evaluate",
+    "workers",
+    "log_steps",
+    "checkpoint_steps",
+    "tensorboard",
+)
 
 
 def fingerprint(config: TrainConfig, train: Manifest, val: Manifest, env: DistEnv, dali: str) -> dict[str, Any]:
     """What must be the same for a resume to be exact, each under the name that a refusal gives it."""
+    uses_dali = config.loader in ("dali", "proxy")
     flags = {flag(name): getattr(config, name) for name in _FINGERPRINT_FLAGS}
     return flags | {
+        "--decode": config.decode if uses_dali else None,
         "EMA": config.ema_decay > 0,
         "files of train/": train.fingerprint,
         "files of val/": val.fingerprint,
         "classes": len(train.classes),
         "world size": env.world_size,
         "device": env.device.type,
-        "DALI version": dali if config.loader in ("dali", "proxy") else None,
+        "DALI version": dali if uses_dali else None,
     }
 
 
@@ -49,8 +62,15 @@ def check_fingerprint(path: Path, saved: dict[str, Any], now: dict[str, Any]) ->
         )
 
 
+def changes(saved: dict[str, Any], config: TrainConfig) -> list[str]:
+    """Flags that a resume is free to change and that this one does, as `--lr 0.5 -> 0.1`."""
+    now = config.to_dict()
+    names = [name for name in now if name not in _FREE_FLAGS and saved.get(name) != now[name]]
+    return [f"{flag(name)} {saved.get(name)} -> {now[name]}" for name in names]
+
+
 def find(config: TrainConfig) -> Path | None:
-    """The checkpoint that `--resume` means, or None to start from scratch.
+    """The checkpoint that `--resume` means, or None to start from scratch (or from `--pretrained`).
 
     Raises:
         UserError: a path was given that does not exist, or `--evaluate` has nothing to evaluate.
@@ -60,10 +80,12 @@ def find(config: TrainConfig) -> Path | None:
         if not path.is_file():
             raise UserError(f"--resume {path}: no such checkpoint; give an existing file, auto or none")
         return path
+    if config.evaluate and config.pretrained is not None:
+        return None
     path = config.output_dir / (BEST if config.evaluate and (config.output_dir / BEST).is_file() else LAST)
     if config.resume == "auto" and path.is_file():
         return path
-    if config.evaluate and config.pretrained is None:
+    if config.evaluate:
         raise UserError(f"--evaluate: no checkpoint in --output-dir {config.output_dir}; give --resume PATH")
     return None
 
@@ -89,6 +111,7 @@ def save(
     loader: dict[str, Any],
     config: TrainConfig,
     fingerprint: dict[str, Any],
+    classes: Sequence[str],
     is_best: bool = False,
 ) -> None:
     """Write last.pt, and best.pt with the same content if `is_best`. A collective; rank 0 writes.
@@ -98,6 +121,7 @@ def save(
         loader: this rank's `TrainLoader.state()`.
         config: resolved.
         fingerprint: see `fingerprint`.
+        classes: class names in label order.
         is_best: whether the evaluation that this checkpoint holds is the best so far.
     """
     ranks = gather_main(state.own(loader), state.env)
@@ -107,34 +131,36 @@ def save(
         "format": FORMAT,
         "config": config.to_dict(),
         "fingerprint": fingerprint,
+        "classes": list(classes),
         "ranks": ranks,
     }
     for name in state.modules():
         checkpoint[name] = checkpoint[name] | mean_buffers([own["buffers"][name] for own in ranks])
-    write_atomically(checkpoint, config.output_dir / LAST)
+    # Each name is, at any instant and after a crash, the old content or the new one, whole. best.pt goes first, as
+    # last.pt already says that this is the best.
+    written = _write(checkpoint, config.output_dir / LAST)
     if is_best:
-        link_atomically(config.output_dir / LAST, config.output_dir / BEST)
+        _rename(_link(written, config.output_dir / BEST), config.output_dir / BEST)
+    _rename(written, config.output_dir / LAST)
 
 
-def write_atomically(checkpoint: dict[str, Any], path: Path) -> None:
-    """Write so that `path` is, at any instant and after a crash, the old content or the new one, whole."""
+def _write(checkpoint: dict[str, Any], path: Path) -> Path:
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("wb") as file:
         torch.save(checkpoint, file)
         file.flush()
         os.fsync(file.fileno())
-    _rename(temporary, path)
+    return temporary
 
 
-def link_atomically(source: Path, path: Path) -> None:
-    """Make `path` another name of the file `source`, or a copy where the file system has no hard links."""
+def _link(source: Path, path: Path) -> Path:
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.unlink(missing_ok=True)
     try:
         os.link(source, temporary)
-    except OSError:
+    except OSError:  # a file system without hard links
         shutil.copyfile(source, temporary)
-    _rename(temporary, path)
+    return temporary
 
 
 def _rename(temporary: Path, path: Path) -> None:

@@ -43,7 +43,7 @@ class TrainConfig:
     loader: Literal["dali", "proxy", "torch", "synthetic"] = _option("dali", DATA, "What feeds the network.")
     decode: Literal["auto", "fused", "full"] = _option("auto", DATA, "What DALI decodes: the crop alone or all.")
     image_size: int = _option(224, DATA, "Side of the network's input, pixels.")
-    val_resize: int = _option(256, DATA, "Shorter side before the centre crop, pixels.")
+    val_resize: int | None = _option(None, DATA, "Shorter side before the centre crop, pixels.", "image size x 8/7")
     workers: int | None = _option(None, DATA, "CPU threads (torch: workers) per process.", "its share of the cores")
     augment: Literal["none", "autoaugment", "randaugment", "trivialaugment"] = _option(
         "none", DATA, "Policy after crop and flip."
@@ -130,7 +130,7 @@ def validate(config: TrainConfig) -> None:
             raise UserError(f"{flag(name)} {getattr(config, name)}: a probability, from 0 to 1")
     if config.seed >= 2**31:
         raise UserError(f"--seed {config.seed}: must be less than 2147483648")
-    if config.val_resize < config.image_size:
+    if config.val_resize is not None and config.val_resize < config.image_size:
         raise UserError(
             f"--val-resize {config.val_resize}: smaller than --image-size {config.image_size}; the centre crop "
             f"must fit, try --val-resize {round(config.image_size * 8 / 7)}"
@@ -162,11 +162,13 @@ def parse(argv: Sequence[str]) -> TrainConfig:
     )
     try:
         result = typer.main.get_command(app).main(_bare_pretrained(argv), prog_name="train.py", standalone_mode=False)
+        if not isinstance(result, TrainConfig):
+            raise SystemExit(result)  # --help
+        validate(result)
     except _usage_error() as error:
-        raise UserError(" ".join(error.format_message().split())) from None
-    if not isinstance(result, TrainConfig):
-        raise SystemExit(result)  # --help
-    validate(result)
+        raise UserError(" ".join(error.format_message().split()), common=True) from None
+    except UserError as error:
+        raise UserError(str(error), common=True) from None
     return result
 
 

@@ -53,11 +53,11 @@ def scan(data_dir: Path, split: str) -> Manifest:
         UserError: missing or unreadable folder, no class, an empty class, or images nested deeper than one folder.
     """
     root = data_dir / split
-    if not data_dir.is_dir():
-        raise UserError(f"--data-dir {data_dir}: no such folder; give the one that holds train/ and val/")
-    if not root.is_dir():
-        raise UserError(f"--data-dir {data_dir}: has no {split}/ folder; it must hold train/ and val/")
     try:
+        if not data_dir.is_dir():
+            raise UserError(f"--data-dir {data_dir}: no such folder; give the one that holds train/ and val/")
+        if not root.is_dir():
+            raise UserError(f"--data-dir {data_dir}: has no {split}/ folder; it must hold train/ and val/")
         classes = sorted(entry.name for entry in _visible(root) if entry.is_dir())
         if not classes:
             loose = sum(_is_image(entry) for entry in _visible(root))
@@ -107,7 +107,10 @@ def _list_class(folder: Path) -> list[tuple[str, int]]:
         if entry.is_dir():
             _refuse_nested(Path(entry.path))
         elif _is_image(entry):
-            listing.append((entry.name, entry.stat().st_size))
+            size = entry.stat().st_size
+            if size == 0:
+                raise UserError(f"{entry.path}: an empty file, which no decoder reads; delete or replace it")
+            listing.append((entry.name, size))
     if not listing:
         raise UserError(
             f"{folder}: a class without images; remove the folder or add files ending in {' '.join(IMAGE_SUFFIXES)}"

@@ -62,7 +62,7 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
         fallback = {"LOCAL_WORLD_SIZE": "1"} if environ["WORLD_SIZE"] == "1" else {}
         fallback |= {"RANK": "0", "LOCAL_RANK": "0"} if environ["WORLD_SIZE"] == "1" else {}
-    elif int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+    elif environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
         # Of the step, not of the job: `python train.py` within an allocation of many tasks is one process.
         names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE")
         fallback = {}
@@ -79,15 +79,15 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
 
 
 def _rendezvous(environ: Mapping[str, str]) -> str:
-    """Address of rank 0: torchrun's MASTER_ADDR, or the first host of a Slurm step."""
+    """Where the processes meet: torchrun's store, or the first host of a Slurm step."""
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
-        return f"tcp://{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+        return "env://"
     hosts = environ.get("SLURM_STEP_NODELIST", "")
-    first = re.match(r"([^\[,]+)(?:\[(\d+))?([^\[,\]]*)", hosts)  # node[03-05,9].lan,... -> node03
-    if first is None or "SLURM_JOB_ID" not in environ:
+    first = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", hosts)  # node[03-05,9].lan,... -> node03.lan
+    job = environ.get("SLURM_JOB_ID", "")
+    if first is None or not job.isdigit():
         raise UserError("MASTER_ADDR and MASTER_PORT are missing in the environment; start with torchrun or srun")
-    port = 20000 + int(environ["SLURM_JOB_ID"]) % 20000
-    return f"tcp://{first[1]}{first[2] or ''}:{port}"
+    return f"tcp://{first[1]}{first[2] or ''}{first[3] or ''}:{20000 + int(job) % 20000}"
 
 
 def choose_device(choice: str, launch: Launch) -> torch.device:
@@ -101,9 +101,12 @@ def choose_device(choice: str, launch: Launch) -> torch.device:
         return torch.device("cpu")
     if gpus == 0:
         raise UserError("--device cuda: no usable GPU here; use --device cpu, or check nvidia-smi and the driver")
+    if gpus == 1 and launch.world_size > 1 and "LOCAL_RANK" not in os.environ:
+        return torch.device("cuda", 0)  # Slurm can show each task its own GPU alone
     if launch.local_rank >= gpus:
         raise UserError(
-            f"--nproc_per_node {launch.local_world_size}: this machine has {gpus} GPUs; start one process per GPU"
+            f"{launch.local_world_size} processes on this machine, but {gpus} GPUs; start one process per GPU "
+            "(torchrun --nproc_per_node, srun --ntasks-per-node)"
         )
     return torch.device("cuda", launch.local_rank)
 
@@ -128,7 +131,7 @@ def process_group(device_choice: str, timeout: float) -> Iterator[DistEnv]:
         return
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        init_method=_rendezvous(os.environ) if "MASTER_ADDR" not in os.environ else "env://",
+        init_method=_rendezvous(os.environ),
         rank=env.rank,
         world_size=env.world_size,
         timeout=datetime.timedelta(seconds=timeout),
@@ -165,10 +168,10 @@ def gather_main(value: T, env: DistEnv) -> list[T] | None:
 
 
 def raise_together(error: UserError | None, env: DistEnv) -> None:
-    """Raise on every rank what any rank found wrong, so that none is left waiting for the others."""
+    """Raise on every rank what any rank found wrong, so that none is left waiting for the others. A collective."""
     for found in gather(str(error) if error else None, env):
         if found is not None:
-            raise UserError(found)
+            raise UserError(found, common=True)
 
 
 @torch.no_grad()

@@ -3,12 +3,28 @@
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
-EXIT_STOPPED = 143  # 128 + SIGTERM, what a shell reports for a process that the signal ended
+EXIT_SIGNAL = 128  # plus the signal's number, as a shell reports it: 143 for SIGTERM
 
 
 class UserError(Exception):
-    """A mistake of the user's: one line that names the flag or file, its value, and the remedy."""
+    """A mistake of the user's: one line that names the flag or file, its value, and the remedy.
+
+    Attributes:
+        common: whether every rank is known to raise the same, so that rank 0 can speak for all.
+    """
+
+    def __init__(self, message: str, common: bool = False) -> None:
+        super().__init__(message)
+        self.common = common
 
 
 class Stopped(Exception):
-    """A signal asked for the end and the checkpoint has been written."""
+    """A signal asked for the end and the checkpoint has been written.
+
+    Attributes:
+        status: exit status of the process.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by signal {number}")
+        self.status = EXIT_SIGNAL + number

@@ -30,10 +30,7 @@ class Interval:
 
 @dataclasses.dataclass
 class Totals:
-    """Training so far, over all launches of a run: without evaluation, and without the first interval of a launch.
-
-    That interval holds the compilation and the filling of the queues, which a longer run would not notice.
-    """
+    """Training so far, over all launches of a run, without evaluation and checkpoints."""
 
     images: float = 0.0
     seconds: float = 0.0
@@ -41,7 +38,7 @@ class Totals:
 
     @property
     def images_per_second(self) -> float:
-        """Mean over all ranks' images; 0 before the second interval."""
+        """Mean, images of all ranks."""
         return self.images / self.seconds if self.seconds else 0.0
 
     @property
@@ -54,7 +51,8 @@ class Meter:
     """Sums of loss, images and waiting time between two reads."""
 
     def __init__(self, env: DistEnv) -> None:
-        self.totals = Totals()
+        self._warm_totals = Totals()
+        self._cold_totals = Totals()  # of each launch's first interval: compilation, the filling of the queues
         self._env = env
         self._loss = torch.zeros((), dtype=torch.float64, device=env.device)  # sum over images
         self._images = 0
@@ -64,10 +62,22 @@ class Meter:
         self._warm = False
 
     def start(self) -> None:
-        """Begin timing, after a pause (evaluation, a checkpoint) that is not training."""
+        """Begin timing, at the start of an epoch's training."""
         self._waits.clear()
         self._timed_images = 0
         self._started = time.perf_counter()
+
+    @property
+    def totals(self) -> Totals:
+        """All intervals but each launch's first; that one too as long as there is no other."""
+        return self._warm_totals if self._warm_totals.seconds else self._cold_totals
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around what is not training, a checkpoint in mid-interval."""
+        began = time.perf_counter()
+        yield
+        self._started += time.perf_counter() - began
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -99,10 +109,10 @@ class Meter:
         own = torch.tensor([self._images, self._timed_images, wait / seconds], dtype=torch.float64)
         loss, images, timed, share = all_reduce_sum(torch.cat([self._loss.cpu().view(1), own])).tolist()
         share /= self._env.world_size
-        if self._warm:
-            self.totals.images += timed
-            self.totals.seconds += seconds
-            self.totals.wait += share * seconds
+        totals = self._warm_totals if self._warm else self._cold_totals
+        totals.images += timed
+        totals.seconds += seconds
+        totals.wait += share * seconds
         self._warm = True
         self._loss.zero_()
         self._images = 0
@@ -118,10 +128,12 @@ class Meter:
 
     def state_dict(self) -> dict[str, Any]:
         """The interval under way on this rank, and the totals."""
-        return {"loss": self._loss.item(), "images": self._images, "totals": dataclasses.asdict(self.totals)}
+        totals = {"warm": dataclasses.asdict(self._warm_totals), "cold": dataclasses.asdict(self._cold_totals)}
+        return {"loss": self._loss.item(), "images": self._images, "totals": totals}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Undo of `state_dict`."""
         self._loss.fill_(state["loss"])
         self._images = state["images"]
-        self.totals = Totals(**state["totals"])
+        self._warm_totals = Totals(**state["totals"]["warm"])
+        self._cold_totals = Totals(**state["totals"]["cold"])

@@ -1,6 +1,7 @@
 """TrainState: everything that a resume needs, and its own position."""
 
 import dataclasses
+import time
 from typing import Any
 
 import torch
@@ -31,7 +32,8 @@ class TrainState:
         step: optimizer steps taken.
         best_top1: percent, of the best evaluation so far, of the model or its average; negative before the first.
         result: the last evaluation's record.
-        seconds: wall time of all launches so far.
+        started: `time.perf_counter()` at the launch.
+        earlier_seconds: wall time of the launches before this one.
     """
 
     model: nn.Module
@@ -44,7 +46,13 @@ class TrainState:
     step: int = 0
     best_top1: float = -1.0
     result: dict[str, Any] = dataclasses.field(default_factory=dict)
-    seconds: float = 0.0
+    started: float = dataclasses.field(default_factory=time.perf_counter)
+    earlier_seconds: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of all launches so far."""
+        return self.earlier_seconds + time.perf_counter() - self.started
 
     def modules(self) -> dict[str, nn.Module]:
         """The networks under their names in a checkpoint."""
@@ -78,9 +86,11 @@ class TrainState:
             module.load_state_dict(shared[name])
             module.load_state_dict(own["buffers"][name], strict=False)
         self.optimizer.load_state_dict(shared["optimizer"])
-        self.scaler.load_state_dict(shared["scaler"])
-        for name in ("epoch", "step", "best_top1", "result", "seconds"):
+        if shared["scaler"]:  # empty unless the checkpoint was trained in fp16
+            self.scaler.load_state_dict(shared["scaler"])
+        for name in ("epoch", "step", "best_top1", "result"):
             setattr(self, name, shared[name])
+        self.earlier_seconds = shared["seconds"]
         self.meter.load_state_dict(own["meter"])
         set_random_state(own["random"], self.env.device)
 

@@ -1,0 +1,182 @@
+"""The manifest: torchvision's labels, on names of any kind; a fingerprint of the content, wherever it lies."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.datasets import ImageFolder
+
+import pipelines
+from utils.config import TrainConfig
+from utils.dataset import Manifest, scan, scan_splits
+from utils.distributed import DistEnv
+from utils.errors import UserError
+
+# Names that sort, split, quote or encode in some unlucky way; a class and its images.
+UNUSUAL = {
+    "-rf": ("-rf.jpg", "--help.jpg", "plain.jpg"),
+    "10": ("2.jpg", "10.jpg", "1.jpg"),
+    "9": ("a.JPEG", "a.jpeg", "A.jpg", "a.JPG"),
+    "Zebra": ("no extension.png", "dots.in.name.jpg"),
+    "apple": ("~.jpg", "#.jpg", "%20.jpg", "$HOME.jpg", "*.jpg"),
+    'it\'s "quoted"': ("it's.jpg", 'a"b.jpg', "back\\slash.jpg", "semi;colon.jpg"),
+    "new\nline": ("two\nlines.jpg", "tab\tbed.jpg"),
+    "with space ": (" leading.jpg", "in the middle.jpg", "before .jpg"),
+    "žluťoučký kůň": ("猫.jpg", "🐎.jpg", "e\u0301.jpg", "\u00e9.jpg"),  # one letter, composed and not
+    os.fsdecode(b"not-\xff-utf8"): (os.fsdecode(b"\xfe.jpg"), "plain.jpg"),
+}
+
+
+def write_unusual(root: Path) -> Path:
+    """A file of its own colour for every name in UNUSUAL, in a different order than any that sorts."""
+    colours = iter(np.random.default_rng(0).integers(20, 236, size=(100, 3), dtype=np.uint8))
+    for name in reversed(UNUSUAL):
+        (root / name).mkdir(parents=True)
+        for file in UNUSUAL[name]:
+            Image.new("RGB", (40, 40), tuple(map(int, next(colours)))).save(root / name / file, quality=95)
+    return root
+
+
+@pytest.fixture(scope="module")
+def unusual(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("unusual")
+    write_unusual(root / "train")
+    write_unusual(root / "val")
+    return root
+
+
+def test_labels_and_paths_are_those_of_torchvision(unusual: Path) -> None:
+    found = scan(unusual, "train")
+    reference = ImageFolder(str(unusual / "train"))
+    assert list(found.classes) == reference.classes
+    assert [(found.path(index), int(found.labels[index])) for index in range(len(found))] == reference.samples
+    assert len(found) == sum(map(len, UNUSUAL.values()))
+    assert found.labels.dtype == np.int64
+    assert found.root == unusual / "train"
+
+
+@pytest.mark.parametrize("loader", ["dali", "torch"])
+def test_loaders_read_unusual_names(unusual: Path, cpu: DistEnv, loader: str) -> None:
+    manifest = scan(unusual, "val")
+    config = TrainConfig(
+        loader="dali" if loader == "dali" else "torch", batch_size=8, image_size=32, val_resize=36, workers=1
+    )
+    batches = list(pipelines.create_val_loader(config, manifest, cpu))
+    targets = torch.cat([batch.targets for batch in batches])
+    assert targets.tolist() == manifest.labels.tolist()
+    images = torch.cat([batch.images for batch in batches]).float()
+    assert images.shape == (len(manifest), 3, 32, 32)
+    for index, image in enumerate(images):
+        with Image.open(manifest.path(index)) as file:
+            colour = torch.tensor(file.convert("RGB").getpixel((20, 20)))
+        assert (image.mean((1, 2)) - colour).abs().max() < 3, manifest.files[index]
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    root = tmp_path / "small"
+    for split in ("train", "val"):
+        for name in ("a", "b"):
+            (root / split / name).mkdir(parents=True)
+            for file in ("1.jpg", "2.jpg"):
+                (root / split / name / file).write_bytes(b"content")
+    return root
+
+
+def test_hidden_entries_and_other_files_are_ignored(small: Path) -> None:
+    before = scan(small, "train")
+    (small / "train" / ".git").mkdir()
+    (small / "train" / ".git" / "1.jpg").write_bytes(b"x")
+    (small / "train" / "a" / ".thumbnails").mkdir()
+    (small / "train" / "a" / ".thumbnails" / "1.jpg").write_bytes(b"x")
+    (small / "train" / "a" / "._1.jpg").write_bytes(b"x")
+    (small / "train" / "a" / "notes").mkdir()
+    (small / "train" / "a" / "notes" / "read.me").write_bytes(b"x")
+    for name in ("labels.csv", "a/Thumbs.db", "a/1.gif", "a/1.jpg.part", "b/jpg"):
+        (small / "train" / name).write_bytes(b"x")
+    after = scan(small, "train")
+    assert after.files == before.files == ("a/1.jpg", "a/2.jpg", "b/1.jpg", "b/2.jpg")
+    assert after.classes == before.classes == ("a", "b")
+    assert after.fingerprint == before.fingerprint
+
+
+@pytest.mark.parametrize(
+    "suffix", ["jpg", "jpeg", "jpe", "png", "webp", "bmp", "tif", "tiff", "ppm", "pgm", "pnm", "JPEG", "Png"]
+)
+def test_suffixes(small: Path, suffix: str) -> None:
+    (small / "train" / "b" / f"3.{suffix}").write_bytes(b"x")
+    assert f"b/3.{suffix}" in scan(small, "train").files
+
+
+def test_links_are_followed(small: Path) -> None:
+    (small / "train").rename(small / "elsewhere")
+    (small / "train").mkdir()
+    for name in ("a", "b"):
+        (small / "train" / name).symlink_to(small / "elsewhere" / name)
+    (small / "elsewhere" / "a" / "3.jpg").symlink_to("1.jpg")
+    assert scan(small, "train").files == ("a/1.jpg", "a/2.jpg", "a/3.jpg", "b/1.jpg", "b/2.jpg")
+
+
+def test_relative_folder_stays_found_from_elsewhere(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(small.parent)
+    found = scan(Path("small"), "train")
+    monkeypatch.chdir("/")
+    assert Path(found.path(0)).read_bytes() == b"content"
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "renamed file": lambda root: (root / "a" / "1.jpg").rename(root / "a" / "0.jpg"),
+    "changed size": lambda root: (root / "a" / "1.jpg").write_bytes(b"content."),
+    "moved to another class": lambda root: (root / "a" / "2.jpg").rename(root / "b" / "3.jpg"),
+    "renamed class": lambda root: (root / "a").rename(root / "c"),
+    "added file": lambda root: (root / "b" / "3.jpg").write_bytes(b"content"),
+    "removed file": lambda root: (root / "b" / "2.jpg").unlink(),
+    "swapped sizes": lambda root: [
+        (root / "a" / "1.jpg").write_bytes(b"conten"),
+        (root / "a" / "2.jpg").write_bytes(b"content."),
+    ],
+    "other letter case": lambda root: (root / "a" / "1.jpg").rename(root / "a" / "1.JPG"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_fingerprint_of_another_content(small: Path, change: str) -> None:
+    before = scan(small, "train").fingerprint
+    CHANGES[change](small / "train")
+    assert scan(small, "train").fingerprint != before
+
+
+def test_fingerprint_of_the_same_content(small: Path, tmp_path: Path) -> None:
+    before = scan(small, "train")
+    assert scan(small, "train").fingerprint == before.fingerprint
+    shutil.copytree(small, tmp_path / "copied" / "there")
+    shutil.move(small, tmp_path / "moved")
+    for root in (tmp_path / "copied" / "there", tmp_path / "moved"):
+        after = scan(root, "train")
+        assert after.fingerprint == before.fingerprint
+        assert after.files == before.files
+        assert after.root == root / "train"
+
+
+def test_splits_share_their_classes(small: Path) -> None:
+    train, val = scan_splits(small)
+    assert isinstance(train, Manifest)
+    assert train.classes == val.classes == ("a", "b")
+    assert (train.root, val.root) == (small / "train", small / "val")
+    (small / "val" / "c").mkdir()
+    (small / "val" / "c" / "1.jpg").write_bytes(b"x")
+    with pytest.raises(UserError, match=r"1 classes of val/ are missing in train/ \('c'\)"):
+        scan_splits(small)
+
+
+def test_only_some_of_many_missing_classes_are_named(small: Path) -> None:
+    for index in range(9):
+        (small / "train" / f"more{index}").mkdir()
+        (small / "train" / f"more{index}" / "1.jpg").write_bytes(b"x")
+    with pytest.raises(UserError, match=r"9 classes of train/ .* \('more0', 'more1', 'more2', \.\.\.\)"):
+        scan_splits(small)
