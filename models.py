@@ -1,6 +1,8 @@
 """Architecture name -> nn.Module: every timm model, its head sized from the data, in channels_last memory."""
 
 import difflib
+import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,14 @@ from utils.errors import UserError
 
 def check_arch(arch: str) -> None:
     """Raise UserError, with the closest names, unless timm knows the architecture."""
-    name = arch.partition(".")[0]  # timm writes pretrained variants as arch.tag
+    name, _, tag = arch.partition(".")  # timm writes pretrained variants as arch.tag
     if not timm.is_model(name):
         close = ", ".join(difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.0))
         raise UserError(f"--arch {arch}: unknown to timm; the closest are {close}")
+    variants = timm.list_pretrained(f"{name}.*")
+    if tag and arch not in variants:
+        close = ", ".join(difflib.get_close_matches(arch, variants, n=3, cutoff=0.0)) or f"{name} alone"
+        raise UserError(f"--arch {arch}: timm has no such pretrained variant; the closest are {close}")
 
 
 def create_model(arch: str, num_classes: int, pretrained: str | None = None, image_size: int = 224) -> nn.Module:
@@ -58,12 +64,17 @@ def normalization(model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...
 
 
 def _load_weights(model: nn.Module, path: Path) -> None:
-    if not path.is_file():
+    if not os.path.isfile(path):  # unlike Path.is_file, False for what may not be looked at
         raise UserError(f"--pretrained {path}: no such file; give a weights file, or no value for timm's weights")
     try:
-        loaded = timm.models.load_state_dict(str(path), use_ema=True, weights_only=True)
+        with warnings.catch_warnings():  # torch warns of some damage before it raises
+            warnings.simplefilter("ignore")
+            loaded = timm.models.load_state_dict(str(path), use_ema=True, weights_only=True)
     except Exception as error:
-        raise UserError(f"--pretrained {path}: not a readable weights file ({_first_line(error)})") from error
+        reason = getattr(error, "strerror", None) or type(error).__name__
+        raise UserError(
+            f"--pretrained {path}: damaged, or not a readable weights file ({reason}); give a .safetensors or .pt file"
+        ) from error
     wanted = model.state_dict()
     settings: Any = model.pretrained_cfg
     head = tuple(f"{name}." for name in _as_tuple(settings.get("classifier")))

@@ -8,4 +8,5 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 use_environment requirements-dev.txt
-exec "$PYTHON" -m pytest -m "not gpu and not slow" "$@"
+# Most of the time goes into starting processes, so as many tests at once as there are cores, within reason.
+exec "$PYTHON" -m pytest -m "not gpu and not slow" -n auto --maxprocesses 8 "$@"

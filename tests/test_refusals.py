@@ -430,7 +430,7 @@ def test_checkpoint_of_other_files(
 
 def test_evaluation_by_another_architecture(refused: Refused, data: Path, finished_run: Path) -> None:
     check = refused(*TINY, "--data-dir", data, "--output-dir", finished_run, "--evaluate", "--arch", "test_vit")
-    check(f"--resume {finished_run}/best.pt:", "does not fit --arch", "--arch test_resnet --num-classes 3")
+    check("--arch test_vit --num-classes 3: does not fit --resume", "give --arch test_resnet --num-classes 3")
 
 
 def test_evaluation_on_other_classes(refused: Refused, data: Path, finished_run: Path, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 import contextlib
 import os
 import shutil
+import warnings
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,10 @@ from utils.state import TrainState, mean_buffers
 
 LAST, BEST = "last.pt", "best.pt"
 FORMAT = 1
+_PARTS = {
+    "format", "config", "fingerprint", "classes", "ranks", "model", "optimizer", "scaler", "epoch", "step", "best_top1",
+    "result", "seconds",
+}  # fmt: skip
 
 # What decides which images come next, how they look, and what fits the saved tensors. Other flags may change.
 _FINGERPRINT_FLAGS = (
@@ -41,7 +47,7 @@ def fingerprint(config: TrainConfig, train: Manifest, val: Manifest, env: DistEn
     flags = {flag(name): getattr(config, name) for name in _FINGERPRINT_FLAGS}
     return flags | {
         "--decode": config.decode if uses_dali else None,
-        "EMA": config.ema_decay > 0,
+        "--ema-decay above 0": config.ema_decay > 0,
         "files of train/": train.fingerprint,
         "files of val/": val.fingerprint,
         "classes": len(train.classes),
@@ -77,7 +83,7 @@ def find(config: TrainConfig) -> Path | None:
     """
     if config.resume not in ("auto", "none"):
         path = Path(config.resume)
-        if not path.is_file():
+        if not os.path.isfile(path):  # unlike Path.is_file, False for what may not be looked at
             raise UserError(f"--resume {path}: no such checkpoint; give an existing file, auto or none")
         return path
     if config.evaluate and config.pretrained is not None:
@@ -97,11 +103,20 @@ def load(path: Path) -> dict[str, Any]:
         UserError: the file is damaged, or is no checkpoint of Brisk.
     """
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():  # torch warns of some damage before it raises
+            warnings.simplefilter("ignore")
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        with zipfile.ZipFile(path) as archive:  # torch.load does not compare the checksums that torch.save wrote
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
     except Exception as error:
-        reason = (str(error) or type(error).__name__).strip().splitlines()[0][:160]
-        raise UserError(f"--resume {path}: not a readable checkpoint ({reason}); give another file") from error
-    if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
+        # torch's own words speak of its releases and of its arguments, which are not the user's.
+        reason = getattr(error, "strerror", None) or type(error).__name__
+        raise UserError(
+            f"--resume {path}: damaged, or not a readable checkpoint ({reason}); give another file"
+        ) from error
+    if not isinstance(checkpoint, dict) or not checkpoint.keys() >= _PARTS or str(checkpoint["format"]) != str(FORMAT):
         raise UserError(f"--resume {path}: not a checkpoint of this version of Brisk; --pretrained loads bare weights")
     return checkpoint
 

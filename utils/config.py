@@ -116,7 +116,8 @@ def validate(config: TrainConfig) -> None:
     for name, least in _AT_LEAST.items():
         value = getattr(config, name)
         if value is not None and not least <= value < float("inf"):
-            raise UserError(f"{flag(name)} {value}: must be {least:g} or more")
+            finite = " and finite" if isinstance(value, float) else ""
+            raise UserError(f"{flag(name)} {value}: must be {least:g} or more{finite}")
     for name in _BELOW_ONE:
         if not 0 <= getattr(config, name) < 1:
             raise UserError(f"{flag(name)} {getattr(config, name)}: must be at least 0 and less than 1")
@@ -166,7 +167,8 @@ def parse(argv: Sequence[str]) -> TrainConfig:
             raise SystemExit(result)  # --help
         validate(result)
     except _usage_error() as error:
-        raise UserError(" ".join(error.format_message().split()), common=True) from None
+        message = " ".join(error.format_message().split()).rstrip(".")
+        raise UserError(f"{message}; train.py --help lists all flags", common=True) from None
     except UserError as error:
         raise UserError(str(error), common=True) from None
     return result
@@ -188,7 +190,7 @@ def _usage_error() -> type[Any]:
 
 def _bare_pretrained(argv: Sequence[str]) -> list[str]:
     # click options take a value always or never; `--pretrained` alone means timm's weights.
-    following = [*argv[1:], "--"]
+    following = [*argv, "--"][1:]
     return [
         "--pretrained=timm" if word == "--pretrained" and after.startswith("-") else word
         for word, after in zip(argv, following, strict=True)
@@ -233,8 +235,8 @@ def _help(field: dataclasses.Field[Any]) -> str:
 
 
 def _spelling(field: dataclasses.Field[Any]) -> tuple[str, ...]:
-    # Only a switch that can be on by default needs a spelling that turns it off.
-    both = bool in _kinds(field) and field.default is not False
+    # A recipe may turn any switch on, and the command line must be able to turn it off.
+    both = bool in _kinds(field)
     return (f"{flag(field.name)}/--no-{flag(field.name)[2:]}",) if both else (flag(field.name),)
 
 
@@ -262,7 +264,15 @@ def _reader(field: dataclasses.Field[Any]) -> dict[str, Any]:
             return text
 
         return {"parser": choice, "metavar": "NAME"}
-    return {"metavar": field.metadata["metavar"] or ("PATH" if kind is Path else "NAME")}
+    if kind is Path:
+
+        def path(text: str) -> Path:
+            if not text:
+                raise typer.BadParameter("'' is no path")  # an empty shell variable, which would mean this folder
+            return Path(text)
+
+        return {"parser": path, "metavar": "PATH"}
+    return {"metavar": field.metadata["metavar"] or "NAME"}
 
 
 def _load_recipe(context: typer.Context, path: Path | None) -> Path | None:

@@ -66,7 +66,9 @@ def scan(data_dir: Path, split: str) -> Manifest:
         with ThreadPoolExecutor(16) as pool:  # on a network file system a scan waits, it does not compute
             listings = list(pool.map(_list_class, [root / name for name in classes]))
     except OSError as error:
-        raise UserError(f"{error.filename}: cannot be read ({error.strerror}); check its permissions") from None
+        raise UserError(
+            f"{error.filename}: cannot be read ({error.strerror}); remove it or check its permissions"
+        ) from None
     files = [f"{name}/{file}" for name, listing in zip(classes, listings, strict=True) for file, _ in listing]
     sizes = [size for listing in listings for _, size in listing]
     labels = np.repeat(np.arange(len(classes), dtype=np.int64), [len(listing) for listing in listings])

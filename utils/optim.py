@@ -28,14 +28,18 @@ def check_optimizer(name: str) -> None:
 
 def create_optimizer(config: TrainConfig, model: nn.Module, global_batch_size: int) -> Optimizer:
     """timm's optimizer over two groups: weight decay on matrices and kernels, none on biases and norms."""
-    optimizer: Optimizer = timm.optim.create_optimizer_v2(
-        model,
-        opt=config.optimizer,
-        lr=scaled_lr(config.lr, global_batch_size),
-        momentum=config.momentum,
-        weight_decay=config.weight_decay,
-        filter_bias_and_bn=True,
-    )
+    try:
+        optimizer: Optimizer = timm.optim.create_optimizer_v2(
+            model,
+            opt=config.optimizer,
+            lr=scaled_lr(config.lr, global_batch_size),
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+            filter_bias_and_bn=True,
+        )
+    except Exception as error:  # timm lists those of apex and bitsandbytes too, whether they are installed or not
+        reason = (str(error) or type(error).__name__).strip().splitlines()[0]
+        raise UserError(f"--optimizer {config.optimizer}: cannot be had here ({reason}); give another") from error
     return optimizer
 
 

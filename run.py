@@ -1,0 +1,331 @@
+"""Run: everything that a training loop holds in its hands, put together from the flags, the data and the checkpoint."""
+
+import contextlib
+import dataclasses
+import inspect
+import os
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from timm.scheduler.cosine_lr import CosineLRScheduler
+from timm.utils.model_ema import ModelEmaV3
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+
+import models
+import pipelines
+from utils import checkpoint, dataset
+from utils.augment import BatchAugment, Normalize
+from utils.config import TrainConfig
+from utils.dataset import Manifest
+from utils.distributed import DistEnv, gather, raise_together
+from utils.errors import UserError
+from utils.log import Log
+from utils.metrics import Meter
+from utils.optim import create_optimizer, create_schedule, scaled_lr
+from utils.sampler import Sampler
+from utils.seed import make_deterministic, seed_all
+from utils.state import TrainState
+from utils.stop import StopRequest
+
+AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "none": torch.float32}
+SYNTHETIC_TRAIN, SYNTHETIC_VAL, SYNTHETIC_CLASSES = 128_000, 5_000, 1_000  # of --loader synthetic without --data-dir
+
+# torch 2.15 renamed the option; 2.11 to 2.14 know the old name only.
+_KEEP_BUFFERS: dict[str, Any] = (
+    {"forward_sync_buffers": False}
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else {"broadcast_buffers": False}
+)
+
+
+@dataclasses.dataclass
+class Run:
+    """What a training loop holds in its hands: the state that a checkpoint keeps, and the tools that it does not."""
+
+    config: TrainConfig
+    env: DistEnv
+    state: TrainState
+    net: nn.Module  # state.model, distributed and compiled
+    schedule: CosineLRScheduler
+    sampler: Sampler
+    train_loader: pipelines.TrainLoader
+    val_loader: pipelines.ValLoader
+    num_val: int
+    classes: tuple[str, ...]
+    augment: BatchAugment
+    criterion: nn.Module
+    amp_dtype: torch.dtype
+    fingerprint: dict[str, Any]
+    changes: list[str]  # flags that differ from those of the checkpoint
+    log: Log
+    stop: StopRequest
+
+    def save(self, is_best: bool = False) -> None:
+        """Write last.pt (and best.pt) as of now. A collective."""
+        with self.state.meter.paused():
+            loader = self.train_loader.state()
+            checkpoint.save(self.state, loader, self.config, self.fingerprint, self.classes, is_best)
+
+
+def read_data(config: TrainConfig) -> tuple[Manifest, Manifest]:
+    """List both splits; synthetic data has the size of --data-dir, or its own."""
+    if config.data_dir is None:
+        train_images = dataset.synthetic(SYNTHETIC_TRAIN, config.num_classes or SYNTHETIC_CLASSES)
+        return train_images, dataset.synthetic(SYNTHETIC_VAL, config.num_classes or SYNTHETIC_CLASSES)
+    return dataset.scan_splits(config.data_dir)
+
+
+def check_files(config: TrainConfig, manifests: tuple[Manifest, Manifest], env: DistEnv) -> None:
+    """Raise UserError on all ranks unless all of them list the same files. A collective."""
+    if len(set(gather(tuple(manifest.fingerprint for manifest in manifests), env))) > 1:
+        raise UserError(
+            f"--data-dir {config.data_dir}: not the same files on all ranks; give all the same", common=True
+        )
+
+
+def resolve(config: TrainConfig, manifests: tuple[Manifest, Manifest], env: DistEnv) -> TrainConfig:
+    """Replace every `auto` and every absent value by what this machine and this data set make of it.
+
+    Raises:
+        UserError: on all ranks, for what does not fit the machine or the data.
+    """
+    on_cuda = env.device.type == "cuda"
+    num_classes = len(manifests[0].classes)
+    workers = config.workers or max(1, len(os.sched_getaffinity(0)) // env.local_world_size)
+    amp = config.amp
+    if amp == "auto":
+        amp = ("bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16") if on_cuda else "none"
+    decode = config.decode
+    if decode == "auto":
+        decode = "full" if on_cuda and workers < pipelines.FUSED_THREADS else "fused"
+    if amp == "fp16" and not on_cuda:
+        raise UserError("--amp fp16 without a GPU: the CPU has no fast float16; use --amp none or bf16")
+    if config.num_classes is not None and config.num_classes < num_classes:
+        raise UserError(
+            f"--num-classes {config.num_classes}: fewer than the {num_classes} class folders; leave it out, or raise it"
+        )
+    return dataclasses.replace(
+        config,
+        workers=workers,
+        amp=amp,
+        decode=decode,
+        device="cuda" if on_cuda else "cpu",
+        num_classes=config.num_classes or num_classes,
+        val_resize=config.val_resize or round(config.image_size * 8 / 7),
+        compile=on_cuda if config.compile is None else config.compile,
+        warmup_epochs=min(5, config.epochs / 10) if config.warmup_epochs is None else config.warmup_epochs,
+    )
+
+
+def prepare_output(config: TrainConfig, env: DistEnv) -> None:
+    """Make the output folder and see that it can be written. A collective.
+
+    Raises:
+        UserError: on all ranks, if rank 0 cannot write there.
+    """
+    error = None
+    if env.is_main:
+        probe = config.output_dir / ".write-test"
+        try:
+            config.output_dir.mkdir(parents=True, exist_ok=True)
+            probe.write_bytes(b"")
+            probe.unlink()
+        except OSError as reason:
+            error = UserError(f"--output-dir {config.output_dir}: cannot be written ({reason.strerror}); give another")
+    raise_together(error, env)
+
+
+def create_sampler(config: TrainConfig, manifest: Manifest, env: DistEnv) -> Sampler:
+    """The order of the training images.
+
+    Raises:
+        UserError: fewer images than processes, or than one global batch.
+    """
+    sampler = Sampler(len(manifest), config.batch_size, config.grad_accum_steps, env.rank, env.world_size, config.seed)
+    if len(manifest) < env.world_size:
+        raise UserError(
+            f"--data-dir {config.data_dir}: {len(manifest)} training images for {env.world_size} processes; "
+            f"start at most {len(manifest)}"
+        )
+    if sampler.steps_per_epoch == 0 and not config.evaluate:
+        raise UserError(
+            f"--batch-size {config.batch_size}: {env.world_size} processes x {config.batch_size} images x "
+            f"{config.grad_accum_steps} batches is a global batch of {sampler.global_batch_size}, more than the "
+            f"{len(manifest)} training images; lower it"
+        )
+    return sampler
+
+
+def open_checkpoint(config: TrainConfig, env: DistEnv) -> tuple[Path | None, dict[str, Any]]:
+    """The file that `--resume` means and its content; (None, {}) if there is none to use. A collective.
+
+    Raises:
+        UserError: on all ranks: missing, damaged, or not the same for all ranks.
+    """
+    path, saved, error = None, {}, None
+    try:
+        path = checkpoint.find(config)
+        saved = checkpoint.load(path) if path is not None else {}
+    except UserError as found:
+        error = found
+    raise_together(error, env)
+    if len(set(gather(saved.get("step"), env))) > 1:
+        raise UserError(
+            f"--output-dir {config.output_dir}: not the same checkpoint on all ranks; use a shared folder", common=True
+        )
+    return path, saved
+
+
+def create_model(config: TrainConfig, env: DistEnv) -> tuple[nn.Module, Normalize]:
+    """The network on its device, and what turns uint8 images into its input."""
+    assert config.num_classes is not None, "resolved"
+    model = models.create_model(config.arch, config.num_classes, config.pretrained, config.image_size).to(env.device)
+    return model, Normalize(*models.normalization(model), dtype=AMP_DTYPES[config.amp], device=env.device)
+
+
+def distribute(model: nn.Module, config: TrainConfig, env: DistEnv) -> nn.Module:
+    """`model` with gradients averaged over the ranks, compiled on request."""
+    net: nn.Module = model
+    if env.world_size > 1:
+        # Running statistics stay with their rank and are averaged when they are needed; torch's default would
+        # broadcast rank 0's at every step and forget the others.
+        net = DistributedDataParallel(
+            model,
+            device_ids=[env.device] if env.device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+            **_KEEP_BUFFERS,
+        )
+    return cast(nn.Module, torch.compile(net)) if config.compile else net
+
+
+def settle_buckets(net: nn.Module, config: TrainConfig, env: DistEnv) -> None:
+    """A pass of nothing through DDP, before a checkpoint is loaded over what it leaves behind.
+
+    DDP lays its gradient buckets out anew after the first backward pass of a launch, and the rounding of a sum over
+    three and more ranks depends on the layout: without this the first resumed step would differ in its last bits.
+    """
+    if env.world_size == 1:
+        return
+    net.train()
+    dtype, size = AMP_DTYPES[config.amp], config.image_size
+    images = torch.zeros(config.batch_size, 3, size, size, dtype=dtype, device=env.device)
+    with torch.autocast(env.device.type, dtype=dtype, enabled=dtype != torch.float32):
+        loss = net(images.contiguous(memory_format=torch.channels_last)).sum()
+    loss.backward()
+    net.zero_grad(set_to_none=True)
+
+
+def create_state(config: TrainConfig, model: nn.Module, sampler: Sampler, env: DistEnv, started: float) -> TrainState:
+    """Everything that a checkpoint keeps, as it is before the first step."""
+    return TrainState(
+        model=model,
+        optimizer=create_optimizer(config, model, sampler.global_batch_size),
+        scaler=GradScaler(env.device.type, enabled=config.amp == "fp16"),
+        ema=ModelEmaV3(model, decay=config.ema_decay, use_warmup=True) if config.ema_decay > 0 else None,
+        meter=Meter(env),
+        env=env,
+        started=started,
+    )
+
+
+def create_run(
+    config: TrainConfig, manifests: tuple[Manifest, Manifest], env: DistEnv, stack: contextlib.ExitStack, started: float
+) -> Run:
+    """Build everything from the network to the loaders, from the checkpoint if there is one. A collective.
+
+    Args:
+        config: resolved.
+        manifests: of train/ and val/.
+        env: this process.
+        stack: closes what was opened.
+        started: `time.perf_counter()` at the launch.
+
+    Raises:
+        UserError: on all ranks, for a checkpoint or a data set that does not fit.
+    """
+    sampler = create_sampler(config, manifests[0], env)
+    fingerprint = checkpoint.fingerprint(config, *manifests, env, pipelines.DALI_VERSION)
+    path, saved = open_checkpoint(config, env)
+    if path is not None:
+        checkpoint.check_fingerprint(path, saved["fingerprint"], fingerprint)
+    stop = StopRequest(env)
+    stack.callback(stop.close)
+    if config.deterministic:
+        make_deterministic()
+    else:
+        torch.backends.cudnn.benchmark = True
+    seed_all(config.seed)  # the same on all ranks, for the same weights
+    model, normalize = create_model(config, env)
+    seed_all(config.seed + env.rank)
+    state = create_state(config, model, sampler, env, started)
+    net = distribute(model, config, env)
+    schedule = create_schedule(config, state.optimizer, sampler.steps_per_epoch)
+    val_loader = pipelines.create_val_loader(config, manifests[1], env)
+    loader_state = None
+    if saved:
+        own = saved["ranks"][env.rank]
+        settle_buckets(net, config, env)
+        state.load(saved, own)
+        loader_state = own["loader"]
+    first_batch = state.step * config.grad_accum_steps
+    train_loader = pipelines.create_train_loader(config, manifests[0], sampler, env, first_batch, loader_state)
+    stack.callback(train_loader.close)
+    log = Log(config.output_dir, env, config.epochs, sampler.steps_per_epoch, config.tensorboard)
+    stack.callback(log.close)
+    log.rewind(state.epoch, state.step)
+    if env.is_main:
+        config.save(config.output_dir / "config.json")
+    return Run(
+        config=config,
+        env=env,
+        state=state,
+        net=net,
+        schedule=schedule,
+        sampler=sampler,
+        train_loader=train_loader,
+        val_loader=val_loader,
+        num_val=len(manifests[1]),
+        classes=manifests[0].classes,
+        augment=BatchAugment(config, normalize, config.num_classes or 0, env.device),
+        criterion=nn.CrossEntropyLoss(label_smoothing=config.label_smoothing),
+        amp_dtype=AMP_DTYPES[config.amp],
+        fingerprint=fingerprint,
+        changes=checkpoint.changes(saved["config"], config) if saved else [],
+        log=log,
+        stop=stop,
+    )
+
+
+def introduce(run: Run, manifests: tuple[Manifest, Manifest]) -> None:
+    """The start-up block: what will run, on what, and from where."""
+    config, env, state = run.config, run.env, run.state
+    parameters = sum(parameter.numel() for parameter in state.model.parameters())
+    lr = scaled_lr(config.lr, run.sampler.global_batch_size)
+    where = torch.cuda.get_device_name(env.device) if env.device.type == "cuda" else "CPU"
+    loader = f"DALI {pipelines.DALI_VERSION}, {config.decode} decode" if config.loader == "dali" else config.loader
+    compiled = ", compiled" if config.compile else ""
+    start = "from scratch"
+    if state.step:
+        start = f"resumed at epoch {state.epoch + 1}, step {state.step}"
+        if config.loader == "proxy" and state.step > state.epoch * run.sampler.steps_per_epoch:
+            start += "; images continue in order, but the proxy loader resumes its random draws at epochs only"
+    facts = {
+        "model": f"{config.arch}, {parameters / 1e6:.2f} M parameters, {config.num_classes} classes{compiled}",
+        "images": f"{len(manifests[0]):,} train, {len(manifests[1]):,} val, {config.image_size} px",
+        "batch": f"{run.sampler.global_batch_size} = {config.batch_size} images x {env.world_size} processes"
+        f" x {config.grad_accum_steps}; {run.sampler.steps_per_epoch} steps per epoch",
+        "lr": f"{lr:g} = {config.lr:g} x {run.sampler.global_batch_size} / 256, {config.optimizer}",
+        "device": f"{where}, {config.amp if config.amp != 'none' else 'float32'}",
+        "loader": f"{loader}, {config.workers} CPU threads per process",
+        "output": f"{config.output_dir}",
+        "start": start,
+    }
+    if run.changes:
+        facts["changed"] = ", ".join(run.changes)
+    for name, fact in facts.items():
+        run.log.say(f"{name:>8}  {fact}")
+    if state.epoch >= config.epochs:
+        run.log.say(f"All {config.epochs} epochs are done; --epochs {config.epochs + 10} would go on.")

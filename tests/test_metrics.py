@@ -1,0 +1,59 @@
+"""Meter: sums of an interval, and what a resume needs of them."""
+
+import time
+
+import pytest
+import torch
+
+from utils.distributed import DistEnv
+from utils.metrics import Meter
+
+
+def feed(meter: Meter, losses: list[float], images: int = 4) -> None:
+    for loss in losses:
+        with meter.waiting():
+            pass
+        meter.update(torch.tensor(loss), images)
+
+
+def test_loss_is_the_mean_over_images(cpu: DistEnv) -> None:
+    meter = Meter(cpu)
+    meter.update(torch.tensor(1.0), 1)
+    meter.update(torch.tensor(4.0), 2)
+    assert meter.read().loss == pytest.approx(3.0)
+    feed(meter, [5.0])
+    assert meter.read().loss == 5.0, "an interval begins at zero"
+
+
+def test_an_interval_survives_a_resume(cpu: DistEnv) -> None:
+    whole, first, second = Meter(cpu), Meter(cpu), Meter(cpu)
+    feed(whole, [0.1, 0.2, 0.7])
+    feed(first, [0.1, 0.2])
+    second.load_state_dict(first.state_dict())
+    feed(second, [0.7])
+    assert whole.read().loss == second.read().loss
+
+
+def test_waiting_is_a_share_of_the_time(cpu: DistEnv) -> None:
+    meter = Meter(cpu)
+    meter.start()
+    with meter.waiting():
+        time.sleep(0.05)
+    meter.update(torch.tensor(1.0), 1)
+    with meter.paused():
+        time.sleep(0.2)
+    interval = meter.read()
+    assert 0.3 < interval.data_wait <= 1  # 0.2 if the pause counted
+
+
+def test_totals_leave_out_the_first_interval_if_they_can(cpu: DistEnv) -> None:
+    meter = Meter(cpu)
+    feed(meter, [1.0], images=1000)
+    meter.read()
+    assert meter.totals.images == 1000
+    feed(meter, [1.0], images=7)
+    meter.read()
+    assert meter.totals.images == 7
+    later = Meter(cpu)
+    later.load_state_dict(meter.state_dict())
+    assert later.totals.images == 7

@@ -1,0 +1,57 @@
+"""Learning rate and parameter groups."""
+
+import dataclasses
+
+import pytest
+import timm
+import torch
+
+from utils.config import TrainConfig
+from utils.errors import UserError
+from utils.optim import check_optimizer, create_optimizer, create_schedule, scaled_lr
+
+
+def rates(config: TrainConfig, steps_per_epoch: int) -> list[float]:
+    optimizer = create_optimizer(config, torch.nn.Linear(2, 2), 512)
+    schedule = create_schedule(config, optimizer, steps_per_epoch)
+    found = []
+    for step in range(config.epochs * steps_per_epoch):
+        schedule.step_update(step)
+        found.append(optimizer.param_groups[0]["lr"])
+    return found
+
+
+def test_lr_is_per_256_images() -> None:
+    assert scaled_lr(0.1, 1024) == pytest.approx(0.4)
+
+
+def test_linear_warmup_then_cosine() -> None:
+    config = TrainConfig(epochs=10, lr=0.1, warmup_epochs=2.0)
+    found = rates(config, 5)
+    assert found[:11] == pytest.approx([0.2 * step / 10 * 0.9 + 0.02 for step in range(11)])
+    assert found[10] == max(found) == pytest.approx(0.2)
+    assert found[30] == pytest.approx(0.1)  # half-way down a half cosine
+    assert found == sorted(found[:11]) + sorted(found[11:], reverse=True)
+    assert 0 < found[-1] < 0.001
+
+
+@pytest.mark.parametrize(("epochs", "warmup"), [(1, 0.0), (1, 0.5), (3, 0.0)])
+def test_short_runs_have_a_rate_above_zero(epochs: int, warmup: float) -> None:
+    assert all(rate > 0 for rate in rates(TrainConfig(epochs=epochs, warmup_epochs=warmup), 1))
+
+
+def test_no_decay_on_biases_and_norms() -> None:
+    model = timm.create_model("test_resnet", num_classes=3)
+    optimizer = create_optimizer(TrainConfig(weight_decay=0.01, momentum=0.8), model, 256)
+    for group in optimizer.param_groups:
+        decayed = {parameter.ndim > 1 for parameter in group["params"]}
+        assert decayed == {group["weight_decay"] > 0}
+        assert group["momentum"] == 0.8
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
+
+
+def test_other_optimizers() -> None:
+    config = dataclasses.replace(TrainConfig(), optimizer="adamw")
+    assert isinstance(create_optimizer(config, torch.nn.Linear(2, 2), 256), torch.optim.AdamW)
+    with pytest.raises(UserError, match="--optimizer adamv: unknown to timm; the closest are adam"):
+        check_optimizer("adamv")

@@ -1,0 +1,143 @@
+"""Whole runs of train.py: what comes out, and that the arithmetic of a step is right."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import ROOT, TINY, Finished, assert_same, environment, read_checkpoint, read_metrics, write_data
+from tests.test_resume import EVERYTHING, PLAIN, flags_for, steps_logged, train_losses
+from utils.state import mean_buffers
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("processes", [2, 3])
+def test_41_images_for_5_epochs(data: Path, tmp_path: Path, launch: Callable[..., Finished], processes: int) -> None:
+    """No multiple of anything, and still the same number of steps on every rank: else the run would hang."""
+    flags = ("--data-dir", data, *TINY, "--epochs", 5, "--batch-size", 4, "--output-dir", tmp_path)
+    done = launch(*flags, processes=processes)
+    assert done.status == 0, done.err
+    steps = 41 // (4 * processes)
+    assert [step for step, _ in train_losses(tmp_path)] == list(range(1, 5 * steps + 1))
+    assert [record["val/count"] for record in read_metrics(tmp_path) if "val/count" in record] == [41] * 5
+
+
+def test_the_files_keep_their_contract(data: Path, tmp_path: Path, launch: Callable[..., Finished]) -> None:
+    out = tmp_path / "new" / "folder"
+    flags = ("--data-dir", data, *TINY, "--epochs", 2, "--batch-size", 8, "--output-dir", out, "--ema-decay", 0.9)
+    done = launch(*flags, "--tensorboard", "--log-steps", 2)
+    assert done.status == 0, done.err
+    records = read_metrics(out)
+    train = [record for record in records if "train/loss" in record]
+    assert [record["step"] for record in train] == [2, 4, 5, 7, 9, 10]
+    assert all(
+        record.keys() == {"epoch", "step", "train/loss", "lr", "images_per_second", "data_wait"} for record in train
+    )
+    assert all(0 <= record["data_wait"] <= 1 for record in train)
+    evaluations = [record for record in records if "val/top1" in record]
+    assert [(record["epoch"], record["step"]) for record in evaluations] == [(1, 5), (2, 10)]
+    assert {"val/top1", "val/top5", "val/loss", "val/count", "val/ema_top1"} <= evaluations[0].keys()
+    summary = json.loads((out / "summary.json").read_text())
+    keys = ["top1", "top5", "best_top1", "epochs", "images_per_second", "data_wait", "seconds", "world_size", "arch"]
+    assert set(keys) <= summary.keys()
+    assert summary["top1"] == evaluations[-1]["val/top1"]
+    best = max(max(record["val/top1"], record["val/ema_top1"]) for record in evaluations)
+    assert summary["best_top1"] == best
+    assert read_checkpoint(out, "best.pt")["best_top1"] == best
+    assert summary["images_per_second"] > 0
+    assert json.loads((out / "config.json").read_text())["arch"] == "test_resnet"
+    assert list((out / "tensorboard").iterdir())
+    for fact in ("0.37 M parameters", "41 train, 41 val", "0.015625 = 0.5 x 8 / 256", "DALI", "CPU, float32"):
+        assert fact in done.out
+    assert done.err == ""
+
+
+@pytest.mark.dist
+def test_accumulation_and_ranks_are_one_large_batch(tmp_path: Path, launch: Callable[..., Finished]) -> None:
+    """The same synthetic batch twice in a step, or on two ranks, has the gradient of once; lr follows the batch."""
+    weights = {}
+    for name, images, processes, extra in [
+        ("once", 20, 1, ("--lr", 1.0)),
+        ("accumulated", 40, 1, ("--lr", 0.5, "--grad-accum-steps", 2)),
+        ("two ranks", 40, 2, ("--lr", 0.5)),
+        ("wrong lr", 20, 1, ("--lr", 0.5)),
+    ]:
+        data = write_data(tmp_path / name / "data", train=(images - 2, 1, 1), val=(1, 1, 1))
+        flags = ("--data-dir", data, *TINY, "--loader", "synthetic", "--batch-size", 4, "--epochs", 1)
+        done = launch(*flags, *extra, "--output-dir", tmp_path / name, processes=processes)
+        assert done.status == 0, done.err
+        checkpoint = read_checkpoint(tmp_path / name)
+        assert checkpoint["step"] == 5
+        weights[name] = torch.cat([value["momentum_buffer"].flatten() for value in optimizer_state(checkpoint)])
+    torch.testing.assert_close(weights["once"], weights["accumulated"], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(weights["once"], weights["two ranks"], rtol=1e-3, atol=1e-4)
+    assert (weights["once"] - weights["wrong lr"]).abs().max() > 1e-2
+
+
+def optimizer_state(checkpoint: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+    return list(checkpoint["optimizer"]["state"].values())
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("loader", ["dali", "torch"])
+def test_stop_through_torchrun(
+    data: Path,
+    tmp_path: Path,
+    launch: Callable[..., Finished],
+    launch_and_end: Callable[..., int],
+    loader: str,
+) -> None:
+    """torchrun signals the workers of a DataLoader too; the checkpoint must be written all the same."""
+    flags = ("--data-dir", data, *TINY, "--loader", loader, "--epochs", 40, "--batch-size", 4, "--output-dir", tmp_path)
+    launch_and_end(*flags, when=steps_logged(tmp_path, 7), number=signal.SIGTERM, processes=2)
+    step = read_checkpoint(tmp_path)["step"]
+    assert 7 <= step < 200
+    mean = mean_buffers([own["buffers"]["model"] for own in read_checkpoint(tmp_path)["ranks"]])
+    saved = read_checkpoint(tmp_path)["model"]
+    assert_same({name: saved[name] for name in mean}, mean)
+    again = launch(*flags, "--epochs", step // 5 + 1, processes=2)
+    assert again.status == 0, again.err
+    assert f"step {step}" in again.out
+
+
+@pytest.mark.dist
+def test_resume_is_exact_on_three_ranks(
+    data: Path, tmp_path: Path, launch: Callable[..., Finished], launch_and_end: Callable[..., int]
+) -> None:
+    """A sum of three is rounded by its order, which follows DDP's buckets; so a network of several buckets."""
+    flags = (*flags_for(data, 2, PLAIN), "--arch", "resnet18", "--epochs", 2)
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert launch(*flags, "--output-dir", whole, processes=3).status == 0
+    launch_and_end(*flags, "--output-dir", cut, "--checkpoint-steps", 2, when=(cut / "last.pt").exists, processes=3)
+    assert read_checkpoint(cut)["step"] == 2
+    assert launch(*flags, "--output-dir", cut, processes=3).status == 0
+    assert_same(read_checkpoint(whole)["model"], read_checkpoint(cut)["model"])
+
+
+@pytest.mark.dist
+def test_slurm_without_torchrun(data: Path, tmp_path: Path) -> None:
+    flags = ("--data-dir", data, *TINY, "--epochs", 1, "--batch-size", 4, "--output-dir", tmp_path)
+    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    job |= {"SLURM_STEP_NODELIST": "localhost"}
+    words = [sys.executable, str(ROOT / "train.py"), *map(str, flags)]
+    tasks = [
+        subprocess.Popen(words, env=environment() | job | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)})
+        for rank in range(2)
+    ]
+    assert [task.wait(timeout=120) for task in tasks] == [0, 0]
+    assert json.loads((tmp_path / "summary.json").read_text())["world_size"] == 2
+
+
+def test_everything_on_trains_and_learns(data: Path, tmp_path: Path, launch: Callable[..., Finished]) -> None:
+    """Colours are easy: a run that does not learn them is broken somewhere."""
+    flags = (*flags_for(data, 1, EVERYTHING), "--epochs", 40, "--lr", 2, "--log-steps", 5, "--mixup", 0.1)
+    done = launch(*flags, "--output-dir", tmp_path)
+    assert done.status == 0, done.err
+    assert json.loads((tmp_path / "summary.json").read_text())["best_top1"] > 90
