@@ -164,3 +164,8 @@ def test_every_field_explains_itself(field: dataclasses.Field[Any]) -> None:
     assert re.fullmatch(r"\S.*\S\.", field.metadata["help"])
     optional = isinstance(field.type, types.UnionType) and types.NoneType in typing.get_args(field.type)
     assert (field.default is None) == optional
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_recipes_are_valid(path: Path) -> None:
+    assert parse(["--data-dir", "images", "--config", str(path)]).arch in path.read_text()

@@ -20,7 +20,7 @@ import yaml
 from utils.errors import UserError
 
 FIRST, DATA, MODEL = "First run", "Data", "Model"
-OPTIMISATION, PRECISION, RUN = "Optimisation", "Precision", "Run"
+OPTIMISATION, PRECISION, RUN, SWITCHES = "Optimisation", "Precision", "Run", "Switches"
 
 
 def _option(default: Any, panel: str, help: str, shown: str | bool = True, metavar: str | None = None) -> Any:
@@ -72,15 +72,15 @@ class TrainConfig:
     amp: Literal["auto", "bf16", "fp16", "none"] = _option("auto", PRECISION, "Mixed precision.")
     device: Literal["auto", "cuda", "cpu"] = _option("auto", PRECISION, "Where to train.")
 
-    resume: str = _option("auto", RUN, "auto: from output-dir/last.pt if it exists.", True, "auto|none|PATH")
-    checkpoint_steps: int = _option(0, RUN, "Also write last.pt every N steps; 0: each epoch.")
-    evaluate: bool = _option(False, RUN, "Only evaluate the checkpoint of --resume.")
-    seed: int = _option(0, RUN, "Of the weights, the order of images and augmentation.")
-    deterministic: bool = _option(False, RUN, "Same bits in every run; slower.")
+    resume: str = _option("auto", RUN, "auto: from last.pt, if there is one.", True, "auto|none|PATH")
+    checkpoint_steps: int = _option(0, RUN, "Steps between saves; 0: an epoch.")
+    evaluate: bool = _option(False, SWITCHES, "Only evaluate the checkpoint of --resume.")
+    seed: int = _option(0, RUN, "Of weights, order and augmentation.")
+    deterministic: bool = _option(False, SWITCHES, "Same bits in every run; slower.")
     log_steps: int = _option(50, RUN, "Steps between two lines of metrics.jsonl.")
-    tensorboard: bool = _option(False, RUN, "Also write TensorBoard events.")
+    tensorboard: bool = _option(False, SWITCHES, "Also write TensorBoard events.")
     timeout: float = _option(600.0, RUN, "Seconds to wait for another process.")
-    config: Path | None = _option(None, RUN, "Recipe (YAML) of these flags; the command line wins.", False)
+    config: Path | None = _option(None, RUN, "Recipe (YAML); the command line wins.", False)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready dictionary of all fields, without the recipe that they came from."""
@@ -209,7 +209,7 @@ def _command_function() -> Any:
             *_spelling(field),
             help=_help(field),
             rich_help_panel=field.metadata["panel"],
-            show_default=field.metadata["shown"],
+            show_default=field.metadata["shown"] if field.default is not False else False,  # a switch is off
             callback=_load_recipe if field.name == "config" else None,
             is_eager=field.name == "config",
             **_reader(field),
