@@ -102,10 +102,11 @@ def resolve(config: TrainConfig, manifests: tuple[Manifest, Manifest], env: Dist
     if decode == "auto":
         decode = "full" if on_cuda and workers < pipelines.FUSED_THREADS else "fused"
     if amp == "fp16" and not on_cuda:
-        raise UserError("--amp fp16 without a GPU: the CPU has no fast float16; use --amp none or bf16")
+        raise UserError("--amp fp16 without a GPU: the CPU has no fast float16; use --amp none or bf16", common=True)
     if config.num_classes is not None and config.num_classes < num_classes:
         raise UserError(
-            f"--num-classes {config.num_classes}: fewer than the {num_classes} class folders; leave it out, or raise it"
+            f"--num-classes {config.num_classes}: fewer than the {num_classes} class folders; leave it out or raise it",
+            common=True,
         )
     return dataclasses.replace(
         config,
@@ -148,13 +149,15 @@ def create_sampler(config: TrainConfig, manifest: Manifest, env: DistEnv) -> Sam
     if len(manifest) < env.world_size:
         raise UserError(
             f"--data-dir {config.data_dir}: {len(manifest)} training images for {env.world_size} processes; "
-            f"start at most {len(manifest)}"
+            f"start at most {len(manifest)}",
+            common=True,
         )
     if sampler.steps_per_epoch == 0 and not config.evaluate:
         raise UserError(
             f"--batch-size {config.batch_size}: {env.world_size} processes x {config.batch_size} images x "
             f"{config.grad_accum_steps} batches is a global batch of {sampler.global_batch_size}, more than the "
-            f"{len(manifest)} training images; lower it"
+            f"{len(manifest)} training images; lower it",
+            common=True,
         )
     return sampler
 
@@ -179,10 +182,11 @@ def open_checkpoint(config: TrainConfig, env: DistEnv) -> tuple[Path | None, dic
     return path, saved
 
 
-def create_model(config: TrainConfig, env: DistEnv) -> tuple[nn.Module, Normalize]:
-    """The network on its device, and what turns uint8 images into its input."""
+def create_model(config: TrainConfig, env: DistEnv, resumed: bool) -> tuple[nn.Module, Normalize]:
+    """The network on its device, and what turns uint8 images into its input; `resumed` weights come later."""
     assert config.num_classes is not None, "resolved"
-    model = models.create_model(config.arch, config.num_classes, config.pretrained, config.image_size).to(env.device)
+    pretrained = None if resumed else config.pretrained
+    model = models.create_model(config.arch, config.num_classes, pretrained, config.image_size).to(env.device)
     return model, Normalize(*models.normalization(model), dtype=AMP_DTYPES[config.amp], device=env.device)
 
 
@@ -258,7 +262,7 @@ def create_run(
     else:
         torch.backends.cudnn.benchmark = True
     seed_all(config.seed)  # the same on all ranks, for the same weights
-    model, normalize = create_model(config, env)
+    model, normalize = create_model(config, env, resumed=bool(saved))
     seed_all(config.seed + env.rank)
     state = create_state(config, model, sampler, env, started)
     net = distribute(model, config, env)
@@ -310,7 +314,7 @@ def introduce(run: Run, manifests: tuple[Manifest, Manifest]) -> None:
     start = "from scratch"
     if state.step:
         start = f"resumed at epoch {state.epoch + 1}, step {state.step}"
-        if config.loader == "proxy" and state.step > state.epoch * run.sampler.steps_per_epoch:
+        if config.loader == "proxy" and state.step % run.sampler.steps_per_epoch:
             start += "; images continue in order, but the proxy loader resumes its random draws at epochs only"
     facts = {
         "model": f"{config.arch}, {parameters / 1e6:.2f} M parameters, {config.num_classes} classes{compiled}",

@@ -154,7 +154,7 @@ def evaluate_checkpoint(config: TrainConfig, manifests: tuple[Manifest, Manifest
             f"--data-dir {config.data_dir}: its classes are not those of {path}, labels would mean something else; "
             "give the data set that it was trained on"
         )
-    model, normalize = create_model(config, env)
+    model, normalize = create_model(config, env, resumed=bool(saved))
     loader = pipelines.create_val_loader(config, manifests[1], env)
     result: dict[str, Any] = {"checkpoint": str(path) if path else f"pretrained {config.pretrained}"}
     for name in SHARED_MODULES if saved else SHARED_MODULES[:1]:

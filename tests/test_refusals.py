@@ -96,7 +96,7 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
     ("--amp fp16", ("--amp fp16", "--device cpu", "use --amp none or bf16")),
     ("--evaluate --resume none", ("--evaluate with --resume none:", "give --resume PATH or --pretrained")),
     ("--evaluate", ("--evaluate: no checkpoint in --output-dir", "/run;", "give --resume PATH")),
-    ("--num-classes 2", ("--num-classes 2:", "the 3 class folders", "leave it out, or raise it")),
+    ("--num-classes 2", ("--num-classes 2:", "the 3 class folders", "leave it out or raise it")),
     ("--batch-size 42", ("--batch-size 42:", "global batch of 42", "41 training images", "lower it")),
     ("--batch-size 21 --grad-accum-steps 2", ("--batch-size 21:", "x 2 batches", "global batch of 42", "lower it")),
     # Names

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 
 from tests.conftest import ROOT, TINY, Finished, assert_same, environment, read_checkpoint, read_metrics, write_data
@@ -141,3 +142,23 @@ def test_everything_on_trains_and_learns(data: Path, tmp_path: Path, launch: Cal
     done = launch(*flags, "--output-dir", tmp_path)
     assert done.status == 0, done.err
     assert json.loads((tmp_path / "summary.json").read_text())["best_top1"] > 90
+
+
+def test_pretrained_weights_start_a_run_but_not_its_resume(
+    data: Path, tmp_path: Path, launch: Callable[..., Finished]
+) -> None:
+    weights = tmp_path / "weights.pt"
+    model = timm.create_model("test_resnet", num_classes=3)
+    torch.save(model.state_dict(), weights)
+    flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--output-dir", tmp_path, "--pretrained", weights)
+    evaluated = launch(*flags, "--evaluate")
+    assert evaluated.status == 0, evaluated.err
+    assert json.loads((tmp_path / "evaluation.json").read_text())["checkpoint"] == f"pretrained {weights}"
+    first = launch(*flags, "--epochs", 1, "--lr", 1e-12)
+    assert first.status == 0, first.err
+    trained = read_checkpoint(tmp_path)["model"]
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(trained[name], parameter.detach())
+    weights.unlink()
+    again = launch(*flags, "--epochs", 2)
+    assert again.status == 0, again.err

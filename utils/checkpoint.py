@@ -64,7 +64,8 @@ def check_fingerprint(path: Path, saved: dict[str, Any], now: dict[str, Any]) ->
         listed = "; ".join(f"{name}: {saved.get(name)} then, {now[name]} now" for name in differing)
         raise UserError(
             f"--resume {path}: this checkpoint belongs to another run ({listed}); restore these, or start anew with "
-            "another --output-dir or --resume none"
+            "another --output-dir or --resume none",
+            common=True,
         )
 
 
