@@ -235,6 +235,17 @@ def create_state(config: TrainConfig, model: nn.Module, sampler: Sampler, env: D
     )
 
 
+def restore(state: TrainState, net: nn.Module, saved: dict[str, Any], config: TrainConfig) -> dict[str, Any] | None:
+    """Load the checkpoint `saved`, if there is one, into `state`; returns what this rank's loader continues from."""
+    if not saved:
+        return None
+    settle_buckets(net, config, state.env)
+    own: dict[str, Any] = saved["ranks"][state.env.rank]
+    state.load(saved, own)
+    loader: dict[str, Any] = own["loader"]
+    return loader
+
+
 def create_run(
     config: TrainConfig, manifests: tuple[Manifest, Manifest], env: DistEnv, stack: contextlib.ExitStack, started: float
 ) -> Run:
@@ -268,12 +279,7 @@ def create_run(
     net = distribute(model, config, env)
     schedule = create_schedule(config, state.optimizer, sampler.steps_per_epoch)
     val_loader = pipelines.create_val_loader(config, manifests[1], env)
-    loader_state = None
-    if saved:
-        own = saved["ranks"][env.rank]
-        settle_buckets(net, config, env)
-        state.load(saved, own)
-        loader_state = own["loader"]
+    loader_state = restore(state, net, saved, config)
     first_batch = state.step * config.grad_accum_steps
     train_loader = pipelines.create_train_loader(config, manifests[0], sampler, env, first_batch, loader_state)
     stack.callback(train_loader.close)
