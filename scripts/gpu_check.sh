@@ -48,8 +48,9 @@ b0=(--arch efficientnet_b0 --epochs 1 --batch-size 256 --amp fp16 --augment auto
     done
     pkill -TERM -f "train.py --data-dir $data --output-dir $work/efficientnet_b0"
 ) &
+watcher=$!
 train efficientnet_b0 "${b0[@]}"
-wait $! || true
+kill "$watcher" 2>/dev/null || : # it would wait for ever for a run that failed before its first line
 train efficientnet_b0 "${b0[@]}"
 
 "$PYTHON" - "$out" <<'PYTHON' | tee -a "$out/table.txt"
