@@ -154,14 +154,16 @@ def save(
         checkpoint[name] = checkpoint[name] | mean_buffers([own["buffers"][name] for own in ranks])
     # Each name is, at any instant and after a crash, the old content or the new one, whole. best.pt goes first, as
     # last.pt already says that this is the best.
-    written = _write(checkpoint, config.output_dir / LAST)
+    written = write_temporary(checkpoint, config.output_dir / LAST)
     if is_best:
         _rename(_link(written, config.output_dir / BEST), config.output_dir / BEST)
     _rename(written, config.output_dir / LAST)
 
 
-def _write(checkpoint: dict[str, Any], path: Path) -> Path:
+def write_temporary(checkpoint: dict[str, Any], path: Path) -> Path:
+    """Write beside `path`, down to the disk, and return where; `path` itself stays as it is."""
     temporary = path.with_name(f".{path.name}.tmp")
+    temporary.unlink(missing_ok=True)  # after a crash it can be another name of best.pt
     with temporary.open("wb") as file:
         torch.save(checkpoint, file)
         file.flush()

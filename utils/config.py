@@ -180,7 +180,7 @@ torchrun --nproc_per_node=8 train.py --data-dir /data/imagenet
 
 One process: python train.py --data-dir DIR. The same command again resumes where it stopped.
 
-Exit status: 0 done, 1 failed, 2 wrong usage, 143 stopped by a signal after the checkpoint was written."""
+Exit status: 0 done, 1 failed, 2 wrong usage, 143 stopped by SIGTERM after the checkpoint was written."""
 
 
 def _usage_error() -> type[Any]:
