@@ -55,14 +55,7 @@ def train_one_epoch(run: Run) -> None:
     run.log.start_epoch(state.epoch, state.step)
     state.meter.start()
     while state.step < end:
-        run.schedule.step_update(state.step)
-        for micro in range(config.grad_accum_steps):
-            with state.meter.waiting():
-                batch = next(run.train_loader)
-            loss = forward_backward(run, batch, is_last=micro == config.grad_accum_steps - 1)
-            state.meter.update(loss, len(batch.targets))
-        optimizer_step(run)
-        state.step += 1
+        train_step(run)
         run.log.advance()
         if (state.step - start) % config.log_steps == 0 or state.step == end:
             log_interval(run)
@@ -71,6 +64,19 @@ def train_one_epoch(run: Run) -> None:
             raise_stopped(run)
         if config.checkpoint_steps and state.step % config.checkpoint_steps == 0:
             run.save()
+
+
+def train_step(run: Run) -> None:
+    """One optimizer step, on as many batches as `--grad-accum-steps` says. Waits for input, not for the device."""
+    state, last = run.state, run.config.grad_accum_steps - 1
+    run.schedule.step_update(state.step)
+    for micro in range(last + 1):
+        with state.meter.waiting():
+            batch = next(run.train_loader)
+        loss = forward_backward(run, batch, is_last=micro == last)
+        state.meter.update(loss, len(batch.targets))
+    optimizer_step(run)
+    state.step += 1
 
 
 def forward_backward(run: Run, batch: pipelines.Batch, is_last: bool) -> Tensor:
