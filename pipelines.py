@@ -42,7 +42,7 @@ DALI_VERSION: str = dali.__version__
 RATIO = (3 / 4, 4 / 3)  # aspect of a random crop, torchvision's and Inception's (arXiv:1409.4842)
 TRANSLATE = 150 / 331  # AutoAugment's largest shift, of the side (arXiv:1805.09501, figure 2)
 TRIVIAL_TRANSLATE = 32  # TrivialAugment's largest shift, pixels (arXiv:2103.10158, table 1)
-FUSED_THREADS = 8  # fewer CPU threads than this decode faster with the whole image left to the hardware decoder
+READ_THREADS = 4  # at least; they mostly wait for the disk
 
 
 class Batch(NamedTuple):
@@ -117,26 +117,33 @@ def create_val_loader(config: TrainConfig, manifest: Manifest, env: DistEnv) -> 
 # DALI graphs
 
 
-def _decode_random_crop(jpegs: Any, config: TrainConfig, device: str) -> Any:
-    """uint8 HWC (image_size, image_size, 3): random resized crop of encoded images."""
-    size, area, ratio = config.image_size, [config.crop_scale, 1.0], list(RATIO)
-    decoder = "mixed" if device == "gpu" else "cpu"
+def _random_crops(jpegs: Any, config: TrainConfig, device: str) -> Any:
+    """uint8 HWC (image_size, image_size, 3): random resized crop of encoded images, mirrored at random.
+
+    Mirroring is a resize of the crop from right to left: fn.flip would launch a kernel for every image.
+    """
+    area, ratio = [config.crop_scale, 1.0], list(RATIO)
+    decoder = {
+        "device": "mixed" if device == "gpu" else "cpu",
+        "output_type": types.RGB,
+        "hw_decoder_load": config.hw_decoder_load,
+    }
+    mirror = fn.cast(fn.random.coin_flip(probability=config.hflip), dtype=types.FLOAT)
     if config.decode == "fused":
-        images = fn.decoders.image_random_crop(
-            jpegs,
-            device=decoder,
-            output_type=types.RGB,
-            random_area=area,
-            random_aspect_ratio=ratio,
-            hw_decoder_load=0.65,
-        )
-        return fn.resize(images, size=[size, size], interp_type=types.INTERP_LINEAR, antialias=True)
-    images = fn.decoders.image(jpegs, device=decoder, output_type=types.RGB, hw_decoder_load=0.9)
-    return fn.random_resized_crop(
+        images = fn.decoders.image_random_crop(jpegs, random_area=area, random_aspect_ratio=ratio, **decoder)
+        top, bottom, left, right = (mirror * zero + one for zero, one in ((0, 0), (0, 1), (1, 0), (-1, 1)))
+    else:
+        images = fn.decoders.image(jpegs, **decoder)
+        anchor, shape = fn.random_crop_generator(images.shape()[:2], random_area=area, random_aspect_ratio=ratio)
+        start, length = (fn.cast(corner, dtype=types.FLOAT) for corner in (anchor, shape))
+        top, bottom = start[0], start[0] + length[0]
+        left, right = start[1] + mirror * length[1], start[1] + (1 - mirror) * length[1]
+    return fn.resize(
         images,
-        size=[size, size],
-        random_area=area,
-        random_aspect_ratio=ratio,
+        size=[config.image_size, config.image_size],
+        roi_start=fn.stack(top, left),
+        roi_end=fn.stack(bottom, right),
+        roi_relative=config.decode == "fused",
         interp_type=types.INTERP_LINEAR,
         antialias=True,
     )
@@ -161,10 +168,8 @@ def _apply_policy(images: Any, policy: str, image_size: int) -> Any:
     return images
 
 
-def _train_images(paths: Any, config: TrainConfig, device: str) -> Any:
-    images = _decode_random_crop(fn.io.file.read(paths), config, device)
-    images = fn.flip(images, horizontal=fn.random.coin_flip(probability=config.hflip))
-    return _auto_augment(images, config.augment, config.image_size)
+def _train_images(jpegs: Any, config: TrainConfig, device: str) -> Any:
+    return _auto_augment(_random_crops(jpegs, config, device), config.augment, config.image_size)
 
 
 def _on_device(targets: Any, device: str) -> Any:
@@ -173,23 +178,23 @@ def _on_device(targets: Any, device: str) -> Any:
 
 @dali.pipeline_def(exec_dynamic=True, enable_checkpointing=True, enable_conditionals=True)  # type: ignore[untyped-decorator]
 def train_pipeline(source: Callable[[BatchInfo], Any], config: TrainConfig, device: str) -> Any:
-    """Random crop, flip and auto-augment of the files that `source` names: uint8 NHWC images, int64 (N, 1) targets."""
-    paths, targets = _read_source(source)
-    return _train_images(paths, config, device), _on_device(targets, device)
+    """Random crop, flip and auto-augment of the files in `source`: uint8 NHWC images, int64 (N, 1) targets."""
+    jpegs, targets = _encoded(source)
+    return _train_images(jpegs, config, device), _on_device(targets, device)
 
 
 @dali.pipeline_def(exec_dynamic=True, enable_conditionals=True)  # type: ignore[untyped-decorator]
 def proxy_pipeline(config: TrainConfig, device: str) -> Any:
     """The images of `train_pipeline`, for a DALIServer that is fed by torch's DataLoader workers."""
-    return _train_images(fn.external_source(name="paths", no_copy=True), config, device)
+    return _train_images(fn.io.file.read(fn.external_source(name="paths", no_copy=True)), config, device)
 
 
 @dali.pipeline_def(exec_dynamic=True)  # type: ignore[untyped-decorator]
 def val_pipeline(source: Callable[[BatchInfo], Any], config: TrainConfig, device: str) -> Any:
     """Resize of the shorter side and centre crop, in torchvision's exact geometry: uint8 NHWC, int64 (N, 1)."""
-    paths, targets = _read_source(source)
+    jpegs, targets = _encoded(source)
     images = fn.decoders.image(
-        fn.io.file.read(paths),
+        jpegs,
         device="mixed" if device == "gpu" else "cpu",
         output_type=types.RGB,
         jpeg_fancy_upsampling=True,
@@ -216,8 +221,23 @@ def _half_to_even(margin: Any) -> Any:
     return half + (margin & 1 & half)
 
 
-def _read_source(source: Callable[[BatchInfo], Any]) -> tuple[Any, Any]:
-    """File names and targets of a batch, as `_Files` gives them."""
+def _encoded(source: Callable[[BatchInfo], Any]) -> tuple[Any, Any]:
+    """Encoded files and targets of a batch, as `_FileReader` gives them."""
+    jpegs, targets = fn.external_source(
+        source=source,
+        num_outputs=2,
+        batch=True,
+        batch_info=True,
+        no_copy=True,
+        dtype=[types.UINT8, types.INT64],
+        ndim=[1, 1],
+    )
+    return jpegs, targets
+
+
+@dali.pipeline_def(exec_dynamic=True)  # type: ignore[untyped-decorator]
+def read_pipeline(source: Callable[[BatchInfo], Any]) -> Any:
+    """The bytes of the files that `source` names, and their int64 (N, 1) targets, both on the CPU."""
     table, lengths, targets = fn.external_source(
         source=source,
         num_outputs=3,
@@ -226,7 +246,7 @@ def _read_source(source: Callable[[BatchInfo], Any]) -> tuple[Any, Any]:
         dtype=[types.UINT8, types.INT32, types.INT64],
         ndim=[1, 1, 1],
     )
-    return fn.slice(table, 0, lengths, axes=[0]), targets
+    return fn.io.file.read(fn.slice(table, 0, lengths, axes=[0])), targets
 
 
 class _Files:
@@ -241,6 +261,42 @@ class _Files:
 
     def __getitem__(self, indices: NDArray[np.int64]) -> tuple[NDArray[Any], ...]:
         return self._table[indices], self._lengths[indices, None], self._labels[indices, None]
+
+
+class _FileReader:
+    """Source of encoded images: a pipeline of its own reads ahead; each call takes the next batch.
+
+    The operators of one pipeline share its threads. Files read there wait behind the decoding of the batch before,
+    which cost a fifth of the images per second on an H100 (docs/experiments.md).
+
+    Args:
+        manifest: the files.
+        indices: position in the stream -> indices of its images.
+        config: for the batch size and the number of threads.
+        first: position of the first batch.
+    """
+
+    def __init__(
+        self, manifest: Manifest, indices: Callable[[int], NDArray[np.int64]], config: TrainConfig, first: int = 0
+    ) -> None:
+        files = _Files(manifest)
+        self._next = first
+        self._pipeline = read_pipeline(
+            lambda info: files[indices(first + info.iteration)],
+            batch_size=config.batch_size,
+            num_threads=max(READ_THREADS, config.workers or 0),
+            device_id=None,
+            seed=0,  # draws nothing
+            prefetch_queue_depth=2,
+        )
+        self._pipeline.build()
+
+    def take(self, position: int) -> tuple[Any, Any]:
+        """Bytes and targets of the batch at `position`, which must be the next."""
+        assert position == self._next, f"batch {position} asked, {self._next} is next"
+        self._next += 1
+        jpegs, targets = self._pipeline.run()
+        return jpegs, targets
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -259,16 +315,12 @@ class DaliTrainLoader:
         first_batch: int,
         state: dict[str, Any] | None,
     ) -> None:
-        files = _Files(manifest)
+        reader = _FileReader(manifest, sampler.indices, config, first_batch)
         # DALI counts batches from where its own checkpoints began, which need not be the start of the run.
         origin = self._origin = first_batch if state is None else int(state["origin"])
         self._device = env.device
-
-        def source(info: BatchInfo) -> tuple[NDArray[Any], ...]:
-            return files[sampler.indices(origin + info.iteration)]
-
         self._pipeline = train_pipeline(
-            source,
+            lambda info: reader.take(origin + info.iteration),
             config,
             _dali_device(env),
             checkpoint=None if state is None else bytes(state["dali"].numpy()),
@@ -296,13 +348,14 @@ class DaliValLoader:
         batches = [indices[at : at + config.batch_size] for at in range(0, len(indices), config.batch_size)]
         self._num_batches = len(batches)
         self._device = env.device
-        files = _Files(manifest)
-
-        def source(info: BatchInfo) -> tuple[NDArray[Any], ...]:
-            return files[batches[info.iteration % len(batches)]]  # reads ahead into the next pass
-
         if batches:
-            self._pipeline = val_pipeline(source, config, _dali_device(env), **_pipeline_options(config, env))
+            reader = _FileReader(manifest, lambda position: batches[position % len(batches)], config)
+            self._pipeline = val_pipeline(
+                lambda info: reader.take(info.iteration),  # reads ahead into the next pass
+                config,
+                _dali_device(env),
+                **_pipeline_options(config, env),
+            )
             self._pipeline.build()
 
     def __iter__(self) -> Iterator[Batch]:
@@ -320,7 +373,7 @@ def _pipeline_options(config: TrainConfig, env: DistEnv) -> dict[str, Any]:
         "num_threads": config.workers,
         "device_id": env.device.index,  # the GPU of this machine, where the data is sharded by global rank
         "seed": config.seed + env.rank,
-        "prefetch_queue_depth": 3 if env.device.type == "cuda" else 2,
+        "prefetch_queue_depth": config.prefetch,
     }
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import inspect
-import os
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,11 +17,14 @@ import models
 import pipelines
 from utils import checkpoint, dataset
 from utils.augment import BatchAugment, Normalize
-from utils.config import TrainConfig
+from utils.compiler import keep_results
+from utils.config import TrainConfig, flag
 from utils.dataset import Manifest
 from utils.distributed import DistEnv, gather, raise_together
 from utils.errors import UserError
+from utils.gradients import CapturedGradients, Gradients
 from utils.log import Log
+from utils.machine import FeedChoice
 from utils.metrics import Meter
 from utils.optim import create_optimizer, create_schedule, scaled_lr
 from utils.sampler import Sampler
@@ -48,7 +50,7 @@ class Run:
     config: TrainConfig
     env: DistEnv
     state: TrainState
-    net: nn.Module  # state.model, distributed and compiled
+    gradients: Gradients | CapturedGradients
     schedule: CosineLRScheduler
     sampler: Sampler
     train_loader: pipelines.TrainLoader
@@ -56,12 +58,12 @@ class Run:
     num_val: int
     classes: tuple[str, ...]
     augment: BatchAugment
-    criterion: nn.Module
     amp_dtype: torch.dtype
     fingerprint: dict[str, Any]
     changes: list[str]  # flags that differ from those of the checkpoint
     log: Log
     stop: StopRequest
+    seconds_to_first_step: float | None = None  # of this launch, from the start of the process
 
     def save(self, is_best: bool = False) -> None:
         """Write last.pt (and best.pt) as of now. A collective."""
@@ -86,7 +88,7 @@ def check_files(config: TrainConfig, manifests: tuple[Manifest, Manifest], env: 
         )
 
 
-def resolve(config: TrainConfig, manifests: tuple[Manifest, Manifest], env: DistEnv) -> TrainConfig:
+def resolve(config: TrainConfig, manifests: tuple[Manifest, Manifest], env: DistEnv, feed: FeedChoice) -> TrainConfig:
     """Replace every `auto` and every absent value by what this machine and this data set make of it.
 
     Raises:
@@ -94,13 +96,11 @@ def resolve(config: TrainConfig, manifests: tuple[Manifest, Manifest], env: Dist
     """
     on_cuda = env.device.type == "cuda"
     num_classes = len(manifests[0].classes)
-    workers = config.workers or max(1, len(os.sched_getaffinity(0)) // env.local_world_size)
     amp = config.amp
     if amp == "auto":
         amp = ("bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16") if on_cuda else "none"
-    decode = config.decode
-    if decode == "auto":
-        decode = "full" if on_cuda and workers < pipelines.FUSED_THREADS else "fused"
+    if config.cuda_graph and not on_cuda:
+        raise UserError("--cuda-graph without a GPU: there is none to launch it on; use --no-cuda-graph", common=True)
     if amp == "fp16" and not on_cuda:
         raise UserError("--amp fp16 without a GPU: the CPU has no fast float16; use --amp none or bf16", common=True)
     if config.num_classes is not None and config.num_classes < num_classes:
@@ -110,13 +110,18 @@ def resolve(config: TrainConfig, manifests: tuple[Manifest, Manifest], env: Dist
         )
     return dataclasses.replace(
         config,
-        workers=workers,
+        workers=feed.workers,
         amp=amp,
-        decode=decode,
+        decode=feed.decode,
+        hw_decoder_load=feed.hw_decoder_load,
+        prefetch=feed.prefetch,
         device="cuda" if on_cuda else "cpu",
         num_classes=config.num_classes or num_classes,
         val_resize=config.val_resize or round(config.image_size * 8 / 7),
         compile=on_cuda if config.compile is None else config.compile,
+        cuda_graph=on_cuda and config.grad_accum_steps == 1 and env.world_size == 1
+        if config.cuda_graph is None
+        else config.cuda_graph,
         warmup_epochs=min(5, config.epochs / 10) if config.warmup_epochs is None else config.warmup_epochs,
     )
 
@@ -202,7 +207,19 @@ def distribute(model: nn.Module, config: TrainConfig, env: DistEnv) -> nn.Module
             gradient_as_bucket_view=True,
             **_KEEP_BUFFERS,
         )
-    return cast(nn.Module, torch.compile(net)) if config.compile else net
+    if not config.compile:
+        return net
+    keep_results()
+    return cast(nn.Module, torch.compile(net))
+
+
+def create_gradients(
+    config: TrainConfig, net: nn.Module, state: TrainState, env: DistEnv, log: Log
+) -> Gradients | CapturedGradients:
+    """What a step does with a batch."""
+    criterion = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
+    gradients = Gradients(net, criterion, state.scaler, AMP_DTYPES[config.amp], config.grad_accum_steps)
+    return CapturedGradients(gradients, env.world_size > 1, log.say) if config.cuda_graph else gradients
 
 
 def settle_buckets(net: nn.Module, config: TrainConfig, env: DistEnv) -> None:
@@ -292,7 +309,7 @@ def create_run(
         config=config,
         env=env,
         state=state,
-        net=net,
+        gradients=create_gradients(config, net, state, env, log),
         schedule=schedule,
         sampler=sampler,
         train_loader=train_loader,
@@ -300,7 +317,6 @@ def create_run(
         num_val=len(manifests[1]),
         classes=manifests[0].classes,
         augment=BatchAugment(config, normalize, config.num_classes or 0, env.device),
-        criterion=nn.CrossEntropyLoss(label_smoothing=config.label_smoothing),
         amp_dtype=AMP_DTYPES[config.amp],
         fingerprint=fingerprint,
         changes=checkpoint.changes(saved["config"], config) if saved else [],
@@ -309,14 +325,16 @@ def create_run(
     )
 
 
-def introduce(run: Run, manifests: tuple[Manifest, Manifest]) -> None:
+def introduce(run: Run, manifests: tuple[Manifest, Manifest], feed: FeedChoice) -> None:
     """The start-up block: what will run, on what, and from where."""
     config, env, state = run.config, run.env, run.state
     parameters = sum(parameter.numel() for parameter in state.model.parameters())
     lr = scaled_lr(config.lr, run.sampler.global_batch_size)
     where = torch.cuda.get_device_name(env.device) if env.device.type == "cuda" else "CPU"
-    loader = f"DALI {pipelines.DALI_VERSION}, {config.decode} decode" if config.loader == "dali" else config.loader
-    compiled = ", compiled" if config.compile else ""
+    loader: str = config.loader
+    if config.loader in ("dali", "proxy"):
+        loader = f"{loader}, DALI {pipelines.DALI_VERSION}, {config.decode} decode, {config.prefetch} batches ahead"
+    compiled = ", compiled" * bool(config.compile) + ", as a CUDA graph" * bool(config.cuda_graph)
     start = "from scratch"
     if state.step:
         start = f"resumed at epoch {state.epoch + 1}, step {state.step}"
@@ -333,6 +351,9 @@ def introduce(run: Run, manifests: tuple[Manifest, Manifest]) -> None:
         "output": f"{config.output_dir}",
         "start": start,
     }
+    if feed.reasons and config.loader != "synthetic":
+        chosen = (f"{flag(name)} {getattr(config, name)}: {reason}" for name, reason in feed.reasons.items())
+        facts["chosen"] = "; ".join(chosen)
     if run.changes:
         facts["changed"] = ", ".join(run.changes)
     for name, fact in facts.items():

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import models
 import pipelines
@@ -36,10 +36,12 @@ from utils.dataset import Manifest
 from utils.distributed import DistEnv, average_buffers, process_group, read_launch
 from utils.errors import EXIT_DONE, EXIT_USER_ERROR, Stopped, UserError
 from utils.evaluate import evaluate
+from utils.machine import choose_feed, inspect_machine, seconds_since_launch
 from utils.optim import check_optimizer
 from utils.state import SHARED_MODULES
 
 SUMMARY = "summary.json"
+WORTH_ADVICE = 0.02  # data wait above which the user is told what to do
 
 
 def train_one_epoch(run: Run) -> None:
@@ -57,6 +59,8 @@ def train_one_epoch(run: Run) -> None:
     while state.step < end:
         train_step(run)
         run.log.advance()
+        if run.seconds_to_first_step is None:
+            note_first_step(run)
         if (state.step - start) % config.log_steps == 0 or state.step == end:
             log_interval(run)
         if run.stop.agreed():
@@ -68,39 +72,35 @@ def train_one_epoch(run: Run) -> None:
 
 def train_step(run: Run) -> None:
     """One optimizer step, on as many batches as `--grad-accum-steps` says. Waits for input, not for the device."""
-    state, last = run.state, run.config.grad_accum_steps - 1
+    state = run.state
     run.schedule.step_update(state.step)
-    for micro in range(last + 1):
+    for micro in range(run.config.grad_accum_steps):
         with state.meter.waiting():
             batch = next(run.train_loader)
-        loss = forward_backward(run, batch, is_last=micro == last)
+        loss = run.gradients(*run.augment(*batch), micro)
         state.meter.update(loss, len(batch.targets))
     optimizer_step(run)
     state.step += 1
 
 
-def forward_backward(run: Run, batch: pipelines.Batch, is_last: bool) -> Tensor:
-    """Add one batch's gradients; ranks exchange them with the last batch of a step. Returns the mean loss."""
-    images, targets = run.augment(*batch)
-    postpone = contextlib.nullcontext if is_last else getattr(run.net, "no_sync", contextlib.nullcontext)
-    with postpone():
-        with torch.autocast(run.env.device.type, dtype=run.amp_dtype, enabled=run.amp_dtype != torch.float32):
-            loss: Tensor = run.criterion(run.net(images), targets)
-        run.state.scaler.scale(loss / run.config.grad_accum_steps).backward()  # type: ignore[no-untyped-call]
-    return loss.detach()
-
-
 def optimizer_step(run: Run) -> None:
-    """Clip, update the weights and their moving average, clear the gradients."""
+    """Clip, then update the weights and their moving average."""
     state, config = run.state, run.config
     if config.clip_grad > 0:
         state.scaler.unscale_(state.optimizer)
         nn.utils.clip_grad_norm_(state.model.parameters(), config.clip_grad)
     state.scaler.step(state.optimizer)
     state.scaler.update()
-    state.optimizer.zero_grad(set_to_none=True)
     if state.ema is not None:
         state.ema.update(state.model, step=state.step)
+
+
+def note_first_step(run: Run) -> None:
+    """Say how long it took to get going: imports, compilation, the first images."""
+    if run.env.device.type == "cuda":
+        torch.cuda.synchronize(run.env.device)
+    run.seconds_to_first_step = seconds_since_launch()
+    run.log.say(f"first step done {run.seconds_to_first_step:.1f} s after the launch")
 
 
 def log_interval(run: Run) -> None:
@@ -208,9 +208,19 @@ def write_summary(run: Run) -> None:
         write_json(config.output_dir / SUMMARY, summary)
     run.log.say(
         f"top-1 {summary['top1']:.2f} %  top-5 {summary['top5']:.2f} %  best top-1 {summary['best_top1']:.2f} %  "
-        f"{state.seconds:.0f} s  {totals.images_per_second:,.0f} images/s  data wait {totals.data_wait:.1%}\n"
+        f"{state.seconds:.0f} s  {totals.images_per_second:,.0f} images/s\n"
+        f"{describe_wait(totals.data_wait, config)}\n"
         f"{config.output_dir}: {SUMMARY}, metrics.jsonl, best.pt, last.pt"
     )
+
+
+def describe_wait(data_wait: float, config: TrainConfig) -> str:
+    """A sentence on the share of time, 0 to 1, in which the device had nothing to do; advice where it is worth it."""
+    sentence = f"data wait {data_wait:.1%}: the device had nothing to do for that share of the time, as input was late"
+    if data_wait <= WORTH_ADVICE or config.loader == "synthetic":
+        return sentence
+    where = f"scripts/benchmark.py --data-dir {config.data_dir} --arch {config.arch}"
+    return f"{sentence}; {where} finds what limits it; more --workers (now {config.workers}) help where the CPU does"
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
@@ -232,14 +242,15 @@ def train(config: TrainConfig) -> None:
     models.check_arch(config.arch)
     manifests = read_data(config)
     with process_group(config.device, config.timeout) as env, contextlib.ExitStack() as stack:
-        config = resolve(config, manifests, env)
+        feed = choose_feed(config, inspect_machine(env))
+        config = resolve(config, manifests, env, feed)
         check_files(config, manifests, env)
         prepare_output(config, env)
         if config.evaluate:
             evaluate_checkpoint(config, manifests, env)
             return
         run = create_run(config, manifests, env, stack, started)
-        introduce(run, manifests)
+        introduce(run, manifests, feed)
         if run.state.epoch >= config.epochs and (config.output_dir / SUMMARY).is_file():
             return
         while run.state.epoch < config.epochs:

@@ -64,7 +64,13 @@ def test_labels_and_paths_are_those_of_torchvision(unusual: Path) -> None:
 def test_loaders_read_unusual_names(unusual: Path, cpu: DistEnv, loader: str) -> None:
     manifest = scan(unusual, "val")
     config = TrainConfig(
-        loader="dali" if loader == "dali" else "torch", batch_size=8, image_size=32, val_resize=36, workers=1
+        loader="dali" if loader == "dali" else "torch",
+        batch_size=8,
+        image_size=32,
+        val_resize=36,
+        workers=1,
+        hw_decoder_load=0.65,
+        prefetch=2,
     )
     batches = list(pipelines.create_val_loader(config, manifest, cpu))
     targets = torch.cat([batch.targets for batch in batches])

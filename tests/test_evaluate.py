@@ -1,5 +1,6 @@
 """Every validation image counts once, whatever the ranks and the batch size."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,8 @@ from utils.config import TrainConfig
 from utils.dataset import scan_splits
 from utils.distributed import DistEnv
 from utils.evaluate import evaluate
+
+CONFIG = TrainConfig(batch_size=4, image_size=32, val_resize=36, workers=1, hw_decoder_load=0.65, prefetch=2)
 
 
 @pytest.mark.dist
@@ -41,7 +44,7 @@ class Brightest(nn.Module):
 @pytest.mark.parametrize("loader", ["dali", "torch"])
 def test_counts_are_right(data: Path, cpu: DistEnv, loader: str) -> None:
     _, val = scan_splits(data)
-    config = TrainConfig(loader=loader, batch_size=4, image_size=32, val_resize=36, workers=1)  # type: ignore[arg-type]
+    config = dataclasses.replace(CONFIG, loader=loader)  # type: ignore[arg-type]
     batches = pipelines.create_val_loader(config, val, cpu)
     result = evaluate(Brightest(), batches, lambda images: images.float() / 255, 41, cpu, torch.float32)
     assert result["top1"] == 100.0
@@ -58,8 +61,7 @@ class Shift(nn.Module):
 
 def test_lost_images_fail_the_run(data: Path, cpu: DistEnv) -> None:
     _, val = scan_splits(data)
-    config = TrainConfig(batch_size=4, image_size=32, val_resize=36, workers=1)
-    batches = list(pipelines.create_val_loader(config, val, cpu))
+    batches = list(pipelines.create_val_loader(CONFIG, val, cpu))
     with pytest.raises(RuntimeError, match="saw 37 images, but val/ holds 41"):
         evaluate(Brightest(), batches[1:], lambda images: images.float(), 41, cpu, torch.float32)
 

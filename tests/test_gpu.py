@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import pipelines
 from tests.conftest import TINY, Finished, assert_same, read_checkpoint, read_metrics
@@ -14,6 +15,7 @@ from utils.augment import BatchAugment, Normalize
 from utils.config import TrainConfig
 from utils.dataset import scan_splits, synthetic
 from utils.distributed import DistEnv
+from utils.gradients import CapturedGradients, Gradients
 from utils.sampler import Sampler
 
 pytestmark = pytest.mark.gpu
@@ -28,7 +30,9 @@ def gpu() -> DistEnv:
 
 
 def config_for(loader: str, **values: object) -> TrainConfig:
-    base = TrainConfig(batch_size=8, image_size=32, val_resize=36, workers=2, loader="dali", decode="fused")
+    base = TrainConfig(
+        batch_size=8, image_size=32, val_resize=36, workers=2, decode="fused", hw_decoder_load=0.65, prefetch=3
+    )
     return dataclasses.replace(base, **({"loader": loader} | values))  # type: ignore[arg-type]
 
 
@@ -112,6 +116,69 @@ def test_validation_images_are_torchvisions(data: Path, gpu: DistEnv) -> None:
     assert len(ours) == len(theirs) == len(val)
     difference = (ours.int() - theirs.int()).abs().float()
     assert difference.mean() < 1.5  # GPU decoders round differently; another crop would be tens off
+
+
+def network(dropout: float) -> nn.Sequential:
+    """The same weights each time; batch norm, which a graph's warm-up would change if it were not undone."""
+    torch.manual_seed(0)
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(dropout), nn.Linear(16, 10)]
+    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), *head)
+    return net.to(memory_format=torch.channels_last).to("cuda")
+
+
+@pytest.mark.parametrize("amp", [torch.float32, torch.bfloat16, torch.float16])
+def test_captured_training_is_the_plain_one(amp: torch.dtype) -> None:
+    plain, captured = network(dropout=0), network(dropout=0)
+    images = torch.randn(5, 8, 3, 24, 24, device="cuda", dtype=amp)
+    targets = torch.randint(0, 10, (5, 8), device="cuda")
+    losses: list[list[float]] = []
+    for net, graph in ((plain, False), (captured, True)):
+        scaler = torch.amp.GradScaler("cuda", enabled=amp == torch.float16)
+        gradients = Gradients(net, nn.CrossEntropyLoss(), scaler, amp, accum_steps=1)
+        step = CapturedGradients(gradients, distributed=False, say=pytest.fail) if graph else gradients
+        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+        losses.append([])
+        for batch, target in zip(images, targets, strict=True):
+            loss = step(batch.contiguous(memory_format=torch.channels_last), target, 0)
+            scaler.step(optimizer)
+            scaler.update()
+            losses[-1].append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert len(set(losses[0])) == 5
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(captured.state_dict()[name], value, rtol=1e-2, atol=1e-3, msg=name)
+    counted = captured.state_dict()["1.num_batches_tracked"]
+    assert counted == 5, "the warm-up's batches must not count"
+
+
+def test_capture_draws_no_random_numbers_and_replays_draw_new_ones() -> None:
+    net = network(dropout=0.5)
+    gradients = Gradients(net, nn.CrossEntropyLoss(), torch.amp.GradScaler("cuda", enabled=False), torch.float32, 1)
+    step = CapturedGradients(gradients, distributed=False, say=pytest.fail)
+    images, targets = torch.randn(8, 3, 24, 24, device="cuda"), torch.randint(0, 10, (8,), device="cuda")
+    torch.manual_seed(1)
+    first = [step(images, targets, 0).item() for _ in range(4)]
+    torch.manual_seed(1)
+    again = [step(images, targets, 0).item() for _ in range(4)]
+    assert len(set(first)) == 4
+    assert first == again
+
+
+def test_network_that_cannot_be_captured_still_trains() -> None:
+    class Synchronising(nn.Linear):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            assert images.sum().item() != 0  # waits for the device, which a recording cannot
+            return super().forward(images.flatten(1))
+
+    net, said = Synchronising(3 * 24 * 24, 10).cuda(), list[str]()
+    gradients = Gradients(net, nn.CrossEntropyLoss(), torch.amp.GradScaler("cuda", enabled=False), torch.float32, 1)
+    step = CapturedGradients(gradients, distributed=False, say=said.append)
+    images, targets = torch.randn(8, 3, 24, 24, device="cuda"), torch.randint(0, 10, (8,), device="cuda")
+    losses = [step(images, targets, 0).item() for _ in range(2)]
+    assert losses[0] == losses[1] > 0
+    assert net.weight.grad is not None
+    assert len(said) == 1
+    assert "no CUDA graph" in said[0]
 
 
 @pytest.mark.parametrize(

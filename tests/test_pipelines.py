@@ -19,7 +19,9 @@ from utils.distributed import DistEnv
 from utils.sampler import Sampler
 
 POLICIES = ("none", "autoaugment", "randaugment", "trivialaugment")
-BASE = TrainConfig(batch_size=8, image_size=32, val_resize=36, workers=1, decode="fused")
+BASE = TrainConfig(
+    batch_size=8, image_size=32, val_resize=36, workers=1, decode="fused", hw_decoder_load=0.65, prefetch=2
+)
 
 
 def config_for(**values: Any) -> TrainConfig:

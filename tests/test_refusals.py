@@ -94,6 +94,9 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
     ("--warmup-epochs 1", ("--warmup-epochs 1:", "less than --epochs 1", "lower it")),
     ("--warmup-epochs 3 --epochs 2", ("--warmup-epochs 3:", "less than --epochs 2")),
     ("--amp fp16", ("--amp fp16", "--device cpu", "use --amp none or bf16")),
+    ("--cuda-graph", ("--cuda-graph", "--device cpu", "use --no-cuda-graph")),
+    ("--hw-decoder-load 1.5", ("--hw-decoder-load 1.5", "from 0 to 1")),
+    ("--prefetch 0", ("--prefetch 0", "1 or more")),
     ("--evaluate --resume none", ("--evaluate with --resume none:", "give --resume PATH or --pretrained")),
     ("--evaluate", ("--evaluate: no checkpoint in --output-dir", "/run;", "give --resume PATH")),
     ("--num-classes 2", ("--num-classes 2:", "the 3 class folders", "leave it out or raise it")),
@@ -493,8 +496,13 @@ def test_process(
     [
         (("--device", "cuda"), ("--device cuda:", "no usable GPU", "use --device cpu")),
         (("--device", "auto", "--amp", "fp16"), ("--amp fp16", "without a GPU", "use --amp none or bf16")),
+        (("--device", "auto", "--cuda-graph"), ("--cuda-graph", "without a GPU", "use --no-cuda-graph")),
+        (
+            ("--device", "auto", "--cuda-graph", "--grad-accum-steps", "2"),
+            ("--cuda-graph", "--grad-accum-steps 2", "use --no-cuda-graph"),
+        ),
     ],
-    ids=["cuda", "fp16"],
+    ids=["cuda", "fp16", "graph", "graph-accumulated"],
 )
 def test_process_without_gpu(
     launch: Callable[..., Finished],

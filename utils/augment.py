@@ -37,6 +37,8 @@ class BatchAugment:
 
     def __init__(self, config: TrainConfig, normalize: Normalize, num_classes: int, device: torch.device) -> None:
         self.normalize = normalize
+        # One pass over the batch instead of three. Evaluation stays eager: its last batch has another size.
+        self._normalize = torch.compile(normalize, dynamic=False) if config.compile else normalize
         mixes: list[torch.nn.Module] = []
         if config.mixup > 0:
             mixes.append(v2.MixUp(alpha=config.mixup, num_classes=num_classes))
@@ -55,7 +57,7 @@ class BatchAugment:
         Returns:
             Images as floating point (N, 3, H, W); targets int64 (N,), or float32 (N, num_classes) after a mix.
         """
-        images = self.normalize(images)
+        images = self._normalize(images)
         if self.mix is not None:
             images, targets = self.mix(images, targets)
             images = images.contiguous(memory_format=torch.channels_last)  # which roll and lerp need not keep

@@ -42,6 +42,10 @@ class TrainConfig:
 
     loader: Literal["dali", "proxy", "torch", "synthetic"] = _option("dali", DATA, "What feeds the network.")
     decode: Literal["auto", "fused", "full"] = _option("auto", DATA, "What DALI decodes: the crop alone or all.")
+    hw_decoder_load: float | None = _option(
+        None, DATA, "Share of a batch that the GPU's JPEG engines decode.", "for --decode"
+    )
+    prefetch: int | None = _option(None, DATA, "Batches that DALI prepares ahead.", "3 on CUDA, else 2")
     image_size: int = _option(224, DATA, "Side of the network's input, pixels.")
     val_resize: int | None = _option(None, DATA, "Shorter side before the centre crop, pixels.", "image size x 8/7")
     workers: int | None = _option(None, DATA, "CPU threads (torch: workers) per process.", "its share of the cores")
@@ -57,6 +61,7 @@ class TrainConfig:
     pretrained: str | None = _option(None, MODEL, "timm's weights, or those in FILE.", "off", "[FILE]")
     num_classes: int | None = _option(None, MODEL, "Outputs of the head.", "the class folders")
     compile: bool | None = _option(None, MODEL, "torch.compile the training step.", "on CUDA")
+    cuda_graph: bool | None = _option(None, MODEL, "Launch the training step as one CUDA graph.", "on one GPU")
 
     grad_accum_steps: int = _option(1, OPTIMISATION, "Batches per optimizer step.")
     optimizer: str = _option("sgd", OPTIMISATION, "Any timm optimizer; its sgd is Nesterov's.")
@@ -100,8 +105,8 @@ def flag(name: str) -> str:
 
 _AT_LEAST: dict[str, float] = {
     "epochs": 1, "batch_size": 1, "image_size": 8, "val_resize": 8, "workers": 1, "num_classes": 1,
-    "grad_accum_steps": 1, "checkpoint_steps": 0, "log_steps": 1, "seed": 0, "weight_decay": 0, "warmup_epochs": 0,
-    "mixup": 0, "cutmix": 0, "clip_grad": 0,
+    "grad_accum_steps": 1, "prefetch": 1, "checkpoint_steps": 0, "log_steps": 1, "seed": 0, "weight_decay": 0,
+    "warmup_epochs": 0, "mixup": 0, "cutmix": 0, "clip_grad": 0,
 }  # fmt: skip
 _BELOW_ONE = ("momentum", "label_smoothing", "ema_decay")
 _ABOVE_ZERO = ("lr", "timeout")
@@ -126,9 +131,10 @@ def validate(config: TrainConfig) -> None:
             raise UserError(f"{flag(name)} {getattr(config, name)}: must be more than 0 and finite")
     if not 0 < config.crop_scale <= 1:
         raise UserError(f"--crop-scale {config.crop_scale}: must be more than 0 and at most 1")
-    for name in ("random_erase", "hflip"):
-        if not 0 <= getattr(config, name) <= 1:
-            raise UserError(f"{flag(name)} {getattr(config, name)}: a probability, from 0 to 1")
+    for name, meaning in (("random_erase", "probability"), ("hflip", "probability"), ("hw_decoder_load", "share")):
+        value = getattr(config, name)
+        if value is not None and not 0 <= value <= 1:
+            raise UserError(f"{flag(name)} {value}: a {meaning}, from 0 to 1")
     if config.seed >= 2**31:
         raise UserError(f"--seed {config.seed}: must be less than 2147483648")
     if config.val_resize is not None and config.val_resize < config.image_size:
@@ -147,6 +153,13 @@ def validate(config: TrainConfig) -> None:
         )
     if config.evaluate and config.resume == "none" and config.pretrained is None:
         raise UserError("--evaluate with --resume none: nothing to evaluate; give --resume PATH or --pretrained")
+    if config.cuda_graph and config.device == "cpu":
+        raise UserError("--cuda-graph with --device cpu: there is no GPU to launch it on; use --no-cuda-graph")
+    if config.cuda_graph and config.grad_accum_steps > 1:
+        raise UserError(
+            f"--cuda-graph with --grad-accum-steps {config.grad_accum_steps}: a graph holds one batch; "
+            "use --no-cuda-graph"
+        )
     if config.amp == "fp16" and config.device == "cpu":
         raise UserError("--amp fp16 with --device cpu: the CPU has no fast float16; use --amp none or bf16")
 

@@ -122,6 +122,9 @@ def process_group(device_choice: str, timeout: float) -> Iterator[DistEnv]:
         timeout: seconds after which a collective that another process does not join is an error.
     """
     launch = read_launch()
+    # CUDA reads it once, when it starts. DALI works on some thirty streams. The default of 8 hardware queues makes the
+    # training step wait in a queue behind a decoder (docs/decisions/0005).
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     device = choose_device(device_choice, launch)
     env = DistEnv(**dataclasses.asdict(launch), device=device)
     if device.type == "cuda":

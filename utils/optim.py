@@ -5,7 +5,7 @@ import difflib
 import timm.optim
 from timm.scheduler.cosine_lr import CosineLRScheduler
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from utils.config import TrainConfig
 from utils.errors import UserError
@@ -27,8 +27,12 @@ def check_optimizer(name: str) -> None:
 
 
 def create_optimizer(config: TrainConfig, model: nn.Module, global_batch_size: int) -> Optimizer:
-    """timm's optimizer over two groups: weight decay on matrices and kernels, none on biases and norms."""
+    """timm's optimizer over two groups: weight decay on matrices and kernels, none on biases and norms.
+
+    On a GPU the update is one fused kernel, where the optimizer has one.
+    """
     try:
+        fused = next(model.parameters()).is_cuda and _has_fused(config.optimizer)
         optimizer: Optimizer = timm.optim.create_optimizer_v2(
             model,
             opt=config.optimizer,
@@ -36,11 +40,16 @@ def create_optimizer(config: TrainConfig, model: nn.Module, global_batch_size: i
             momentum=config.momentum,
             weight_decay=config.weight_decay,
             filter_bias_and_bn=True,
+            **({"fused": True} if fused else {}),
         )
     except Exception as error:  # timm lists those of apex and bitsandbytes too, whether they are installed or not
         reason = (str(error) or type(error).__name__).strip().splitlines()[0]
         raise UserError(f"--optimizer {config.optimizer}: cannot be had here ({reason}); give another") from error
     return optimizer
+
+
+def _has_fused(name: str) -> bool:
+    return timm.optim.get_optimizer_class(name, bind_defaults=False) in (SGD, Adam, AdamW)
 
 
 def create_schedule(config: TrainConfig, optimizer: Optimizer, steps_per_epoch: int) -> CosineLRScheduler:

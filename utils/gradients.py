@@ -1,0 +1,122 @@
+"""Loss and gradients of a batch: computed kernel by kernel, or replayed as one CUDA graph."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+
+from utils.seed import random_state, set_random_state
+
+WARMUP_PASSES = 3  # torch's advice for a capture; the first also compiles
+WARMUP_PASSES_DISTRIBUTED = 11  # DDP measures itself, on the host, within its first ten
+
+
+class Gradients:
+    """Adds the gradients of one batch to the parameters' `.grad`.
+
+    Args:
+        net: images (N, 3, H, W) -> logits (N, num_classes); compiled and distributed as wanted.
+        criterion: logits, targets -> mean loss.
+        scaler: of fp16; a disabled one passes losses through.
+        amp_dtype: of the forward pass; float32 is full precision.
+        accum_steps: batches per optimizer step; the gradient is their mean.
+    """
+
+    def __init__(
+        self, net: nn.Module, criterion: nn.Module, scaler: GradScaler, amp_dtype: torch.dtype, accum_steps: int
+    ) -> None:
+        self.net, self.criterion, self.scaler = net, criterion, scaler
+        self.amp_dtype, self.accum_steps = amp_dtype, accum_steps
+
+    def __call__(self, images: Tensor, targets: Tensor, micro: int) -> Tensor:
+        """Forward and backward.
+
+        Args:
+            images: (N, 3, H, W), floating point, on the device.
+            targets: int64 (N,), or float32 (N, num_classes).
+            micro: number of this batch within its optimizer step, from 0. The first starts from no gradients; with
+                the last the ranks exchange them.
+
+        Returns:
+            The mean loss, a scalar on the device, detached. Valid until the next call.
+        """
+        if micro == 0:
+            self.net.zero_grad(set_to_none=True)
+        is_last = micro == self.accum_steps - 1
+        postpone = contextlib.nullcontext if is_last else getattr(self.net, "no_sync", contextlib.nullcontext)
+        with postpone():
+            with torch.autocast(images.device.type, self.amp_dtype, enabled=self.amp_dtype != torch.float32):
+                loss: Tensor = self.criterion(self.net(images), targets)
+            self.scaler.scale(loss / self.accum_steps).backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+
+class CapturedGradients:
+    """`Gradients` recorded once as a CUDA graph and replayed.
+
+    A step of a thousand kernels is then one launch. That matters beside DALI: its threads and the training thread take
+    turns in the CUDA driver, which doubles what the launches cost (docs/experiments.md). It also makes small batches
+    as fast per image as large ones.
+
+    The first call computes a few batches' worth of gradients to no effect (buffers and random numbers are put back),
+    then records. Parameters keep the `.grad` tensors of the recording: nobody may set them to None.
+
+    Args:
+        gradients: what to record; one batch per optimizer step.
+        say: for the one line of why a network cannot be recorded. It then runs kernel by kernel.
+    """
+
+    def __init__(self, gradients: Gradients, distributed: bool, say: Callable[[str], None]) -> None:
+        assert gradients.accum_steps == 1, "a replay overwrites gradients, it does not add to them"
+        self._gradients, self._say = gradients, say
+        self._passes = WARMUP_PASSES_DISTRIBUTED if distributed else WARMUP_PASSES
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._tried = False
+
+    def __call__(self, images: Tensor, targets: Tensor, micro: int) -> Tensor:
+        """As `Gradients.__call__`; shapes and dtypes must always be those of the first call."""
+        if not self._tried:
+            self._tried = True
+            self._capture(images, targets)
+        if self._graph is None:
+            return self._gradients(images, targets, micro)
+        self._images.copy_(images)
+        self._targets.copy_(targets)
+        self._graph.replay()
+        return self._loss
+
+    def _capture(self, images: Tensor, targets: Tensor) -> None:
+        self._images, self._targets = images.clone(), targets.clone()
+        with _undone(self._gradients.net, images.device):
+            stream: torch.cuda.Stream = torch.cuda.Stream(images.device)  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(self._passes):
+                    self._gradients(self._images, self._targets, 0)
+            torch.cuda.current_stream().wait_stream(stream)
+        self._gradients.net.zero_grad(set_to_none=True)  # the recording allocates its own
+        torch.cuda.empty_cache()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Threads of DALI call CUDA all the time; only this thread's calls may spoil the recording.
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                self._loss = self._gradients(self._images, self._targets, 0)
+            self._graph = graph
+        except RuntimeError as error:
+            torch.cuda.synchronize(images.device)
+            self._gradients.net.zero_grad(set_to_none=True)
+            reason = str(error).strip().splitlines()[0]
+            self._say(f"no CUDA graph of this network ({reason}); its kernels are launched one by one")
+
+
+@contextlib.contextmanager
+def _undone(net: nn.Module, device: torch.device) -> Iterator[None]:
+    """Put the network's buffers and all random numbers back as they were."""
+    before, buffers = random_state(device), [(buffer, buffer.clone()) for buffer in net.buffers()]
+    yield
+    set_random_state(before, device)
+    with torch.no_grad():
+        for buffer, saved in buffers:
+            buffer.copy_(saved)
