@@ -284,7 +284,7 @@ class _FileReader:
         self._pipeline = read_pipeline(
             lambda info: files[indices(first + info.iteration)],
             batch_size=config.batch_size,
-            num_threads=max(READ_THREADS, config.workers or 0),
+            num_threads=max(READ_THREADS, (config.workers or 0) // 2),
             device_id=None,
             seed=0,  # draws nothing
             prefetch_queue_depth=2,
@@ -448,7 +448,7 @@ def _torch_val_transform(config: TrainConfig) -> Callable[[Image.Image], Tensor]
 
 
 @contextlib.contextmanager
-def _safe_fork() -> Iterator[None]:
+def safe_fork() -> Iterator[None]:
     """Around the start of worker processes: no garbage of this process may be collected in them.
 
     A worker that frees a DALI pipeline which it inherited waits for threads that it did not, and aborts.
@@ -493,7 +493,7 @@ class TorchTrainLoader:
             batch_sampler=_Order(sampler, first_batch),
             **_worker_options(config, env),
         )
-        with _safe_fork():
+        with safe_fork():
             self._batches = iter(loader)
 
     def __next__(self) -> Batch:
@@ -520,7 +520,7 @@ class TorchValLoader:
         )
 
     def __iter__(self) -> Iterator[Batch]:
-        with _safe_fork():
+        with safe_fork():
             batches = iter(self._loader)
         for images, targets in batches:
             yield _to_device(images, targets, self._device)
@@ -579,7 +579,7 @@ class ProxyTrainLoader:
             batch_sampler=order,
             **(_worker_options(self._config, self._env) | {"pin_memory": False}),  # there is no image to pin
         )
-        with _safe_fork():
+        with safe_fork():
             batches = iter(loader)
         server.start_thread()  # after the fork: the workers must not inherit it in the midst of something
         for images, targets in batches:

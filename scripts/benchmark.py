@@ -1,0 +1,351 @@
+#!/usr/bin/env python3
+"""Measure what limits training on your images with this machine, and what DALI is worth there.
+
+    scripts/benchmark.py --data-dir DIR --arch resnet50 --output-dir runs/benchmark
+
+Prints a table and a verdict; writes benchmark.json and benchmark.png to --output-dir. DIR holds train/CLASS/*.jpg or
+CLASS/*.jpg; without it, images are generated.
+
+Measured are every loader alone, the step of train.py on one synthetic batch, the same step fed by every loader, and
+reading the files without decoding them, as this machine serves them now (from memory, if they have been read before).
+scripts/measure.py says how, utils/verdict.py what follows from it, utils/report.py what the keys of benchmark.json are.
+"""
+
+import contextlib
+import dataclasses
+import math
+import os
+import platform
+import random
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+import timm
+import torch
+import torchvision
+import typer
+from PIL import Image, ImageDraw
+
+import models
+import pipelines
+from run import Run, create_run, prepare_output, resolve
+from scripts.measure import TIMM_POLICIES, FilesReader, Loader, measure_feeds, open_loaders
+from train import write_json
+from utils import dataset
+from utils.config import TrainConfig, validate
+from utils.dataset import Manifest
+from utils.distributed import DistEnv, process_group, read_launch
+from utils.errors import EXIT_DONE, EXIT_USER_ERROR, Stopped, UserError
+from utils.machine import choose_feed, inspect_machine
+from utils.report import benchmark_json, draw_chart, introduction, sentences, table
+from utils.verdict import TITLES, Figures, judge
+
+USAGE_ERROR: Any = typer.BadParameter.__mro__[2]  # click's common base class, which typer carries privately
+LEAST_WINDOWS = 5
+LEAST_BATCHES = 1000  # per epoch, so that no loader meets the end of one in a window
+GENERATED = 320  # images
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The command line. `config` is that of the training run whose step is timed, but for an absent `batch_size`."""
+
+    config: TrainConfig
+    batch_size: int | None
+    data_dir: Path | None
+    output_dir: Path
+    loaders: tuple[str, ...]
+    windows: int
+    window_seconds: float
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Images
+
+
+def read_images(data_dir: Path) -> Manifest:
+    """Manifest of `data_dir/train`, or of `data_dir` itself if that holds the class folders.
+
+    Raises:
+        UserError: as `utils.dataset.scan`.
+    """
+    return dataset.scan(data_dir, "train" if (data_dir / "train").is_dir() else ".")
+
+
+def repeat(manifest: Manifest, least: int) -> Manifest:
+    """The manifest's files again and again, until there are `least`."""
+    times = math.ceil(least / len(manifest))
+    return dataclasses.replace(manifest, files=manifest.files * times, labels=np.tile(manifest.labels, times))
+
+
+def sample_images(manifest: Manifest, count: int = 256) -> tuple[float, float, float]:
+    """Mean width and height in pixels, and mean encoded size in bytes, of a sample of the files."""
+    chosen = random.Random(0).sample(range(len(manifest)), min(count, len(manifest)))
+    sizes = []
+    for index in chosen:
+        with Image.open(manifest.path(index)) as image:
+            sizes.append((*image.size, os.path.getsize(manifest.path(index))))
+    width, height, size = np.mean(sizes, axis=0)
+    return float(width), float(height), float(size)
+
+
+def generate_images(data_dir: Path, count: int = GENERATED, num_classes: int = 10) -> None:
+    """JPEGs of ImageNet's mean size, 500 x 375 px and 110 KB: shapes on noise."""
+    draw_number = np.random.default_rng(0)
+    for index in range(count):
+        width, height = draw_number.integers((400, 300), (601, 451))
+        image = Image.new("RGB", (width, height), tuple(draw_number.integers(0, 256, 3)))
+        draw = ImageDraw.Draw(image)
+        for _ in range(12):
+            corners = np.sort(draw_number.integers(0, (width, height), (2, 2)), axis=0)
+            draw.ellipse([tuple(corner) for corner in corners.tolist()], fill=tuple(draw_number.integers(0, 256, 3)))
+        noisy = np.asarray(image) + draw_number.normal(0, 20, (height, width, 3))
+        path = data_dir / "train" / f"class{index % num_classes}" / f"{index:04}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(path, quality=90)
+
+
+def describe(options: Options, run: Run, manifest: Manifest, argv: Sequence[str]) -> dict[str, Any]:
+    """What was measured, and on what: the part of benchmark.json that holds no figures."""
+    config = run.config
+    width, height, size = sample_images(manifest)
+    on_cuda = run.env.device.type == "cuda"
+    return {
+        "command": shlex.join(["scripts/benchmark.py", *argv]),
+        "arch": config.arch,
+        "batch_size": config.batch_size,
+        "image_size": config.image_size,
+        "augment": config.augment,
+        "amp": config.amp,
+        "compile": config.compile,
+        "cuda_graph": config.cuda_graph,
+        "workers": config.workers,
+        "device": config.device,
+        "device_name": torch.cuda.get_device_name(run.env.device) if on_cuda else cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "versions": {
+            "dali": pipelines.DALI_VERSION,
+            "torch": torch.__version__,
+            "torchvision": torchvision.__version__,
+            "timm": timm.__version__,
+            "python": platform.python_version(),
+        },
+        "generated": options.data_dir is None,
+        "num_images": len(manifest),
+        "num_classes": len(manifest.classes),
+        "image_width": width,
+        "image_height": height,
+        "image_bytes": size,
+        "windows": options.windows,
+        "window_seconds": options.window_seconds,
+    }
+
+
+def unused_flags(config: TrainConfig) -> tuple[str, ...]:
+    """Flags that make the step faster on a GPU and are not in use."""
+    if config.device == "cpu":
+        return ()
+    flags = {"--amp bf16": config.amp != "none", "--compile": config.compile, "--cuda-graph": config.cuda_graph}
+    return tuple(flag for flag, used in flags.items() if not used)
+
+
+def cpu_name() -> str:
+    """The processor's name, as Linux knows it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The benchmark
+
+
+def open_run(
+    config: TrainConfig, images: Manifest, env: DistEnv, work: Path, stack: contextlib.ExitStack
+) -> tuple[Run, Manifest]:
+    """A training run on synthetic images, and the manifest of the real ones that could feed it.
+
+    Args:
+        config: its loader is `synthetic`.
+        images: repeated until an epoch is long enough.
+        env: this process.
+        work: folder for the files of the run, which nobody reads.
+        stack: closes what was opened.
+
+    Raises:
+        UserError: for what does not fit the machine or the data.
+    """
+    manifest = repeat(images, LEAST_BATCHES * config.batch_size)
+    choice = choose_feed(config, inspect_machine(env))
+    config = resolve(dataclasses.replace(config, output_dir=work), (manifest, manifest), env, choice)
+    prepare_output(config, env)
+    return create_run(config, (manifest, manifest), env, stack, time.perf_counter()), manifest
+
+
+def collect(facts: dict[str, Any], run: Run, loaders: Sequence[Loader], files: FilesReader) -> Figures:
+    """Measure everything that the verdict needs."""
+    synthetic, read, feeds = measure_feeds(run, loaders, files, facts["windows"], facts["window_seconds"])
+    return Figures(
+        num_images=facts["num_images"],
+        generated=facts["generated"],
+        image_width=facts["image_width"],
+        image_height=facts["image_height"],
+        image_size=facts["image_size"],
+        workers=facts["workers"],
+        on_gpu=facts["device"] == "cuda",
+        unused=unused_flags(run.config),
+        synthetic=synthetic,
+        files=read,
+        feeds=feeds,
+    )
+
+
+def benchmark(options: Options, argv: Sequence[str]) -> None:
+    """The whole benchmark, from the flags to the files.
+
+    Raises:
+        UserError: flags or data do not fit; nothing was written.
+        Stopped: a signal came; nothing was written.
+    """
+    models.check_arch(options.config.arch)
+    with process_group(options.config.device, options.config.timeout) as env, contextlib.ExitStack() as stack:
+        work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="benchmark-")))
+        if options.data_dir is None:
+            generate_images(work)
+        images = read_images(options.data_dir or work)
+        batch_size = options.batch_size or (256 if env.device.type == "cuda" else 32)
+        config = dataclasses.replace(options.config, batch_size=batch_size)
+        run, manifest = open_run(config, images, env, work / "run", stack)
+        prepare_output(dataclasses.replace(run.config, output_dir=options.output_dir), env)
+        facts = describe(options, run, images, argv)
+        print(introduction(facts), end="\n\n", flush=True)
+        loaders, files = open_loaders(options.loaders, run, manifest, stack)
+        figures = collect(facts, run, loaders, files)
+    verdict = judge(figures)
+    write_json(options.output_dir / "benchmark.json", benchmark_json(facts, figures, verdict))
+    draw_chart(options.output_dir / "benchmark.png", facts, figures)
+    print(f"{table(figures)}\n\n{sentences(verdict)}\n\n{options.output_dir}: benchmark.json, benchmark.png")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command line
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a whole number") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a number") from None
+
+
+WHOLE: dict[str, Any] = {"parser": _whole, "metavar": "INT"}  # Typer's own messages leave out the value
+NUMBER: dict[str, Any] = {"parser": _number, "metavar": "FLOAT"}
+
+
+def read_options(
+    data_dir: Annotated[Path | None, typer.Option(help="Folder of images; without it, images are generated.")] = None,
+    arch: Annotated[str, typer.Option(help="Any timm architecture.")] = "resnet50",
+    output_dir: Annotated[Path, typer.Option(help="Where the results go.")] = Path("runs/benchmark"),
+    loaders: Annotated[
+        list[str] | None, typer.Option(help=f"Which of {', '.join(TITLES)}.", show_default="all")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Images per step.", show_default="256, 32 on the CPU", **WHOLE)
+    ] = None,
+    image_size: Annotated[int, typer.Option(help="Side of the network's input, pixels.", **WHOLE)] = 224,
+    augment: Annotated[
+        Literal["none", "autoaugment", "randaugment", "trivialaugment"],
+        typer.Option(help="Policy after crop and flip."),
+    ] = "none",
+    workers: Annotated[
+        int | None, typer.Option(help="CPU threads per loader.", show_default="the cores", **WHOLE)
+    ] = None,
+    amp: Annotated[Literal["auto", "bf16", "fp16", "none"], typer.Option(help="Mixed precision.")] = "auto",
+    compile: Annotated[
+        bool | None, typer.Option("--compile/--no-compile", help="torch.compile the step.", show_default="on CUDA")
+    ] = None,
+    cuda_graph: Annotated[
+        bool | None,
+        typer.Option("--cuda-graph/--no-cuda-graph", help="Launch the step as one CUDA graph.", show_default="on CUDA"),
+    ] = None,
+    device: Annotated[Literal["auto", "cuda", "cpu"], typer.Option(help="Where to train.")] = "auto",
+    windows: Annotated[int, typer.Option(help="Measurements of each, 5 or more.", **WHOLE)] = LEAST_WINDOWS,
+    window_seconds: Annotated[float, typer.Option(help="Length of one, seconds.", **NUMBER)] = 2.0,
+) -> Options:
+    """Measure loaders and training on your images, and say what limits.
+
+    Exit status: 0 done, 1 failed, 2 wrong usage, 143 stopped by SIGTERM.
+    """
+    names = tuple(dict.fromkeys(name for word in loaders or TITLES for name in word.split(",")))
+    for name in names:
+        if name not in TITLES:
+            raise UserError(f"--loaders {name}: not one of {', '.join(TITLES)}; separate them by commas")
+    if windows < LEAST_WINDOWS:
+        raise UserError(f"--windows {windows}: a median needs {LEAST_WINDOWS} or more")
+    if not 0 < window_seconds < math.inf:
+        raise UserError(f"--window-seconds {window_seconds}: must be more than 0 and finite")
+    if "timm" in names and augment not in TIMM_POLICIES:
+        others = ",".join(name for name in TITLES if name != "timm")
+        raise UserError(f"--augment {augment} with --loaders timm: timm has no such policy; add --loaders {others}")
+    if read_launch().world_size > 1:
+        raise UserError("started as several processes: the benchmark measures one; start it without torchrun")
+    config = TrainConfig(
+        loader="synthetic",
+        resume="none",
+        arch=arch,
+        batch_size=TrainConfig.batch_size if batch_size is None else batch_size,
+        image_size=image_size,
+        augment=augment,
+        workers=workers,
+        amp=amp,
+        compile=compile,
+        cuda_graph=cuda_graph,
+        device=device,
+    )
+    validate(config)
+    return Options(config, batch_size, data_dir, output_dir, names, windows, window_seconds)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command line; returns the exit status."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command(context_settings={"help_option_names": ["-h", "--help"]})(read_options)
+    try:
+        options = typer.main.get_command(app).main(list(argv), prog_name="benchmark.py", standalone_mode=False)
+        if not isinstance(options, Options):
+            return EXIT_DONE  # --help
+        benchmark(options, argv)
+    except USAGE_ERROR as error:
+        message = " ".join(error.format_message().split()).rstrip(".")
+        return _refuse(f"{message}; benchmark.py --help lists all flags")
+    except UserError as error:
+        return _refuse(str(error))
+    except Stopped as stopped:
+        return stopped.status
+    return EXIT_DONE
+
+
+def _refuse(text: str) -> int:
+    line = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)  # as train.report
+    print(f"benchmark.py: {line}", file=sys.stderr, flush=True)
+    return EXIT_USER_ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,384 @@
+"""Contestants of a benchmark, and their turns.
+
+All take turns, A B A B, so that a machine that slows down slows all of them. A window is the wall time of a number of
+steps, on CUDA between two synchronisations. Loaders fill their queues while others are measured. So before a window
+all queues are full and idle; then the contestant's own is drained, two steps are discarded, and what the window shows
+is the rate that lasts. A window of a loader with worker processes is a whole number of their rounds, as their batches
+come in bursts. The first windows of each, with compilation and the search for fast kernels, only find out how many
+steps fill the time that a window is to take.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import timm
+import torch
+import torch.utils.data
+from torch import Tensor
+from tqdm import tqdm
+
+import models
+import pipelines
+from pipelines import Batch
+from run import AMP_DTYPES, Run
+from train import train_step
+from utils.augment import BatchAugment
+from utils.config import TrainConfig
+from utils.dataset import Manifest
+from utils.errors import Stopped
+from utils.machine import choose_feed, inspect_machine
+from utils.metrics import Meter
+from utils.sampler import Sampler
+from utils.verdict import Feed, Rate
+
+TIMM_POLICIES = {"none": None, "autoaugment": "original", "randaugment": "rand-m9-n2"}
+LEAST_STEPS, LEAD_IN = 3, 2  # of a window, and discarded before it
+PREFETCH = 2  # batches that a worker of torch's DataLoader keeps ready, its default
+READ_AHEAD = 3  # batches of files that DALI reads before it decodes them
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loaders that only a benchmark needs
+
+
+class _Reader:
+    """A manifest, as timm's ImageDataset reads it: (open file, label)."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+
+    def __len__(self) -> int:
+        return len(self.manifest)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return open(self.manifest.path(index), "rb"), int(self.manifest.labels[index])
+
+
+class TimmLoader:
+    """timm's create_loader and its prefetcher: batches whose images are normalised already, in the step's dtype."""
+
+    def __init__(self, run: Run, manifest: Manifest) -> None:
+        config = run.config
+        mean, std = models.normalization(run.state.model)
+        loader = timm.data.create_loader(
+            timm.data.ImageDataset(str(manifest.root), reader=_Reader(manifest)),
+            input_size=(3, config.image_size, config.image_size),
+            batch_size=config.batch_size,
+            is_training=True,
+            scale=(config.crop_scale, 1.0),
+            ratio=pipelines.RATIO,
+            hflip=config.hflip,
+            color_jitter=None,
+            auto_augment=TIMM_POLICIES[config.augment],
+            interpolation="bilinear",
+            mean=mean,
+            std=std,
+            num_workers=config.workers,
+            pin_memory=run.env.device.type == "cuda",
+            img_dtype=AMP_DTYPES[config.amp],
+            device=run.env.device,
+        )
+        batches = itertools.chain.from_iterable(itertools.repeat(loader))
+        with pipelines.safe_fork():
+            first = next(batches)  # starts the workers
+        self._batches: Iterator[Any] = itertools.chain([first], batches)
+
+    def __next__(self) -> Batch:
+        images, targets = next(self._batches)
+        return Batch(images.contiguous(memory_format=torch.channels_last), targets)
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        del self._batches
+
+
+class Unchanged(BatchAugment):
+    """What is left to do on the device for a batch of TimmLoader's: nothing."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __call__(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return both as they are."""
+        return images, targets
+
+
+class _Bytes(torch.utils.data.Dataset[int]):
+    """The encoded size of each file, by reading all of it."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+
+    def __getitem__(self, index: int) -> int:
+        with open(self.manifest.path(index), "rb", buffering=0) as file:
+            return len(file.read())
+
+
+class FilesReader:
+    """Reads batches of files and drops them, by as many processes as the loaders have threads."""
+
+    def __init__(self, config: TrainConfig, manifest: Manifest, sampler: Sampler, first_batch: int) -> None:
+        loader = torch.utils.data.DataLoader(
+            _Bytes(manifest),
+            batch_sampler=(sampler.indices(batch).tolist() for batch in itertools.count(first_batch)),
+            num_workers=config.workers or 0,
+            prefetch_factor=PREFETCH,
+            collate_fn=sum,
+        )
+        with pipelines.safe_fork():
+            self._batches: Iterator[int] = iter(loader)
+
+    def __next__(self) -> int:
+        return next(self._batches)
+
+    def close(self) -> None:
+        del self._batches
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Contestants
+
+
+class Stream(Protocol):
+    """An endless stream, of batches or of what stands for them."""
+
+    def __next__(self) -> object:
+        """The next one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Contestant:
+    """What takes its turn in being measured.
+
+    Attributes:
+        name: for the progress bar.
+        step: what is timed, one batch.
+        stream: what `step` takes its batches from; None if it needs none.
+        queue: batches that `stream` may keep ready.
+        stride: a window is a multiple of this many steps.
+        meter: of the training step.
+    """
+
+    name: str
+    step: Callable[[], object]
+    stream: Stream | None = None
+    queue: int = 0
+    stride: int = 1
+    meter: Meter | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Loader:
+    """A loader that is open. Attributes as in `Contestant` and `utils.verdict.Feed`."""
+
+    name: str
+    stream: pipelines.TrainLoader
+    queue: int
+    stride: int
+    first_batch: float
+    gpu_memory: float | None
+
+    def alone(self) -> Contestant:
+        """Batches for nobody."""
+        return Contestant(f"{self.name} alone", self.stream.__next__, self.stream, self.queue, self.stride)
+
+    def training(self, run: Run) -> Contestant:
+        """Batches for train.py's step."""
+        fed, name = feed(run, self.stream), f"training, {self.name}"
+        return Contestant(name, lambda: train_step(fed), self.stream, self.queue, self.stride, run.state.meter)
+
+
+def feed(run: Run, stream: pipelines.TrainLoader) -> Run:
+    """The same run, with the same network and optimizer, on batches of `stream`."""
+    augment = Unchanged() if isinstance(stream, TimmLoader) else run.augment
+    return dataclasses.replace(run, train_loader=stream, augment=augment)
+
+
+def open_loader(name: str, run: Run, manifest: Manifest, first_batch: int = 0) -> Loader:
+    """Open the loader `name` at batch `first_batch` of the run, and take batches until its queue is in use."""
+    config, device = run.config, run.env.device
+    workers = config.workers if name in ("torch", "timm") else None
+    queue, stride = (PREFETCH * workers + 1, workers) if workers else ((config.prefetch or 0) + READ_AHEAD, 1)
+    chosen = run.config if name == "timm" else settings(name, run)
+    free, started = _free_memory(device), time.perf_counter()
+    stream: pipelines.TrainLoader
+    if name == "timm":
+        stream = TimmLoader(run, manifest)
+    else:
+        stream = pipelines.create_train_loader(chosen, manifest, run.sampler, run.env, first_batch)
+    next(stream)
+    _synchronize(device)
+    seconds = time.perf_counter() - started
+    for _ in range(queue):
+        next(stream)
+    _synchronize(device)
+    taken = max(0, free - _free_memory(device)) / 1e6 if device.type == "cuda" else None
+    _settle(device)
+    return Loader(name, stream, queue, stride, seconds, taken)
+
+
+def settings(name: str, run: Run) -> TrainConfig:
+    """The run's flags, with those that the loader `name` stands for."""
+    if name == "torch":
+        return dataclasses.replace(run.config, loader="torch")
+    decode: Any = name.removeprefix("dali-")
+    config = dataclasses.replace(run.config, loader="dali", decode=decode, hw_decoder_load=None)
+    choice = choose_feed(config, inspect_machine(run.env))
+    return dataclasses.replace(config, hw_decoder_load=choice.hw_decoder_load)
+
+
+def open_loaders(
+    names: Sequence[str], run: Run, manifest: Manifest, stack: contextlib.ExitStack
+) -> tuple[list[Loader], FilesReader]:
+    """Open all, those with worker processes first: a process is best forked before DALI has threads.
+
+    Each starts in its own part of the epoch, so that none finds in memory what another has just read.
+    """
+    part = run.sampler.batches_per_epoch // (len(names) + 1)
+    files = FilesReader(run.config, manifest, run.sampler, first_batch=part * len(names))
+    stack.callback(files.close)
+    loaders = {}
+    for name in sorted(names, key=lambda name: name.startswith("dali")):
+        loaders[name] = open_loader(name, run, manifest, first_batch=part * names.index(name))
+        stack.callback(loaders[name].stream.close)
+    return [loaders[name] for name in names], files
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _free_memory(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Measuring
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """One window of one contestant: wall and CPU time in seconds; `data_wait` a share of the wall time, 0 to 1."""
+
+    steps: int
+    seconds: float
+    cpu_seconds: float
+    data_wait: float
+
+
+def measure(contestants: Sequence[Contestant], run: Run, windows: int, window_seconds: float) -> list[list[Window]]:
+    """`windows` windows of each contestant, in turns, after one of each that is discarded.
+
+    Raises:
+        Stopped: a signal came.
+    """
+    device = run.env.device
+    run.state.model.train()
+    with tqdm(total=(windows + 1) * len(contestants), unit="window", disable=None, leave=False) as bar:
+
+        def turn(contestant: Contestant, steps: int) -> Window:
+            bar.set_description(contestant.name)
+            window = _window(contestant, steps, device)
+            if run.stop.agreed():
+                raise Stopped(run.stop.number)
+            return window
+
+        def calibrate(contestant: Contestant) -> int:
+            steps = contestant.stride
+            turn(contestant, steps)  # compiles
+            while (window := turn(contestant, steps)).seconds < window_seconds / 4:
+                steps *= 2
+            bar.update()
+            wanted = max(LEAST_STEPS, window_seconds * steps / window.seconds)
+            return math.ceil(wanted / contestant.stride) * contestant.stride
+
+        steps = [calibrate(contestant) for contestant in contestants]
+        results: list[list[Window]] = [[] for _ in contestants]
+        for _ in range(windows):
+            for contestant, count, result in zip(contestants, steps, results, strict=True):
+                result.append(turn(contestant, count))
+                bar.update()
+    return results
+
+
+def _window(contestant: Contestant, steps: int, device: torch.device) -> Window:
+    _settle(device)
+    if contestant.stream is not None:
+        for _ in range(contestant.queue + contestant.stride):
+            next(contestant.stream)
+    for _ in range(LEAD_IN):
+        contestant.step()
+    _synchronize(device)
+    if contestant.meter is not None:
+        contestant.meter.start()
+    started, cpu_started = time.perf_counter(), cpu_seconds()
+    for _ in range(steps):
+        contestant.step()
+    _synchronize(device)
+    seconds, used = time.perf_counter() - started, cpu_seconds() - cpu_started
+    data_wait = contestant.meter.read().data_wait if contestant.meter is not None else 0.0
+    return Window(steps, seconds, used, data_wait)
+
+
+def _settle(device: torch.device, limit: float = 60.0) -> None:
+    """Wait until all queues are full: until this process and its workers have idled for 0.1 s."""
+    _synchronize(device)
+    deadline, idle = time.monotonic() + limit, 0
+    while idle < 2 and time.monotonic() < deadline:
+        before = cpu_seconds()
+        time.sleep(0.05)
+        idle = idle + 1 if cpu_seconds() - before <= 0.01 else 0  # one tick of the clock that counts the workers'
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process and its live worker processes, which no rusage counts before their end."""
+    ticks = 0
+    for worker in multiprocessing.active_children():
+        with contextlib.suppress(OSError):  # it has just ended
+            fields = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])  # utime and stime, see proc(5)
+    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def measure_feeds(
+    run: Run, loaders: Sequence[Loader], files: Stream, windows: int, window_seconds: float
+) -> tuple[Rate, Rate, tuple[Feed, ...]]:
+    """Measure the synthetic step, reading the files, and every loader alone and in training, in turns."""
+    workers, batch_size = run.config.workers or 1, run.config.batch_size
+    contestants = [
+        Contestant("synthetic step", lambda: train_step(run), meter=run.state.meter),
+        Contestant("files", files.__next__, files, PREFETCH * workers, workers),
+        *(contestant for loader in loaders for contestant in (loader.alone(), loader.training(run))),
+    ]
+    results = measure(contestants, run, windows, window_seconds)
+    rates = [Rate(tuple(window.steps * batch_size / window.seconds for window in result)) for result in results]
+    feeds = []
+    for number, loader in enumerate(loaders):
+        alone, training = 2 + 2 * number, 3 + 2 * number
+        cpu = sum(window.cpu_seconds for window in results[alone])
+        images = batch_size * sum(window.steps for window in results[alone])
+        feeds.append(
+            Feed(
+                name=loader.name,
+                alone=rates[alone],
+                training=rates[training],
+                cpu_seconds=1000 * cpu / images,
+                data_wait=statistics.median(window.data_wait for window in results[training]),
+                cores_busy=cpu / sum(window.seconds for window in results[alone]),
+                first_batch=loader.first_batch,
+                gpu_memory=loader.gpu_memory,
+            )
+        )
+    return rates[0], rates[1], tuple(feeds)

@@ -1,0 +1,143 @@
+"""Every rule of the verdict, at its borders."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from utils.verdict import Feed, Figures, Rate, judge
+
+
+def rate(median: float, spread: float = 0.01) -> Rate:
+    return Rate(tuple(median * (1 + spread * offset) for offset in (-1, -0.5, 0, 0.5, 1)))
+
+
+def feed(name: str, alone: float, training: float, **values: Any) -> Feed:
+    costs: dict[str, Any] = {
+        "cpu_seconds": 1.0, "cores_busy": 2.0, "data_wait": 0.0, "first_batch": 1.0, "gpu_memory": 100.0,
+    }  # fmt: skip
+    rates = {"alone": rate(alone), "training": rate(training)}
+    return Feed(name=name, **(rates | costs | values))
+
+
+def figures(*feeds: Feed, **values: Any) -> Figures:
+    base = Figures(
+        num_images=1000,
+        generated=False,
+        image_width=500,
+        image_height=375,
+        image_size=224,
+        workers=8,
+        on_gpu=True,
+        unused=(),
+        synthetic=rate(1000),
+        files=rate(50_000),
+        feeds=feeds,
+    )
+    return dataclasses.replace(base, **values)
+
+
+@pytest.mark.parametrize(
+    ("alone", "training", "values", "bound", "limit"),
+    [
+        (9000, 1000, {}, "compute", "gpu"),
+        (9000, 985, {}, "compute", "gpu"),
+        (9000, 980, {}, "compute", "gpu"),
+        (9000, 930, {}, "compute", "gpu"),  # interference: the loader alone is fast enough
+        (1000, 500, {}, "compute", "gpu"),
+        (999, 500, {}, "input", "decoder"),
+        (999, 990, {}, "compute", "gpu"),
+        (999, 971, {}, "balanced", "decoder"),  # 0.9% short, which is within the noise of 1%
+        (999, 969, {}, "input", "decoder"),
+        (300, 290, {}, "input", "decoder"),
+        (300, 290, {"on_gpu": False}, "input", "decoder"),
+        (300, 290, {"files": rate(359)}, "input", "disk"),
+        (300, 290, {"files": rate(361)}, "input", "decoder"),
+        (300, 290, {"workers": 2}, "input", "cpu threads"),
+        (300, 290, {"workers": 2, "files": rate(310)}, "input", "disk"),  # waiting for the disk can look busy
+        (9000, 1000, {"on_gpu": False}, "compute", "cpu threads"),
+        (9000, 1100, {}, "compute", "gpu"),
+        (300, 600, {"synthetic": rate(1000, spread=0.5)}, "balanced", "decoder"),
+    ],
+)
+def test_bound_and_limit(alone: float, training: float, values: dict[str, Any], bound: str, limit: str) -> None:
+    verdict = judge(figures(feed("dali-fused", alone, training), **values))
+    assert (verdict.bound, verdict.limit) == (bound, limit)
+    median = values.get("synthetic", rate(1000)).median
+    assert verdict.share == pytest.approx(training / median)
+    assert f"{training / median:.1%}" in verdict.summary[0]
+
+
+@pytest.mark.parametrize(("busy", "limit"), [(6.39, "decoder"), (6.41, "cpu threads")])
+def test_busy_threads_limit(busy: float, limit: str) -> None:
+    assert judge(figures(feed("dali-fused", 300, 290, cores_busy=busy))).limit == limit
+
+
+def test_the_faster_dali_path_is_judged() -> None:
+    fused, full = feed("dali-fused", 9000, 400), feed("dali-full", 9000, 990)
+    verdict = judge(figures(fused, full, feed("torch", 9000, 999)))
+    assert (verdict.feed, verdict.bound) == ("dali-full", "compute")
+    assert judge(figures(feed("torch", 9000, 700), feed("timm", 9000, 800))).feed == "timm"
+
+
+def test_words_fit_the_side() -> None:
+    starved = judge(figures(feed("dali-fused", 250, 250, cores_busy=7.5)))
+    assert starved.summary[0].startswith("Input-bound")
+    assert "4.00 x as fast" in starved.summary[0]
+    assert "0.25 x what the step takes; 7.5 of 8 CPU threads are busy" in starved.summary[1]
+    assert any("--workers more than 8" in line for line in starved.advice)
+    assert any("500 x 375 px" in line for line in starved.advice)
+    heavy = judge(figures(feed("dali-fused", 4000, 940), unused=("--compile",)))
+    assert heavy.summary[0].startswith("Compute-bound")
+    assert "feeding costs 6.0%" in heavy.summary[1]
+    assert heavy.advice == (
+        "The network costs the time: --compile, a smaller --arch or a smaller --image-size would speed it up.",
+    )
+    disk = judge(figures(feed("dali-fused", 250, 250), files=rate(260), image_width=224, image_height=224))
+    assert disk.advice == ("Copy the images to a local disk, or into memory (/dev/shm).",)
+    assert "260 a second" in disk.summary[1]
+    decoder = judge(figures(feed("dali-fused", 250, 250), image_size=320))
+    assert decoder.advice == ()  # 375 px for 320 px: nothing to gain there
+    assert "200.0 x as fast" in decoder.summary[1]
+
+
+def test_the_fastest_of_our_own_loaders_is_advised() -> None:
+    dali, torch, timm = feed("dali-full", 900, 500), feed("torch", 900, 800), feed("timm", 900, 900)
+    assert judge(figures(dali, torch, timm)).advice[0].startswith("Train with --loader torch,")
+
+
+def test_claims_say_who_is_ahead() -> None:
+    fused = feed("dali-fused", 9000, 900, cpu_seconds=0.5, first_batch=0.1, gpu_memory=10.0)
+    full = feed("dali-full", 8000, 800, first_batch=4.0, gpu_memory=2000.0)
+    verdict = judge(figures(fused, full, feed("torch", 3000, 1000, cpu_seconds=5.0)))
+    assert verdict.where_dali_wins == (
+        "loading alone, against torch's DataLoader: 3.00 x (9,000 against 3,000 images/s)",
+        "CPU time per 1,000 images, against torch's DataLoader: 0.50 against 5.00 s",
+    )
+    assert verdict.where_dali_loses == (
+        "training, against torch's DataLoader: 0.90 x (900 against 1,000 images/s)",
+        "time to the first batch, against torch's DataLoader: 4.0 against 1.0 s",  # the path that loaded the library
+        "GPU memory of the loader, against torch's DataLoader: 2,000 against 100 MB",
+    )
+
+
+@pytest.mark.parametrize("others", [(), (feed("torch", 3010, 302),), (feed("dali-full", 1, 1),)])
+def test_nothing_is_claimed_that_was_not_measured(others: tuple[Feed, ...]) -> None:
+    verdict = judge(figures(feed("dali-fused", 3000, 300), *others))
+    assert verdict.where_dali_wins == verdict.where_dali_loses == ("nowhere measured here",)
+    alone = judge(figures(feed("torch", 3000, 300), feed("timm", 1, 1)))
+    assert alone.where_dali_wins == alone.where_dali_loses == ("nowhere measured here",)
+
+
+def test_warnings() -> None:
+    calm = feed("dali-fused", 3000, 300)
+    assert judge(figures(calm)).warnings == ()
+    assert judge(figures(calm, num_images=100)).warnings == ()
+    assert "99 images: the figures mean little" in judge(figures(calm, num_images=99)).warnings[0]
+    assert "generated" in judge(figures(calm, generated=True)).warnings[0]
+    assert "differ by up to 30%" in judge(figures(calm, synthetic=rate(1000, 0.3))).warnings[0]
+
+
+def test_a_rate_is_the_median_of_its_windows() -> None:
+    windows = Rate((10.0, 40.0, 20.0, 30.0, 20.0))
+    assert (windows.median, windows.spread) == (20.0, 0.75)
