@@ -127,6 +127,7 @@ def describe(options: Options, run: Run, manifest: Manifest, argv: Sequence[str]
         "augment": config.augment,
         "amp": config.amp,
         "compile": config.compile,
+        "fused_layers": config.fused_layers,
         "cuda_graph": config.cuda_graph,
         "workers": config.workers,
         "device": config.device,
@@ -154,7 +155,12 @@ def unused_flags(config: TrainConfig) -> tuple[str, ...]:
     """Flags that make the step faster on a GPU and are not in use."""
     if config.device == "cpu":
         return ()
-    flags = {"--amp bf16": config.amp != "none", "--compile": config.compile, "--cuda-graph": config.cuda_graph}
+    flags = {
+        "--amp bf16": config.amp != "none",
+        "--compile": config.compile,
+        "--fused-layers": config.fused_layers,
+        "--cuda-graph": config.cuda_graph,
+    }
     return tuple(flag for flag, used in flags.items() if not used)
 
 
@@ -280,6 +286,10 @@ def read_options(
     compile: Annotated[
         bool | None, typer.Option("--compile/--no-compile", help="torch.compile the step.", show_default="on CUDA")
     ] = None,
+    fused_layers: Annotated[
+        bool | None,
+        typer.Option("--fused-layers/--no-fused-layers", help="Brisk's own kernels.", show_default="where compiled"),
+    ] = None,
     cuda_graph: Annotated[
         bool | None,
         typer.Option("--cuda-graph/--no-cuda-graph", help="Launch the step as one CUDA graph.", show_default="on CUDA"),
@@ -315,6 +325,7 @@ def read_options(
         workers=workers,
         amp=amp,
         compile=compile,
+        fused_layers=fused_layers,
         cuda_graph=cuda_graph,
         device=device,
     )

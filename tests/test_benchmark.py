@@ -92,7 +92,7 @@ def test_json_has_every_figure(finished: tuple[dict[str, Any], Path, str]) -> No
     assert all(math.isfinite(number) and number >= 0 for number in numbers(result))
     for name, kind in {
         "command": str, "arch": str, "batch_size": int, "image_size": int, "amp": str, "compile": bool,
-        "cuda_graph": bool, "workers": int,
+        "fused_layers": bool, "cuda_graph": bool, "workers": int,
         "device": str, "device_name": str, "versions": dict, "num_images": int, "image_width": float,
         "image_height": float, "image_bytes": float, "pytorch_throughput": float, "dali_throughput": float,
         "timm_throughput": float, "synthetic_throughput": float, "ratio": float, "real_to_synthetic": float,

@@ -14,7 +14,7 @@ EPOCHS, STEPS = 4, 5  # 41 images, a global batch of 8
 PLAIN: tuple[str, ...] = ()
 EVERYTHING = (
     "--augment", "trivialaugment", "--mixup", "0.2", "--cutmix", "1", "--random-erase", "0.3", "--ema-decay", "0.9",
-    "--grad-accum-steps", "2", "--clip-grad", "1",
+    "--grad-accum-steps", "2", "--clip-grad", "1", "--fused-layers",
 )  # fmt: skip
 
 

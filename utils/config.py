@@ -61,6 +61,9 @@ class TrainConfig:
     pretrained: str | None = _option(None, MODEL, "timm's weights, or those in FILE.", "off", "[FILE]")
     num_classes: int | None = _option(None, MODEL, "Outputs of the head.", "the class folders")
     compile: bool | None = _option(None, MODEL, "torch.compile the training step.", "on CUDA")
+    fused_layers: bool | None = _option(
+        None, MODEL, "Brisk's own kernels for norms, pooling and convolutions.", "where compiled on CUDA"
+    )
     cuda_graph: bool | None = _option(None, MODEL, "Launch the training step as one CUDA graph.", "on one GPU")
 
     grad_accum_steps: int = _option(1, OPTIMISATION, "Batches per optimizer step.")

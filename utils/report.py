@@ -155,5 +155,6 @@ def _draw_panel(axes: Axes, title: str, figures: Figures, rates: Sequence[Rate])
 
 def _headline(facts: dict[str, Any]) -> str:
     precision = "float32" if facts["amp"] == "none" else facts["amp"]
-    compiled = ", compiled" * facts["compile"] + ", as a CUDA graph" * facts["cuda_graph"]
+    ways = {"compile": "compiled", "fused_layers": "fused layers", "cuda_graph": "as a CUDA graph"}
+    compiled = "".join(f", {way}" for key, way in ways.items() if facts[key])
     return f"{facts['arch']}, {precision}{compiled}, batch {facts['batch_size']}, {facts['image_size']} px"
