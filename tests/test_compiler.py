@@ -1,11 +1,14 @@
 """Where compiled results are kept."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.conftest import ROOT
 from utils.compiler import keep_results
 
 
@@ -20,7 +23,32 @@ def test_compiled_kernels_land_in_the_users_cache(environment: pytest.MonkeyPatc
     environment.setenv("XDG_CACHE_HOME", str(tmp_path))
     keep_results()
     torch.compile(lambda images: images.sin() + images.cos())(torch.ones(7))
-    assert list((tmp_path / "brisk" / "compiled").rglob("*.py")), "no generated code"
+    assert list((tmp_path / "brisk").glob("compiled-*/**/*.py")), "no generated code"
+
+
+FRESH_PROCESS = """
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from utils.compiler import keep_results
+from utils.layers import accelerate
+
+keep_results()
+network = torch.compile(accelerate(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))))
+network(torch.ones(2, 3, 8, 8)).sum().backward()
+print(counters["aot_autograd"]["autograd_cache_hit"], counters["inductor"]["fxgraph_cache_hit"])
+"""
+
+
+def test_the_next_launch_finds_a_network_with_fused_layers(tmp_path: Path) -> None:
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    hits = [
+        subprocess.run(
+            [sys.executable, "-c", FRESH_PROCESS], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+        ).stdout.split()
+        for _ in range(2)
+    ]
+    assert hits == [["0", "0"], ["1", "2"]], "forward and backward graph"
 
 
 def test_the_users_own_choice_stays(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,18 +1,27 @@
 """Where torch.compile keeps its results, so that the next launch need not compile again."""
 
+import hashlib
 import os
 from pathlib import Path
 
+import torch._functorch.config
+
+LAYERS = Path(__file__).with_name("layers.py")
+
 
 def keep_results() -> None:
-    """Keep compiled kernels in the user's cache folder, unless TORCHINDUCTOR_CACHE_DIR names another.
+    """Keep compiled networks in the user's cache folder, unless TORCHINDUCTOR_CACHE_DIR names another.
 
     torch's own default lies in the temporary folder, which a cluster empties after each job. A home that all machines
     share also shares the results; they are keyed by network, versions and GPU. A folder that cannot be written
     leaves torch's default.
+
+    Networks with autograd functions of their own, as those of utils.layers, are left out of torch's cache unless it is
+    told otherwise, since its key need not change with a function's source. The folder's name does.
     """
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = caches / "brisk" / "compiled"
+    folder = caches / "brisk" / f"compiled-{hashlib.sha256(LAYERS.read_bytes()).hexdigest()[:16]}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
