@@ -11,6 +11,7 @@ from timm.scheduler.cosine_lr import CosineLRScheduler
 from timm.utils.model_ema import ModelEmaV3
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import models
@@ -213,6 +214,8 @@ def distribute(model: nn.Module, config: TrainConfig, env: DistEnv) -> nn.Module
             gradient_as_bucket_view=True,
             **_KEEP_BUFFERS,
         )
+        if config.grad_compression == "bf16":
+            net.register_comm_hook(None, bf16_compress_hook)
     if not config.compile:
         return net
     keep_results()

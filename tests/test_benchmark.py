@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from PIL import Image
 
 from pipelines import Batch, TrainLoader
 from run import Run
-from scripts import benchmark
+from scripts import benchmark, performance
 from scripts.measure import (
     Contestant,
     FilesReader,
@@ -112,6 +113,15 @@ def test_json_has_every_figure(finished: tuple[dict[str, Any], Path, str]) -> No
     assert all(seconds > 0 for seconds in result["cpu_seconds_per_1000_images"].values())
     assert set(result["gpu_memory_mb"].values()) == {None}
     assert set(result["versions"]) == {"torch", "dali", "timm", "torchvision", "python"}
+
+
+def test_table_of_several_runs(finished: tuple[dict[str, Any], Path, str], tmp_path: Path) -> None:
+    result, output_dir, _ = finished
+    shutil.copytree(output_dir, tmp_path / "resnet18")
+    _, _, *lines = performance.rows(tmp_path)
+    assert [line.split(" | ")[0] for line in lines] == [f"| resnet18, {name}" for name in LOADERS]
+    share = result["training"]["torch"]["median"] / result["synthetic_throughput"]
+    assert f" | {share:.3f} | {result['alone']['torch']['median']:,.0f} (" in lines[2]
 
 
 def test_json_agrees_with_itself(finished: tuple[dict[str, Any], Path, str]) -> None:

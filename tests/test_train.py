@@ -68,6 +68,7 @@ def test_accumulation_and_ranks_are_one_large_batch(tmp_path: Path, launch: Call
         ("once", 20, 1, ("--lr", 1.0)),
         ("accumulated", 40, 1, ("--lr", 0.5, "--grad-accum-steps", 2)),
         ("two ranks", 40, 2, ("--lr", 0.5)),
+        ("compressed", 40, 2, ("--lr", 0.5, "--grad-compression", "bf16")),
         ("wrong lr", 20, 1, ("--lr", 0.5)),
     ]:
         data = write_data(tmp_path / name / "data", train=(images - 2, 1, 1), val=(1, 1, 1))
@@ -79,6 +80,8 @@ def test_accumulation_and_ranks_are_one_large_batch(tmp_path: Path, launch: Call
         weights[name] = torch.cat([value["momentum_buffer"].flatten() for value in optimizer_state(checkpoint)])
     torch.testing.assert_close(weights["once"], weights["accumulated"], rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(weights["once"], weights["two ranks"], rtol=1e-3, atol=1e-4)
+    compressed = (weights["compressed"] - weights["two ranks"]).norm() / weights["two ranks"].norm()
+    assert 1e-5 < compressed < 0.1, "8 bits of mantissa, after five steps"
     assert (weights["once"] - weights["wrong lr"]).abs().max() > 1e-2
 
 

@@ -77,6 +77,9 @@ class TrainConfig:
     ema_decay: float = _option(0.0, OPTIMISATION, "Moving average of the weights, e.g. 0.9999; 0 is off.")
     clip_grad: float = _option(0.0, OPTIMISATION, "Largest norm of the gradient; 0 is off.")
 
+    grad_compression: Literal["none", "bf16"] = _option(
+        "none", PRECISION, "What processes exchange gradients in; bf16 halves the traffic."
+    )
     amp: Literal["auto", "bf16", "fp16", "none"] = _option("auto", PRECISION, "Mixed precision.")
     device: Literal["auto", "cuda", "cpu"] = _option("auto", PRECISION, "Where to train.")
 

@@ -1,0 +1,93 @@
+#!/usr/bin/env python3
+"""The runs behind docs/performance.md, on one GPU with 16 cores: a series of benchmark.py, then their table.
+
+    scripts/performance.py --data-dir DIR --output-dir OUT             # all runs, about 15 minutes
+    scripts/performance.py --data-dir DIR --output-dir OUT --only resnet50,resnet18
+
+Each run leaves its benchmark.json, benchmark.png and log in OUT/NAME; runs of earlier calls are in the table too. DIR
+holds class folders of photographs as they come from a camera or ImageNet, not resized ones.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+BENCHMARK = Path(__file__).with_name("benchmark.py")
+DALI = "dali-full,dali-fused"
+RUNS = {  # 4 decoding and 4 reading threads are at most 8
+    "resnet50": ("--arch", "resnet50", "--workers", "4", "--loaders", DALI),
+    "resnet50-128": ("--arch", "resnet50", "--workers", "4", "--loaders", "dali-full", "--batch-size", "128"),
+    "efficientnet_b0": ("--arch", "efficientnet_b0", "--workers", "4", "--loaders", DALI),
+    "resnet18": ("--arch", "resnet18", "--workers", "4", "--loaders", DALI),
+    "resnet18-15": ("--arch", "resnet18", "--workers", "15", "--loaders", DALI),
+    "resnet18-timm-layers": ("--arch", "resnet18", "--workers", "4", "--loaders", DALI, "--no-fused-layers"),
+    "resnet50-plain": (
+        "--arch", "resnet50", "--workers", "4", "--loaders", DALI, "--no-fused-layers", "--no-cuda-graph",
+    ),
+    "loaders-4": ("--arch", "resnet50", "--workers", "4", "--loaders", "dali-full,torch"),
+    "loaders-16": ("--arch", "resnet50", "--workers", "15"),
+}  # fmt: skip
+
+
+def run(name: str, data_dir: Path, output_dir: Path, window_seconds: float, limit: float) -> str:
+    """One benchmark, in a process of its own; returns how it ended."""
+    folder = output_dir / name
+    folder.mkdir(parents=True, exist_ok=True)
+    flags = ("--data-dir", data_dir, "--output-dir", folder, "--window-seconds", window_seconds)
+    words = [sys.executable, BENCHMARK, *RUNS[name], *flags]
+    with (folder / "log.txt").open("w") as log:
+        try:
+            status = subprocess.run(
+                list(map(str, words)), stdout=log, stderr=subprocess.STDOUT, timeout=limit, check=False
+            ).returncode
+        except subprocess.TimeoutExpired:
+            return f"cut off after {limit:.0f} s"
+    return "done" if status == 0 else f"exit {status}, see {folder / 'log.txt'}"
+
+
+def rows(output_dir: Path) -> Iterator[str]:
+    """A line of Markdown for each run that is there."""
+    yield "| run | threads | batch | synthetic, images/s | fed, images/s | fed / synthetic | loader alone, images/s |"
+    yield "|---|---|---|---|---|---|---|"
+    for name in RUNS:
+        path = output_dir / name / "benchmark.json"
+        if not path.is_file():
+            continue
+        found: dict[str, Any] = json.loads(path.read_text())
+        synthetic = found["training"]["synthetic"]
+        for loader, rate in found["training"].items():
+            if loader == "synthetic":
+                continue
+            share = f"{rate['median'] / synthetic['median']:.3f}"
+            rates = (shown(synthetic), shown(rate), share, shown(found["alone"][loader]))
+            yield f"| {' | '.join((f'{name}, {loader}', str(found['workers']), str(found['batch_size']), *rates))} |"
+
+
+def shown(rate: dict[str, Any]) -> str:
+    """Median and range of the windows."""
+    return f"{rate['median']:,.0f} ({rate['min']:,.0f} to {rate['max']:,.0f})"
+
+
+def main(
+    data_dir: Annotated[Path, typer.Option(help="Folder of images.")],
+    output_dir: Annotated[Path, typer.Option(help="Where the results go.")],
+    only: Annotated[str, typer.Option(help=f"Some of {', '.join(RUNS)}.", show_default="all")] = ",".join(RUNS),
+    window_seconds: Annotated[float, typer.Option(help="Length of a window.")] = 1.0,
+    limit: Annotated[float, typer.Option(help="Seconds after which a run is cut off.")] = 400.0,
+) -> None:
+    """Run the benchmarks and print their table."""
+    for name in only.split(","):
+        if name not in RUNS:
+            raise typer.BadParameter(f"{name!r} is not one of {', '.join(RUNS)}", param_hint="--only")
+    for name in only.split(","):
+        print(f"{name}: {run(name, data_dir, output_dir, window_seconds, limit)}", flush=True)
+    print("\n".join(rows(output_dir)))
+
+
+if __name__ == "__main__":
+    typer.run(main)
