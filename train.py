@@ -34,7 +34,7 @@ from run import (
 from utils.config import TrainConfig, parse
 from utils.dataset import Manifest
 from utils.distributed import DistEnv, average_buffers, process_group, read_launch
-from utils.errors import EXIT_DONE, EXIT_USER_ERROR, Stopped, UserError
+from utils.errors import EXIT_DONE, EXIT_USER_ERROR, Stopped, UserError, one_line
 from utils.evaluate import evaluate
 from utils.machine import choose_feed, inspect_machine, seconds_since_launch
 from utils.optim import check_optimizer
@@ -284,9 +284,7 @@ def report(error: UserError) -> None:
             time.sleep(5)
             if error.common:
                 return
-    # A line break in a file's name must not make two lines of one, nor an escape sequence reach the terminal.
-    text = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in str(error))
-    print(f"train.py: {text}", file=sys.stderr, flush=True)
+    print(f"train.py: {one_line(str(error))}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

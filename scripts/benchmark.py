@@ -41,15 +41,14 @@ from run import Run, create_run, prepare_output, resolve
 from scripts.measure import TIMM_POLICIES, FilesReader, Loader, measure_feeds, open_loaders
 from train import write_json
 from utils import dataset
-from utils.config import TrainConfig, validate
+from utils.config import USAGE_ERROR, TrainConfig, number_option, validate
 from utils.dataset import Manifest
 from utils.distributed import DistEnv, process_group, read_launch
-from utils.errors import EXIT_DONE, EXIT_USER_ERROR, Stopped, UserError
+from utils.errors import EXIT_DONE, EXIT_USER_ERROR, Stopped, UserError, one_line
 from utils.machine import choose_feed, inspect_machine
 from utils.report import benchmark_json, draw_chart, introduction, sentences, table
 from utils.verdict import TITLES, Figures, judge
 
-USAGE_ERROR: Any = typer.BadParameter.__mro__[2]  # click's common base class, which typer carries privately
 LEAST_WINDOWS = 5
 LEAST_BATCHES = 1000  # per epoch, so that no loader meets the end of one in a window
 GENERATED = 320  # images
@@ -246,22 +245,7 @@ def benchmark(options: Options, argv: Sequence[str]) -> None:
 # Command line
 
 
-def _whole(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a whole number") from None
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a number") from None
-
-
-WHOLE: dict[str, Any] = {"parser": _whole, "metavar": "INT"}  # Typer's own messages leave out the value
-NUMBER: dict[str, Any] = {"parser": _number, "metavar": "FLOAT"}
+WHOLE, NUMBER = number_option(int), number_option(float)
 
 
 def read_options(
@@ -353,8 +337,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _refuse(text: str) -> int:
-    line = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)  # as train.report
-    print(f"benchmark.py: {line}", file=sys.stderr, flush=True)
+    print(f"benchmark.py: {one_line(text)}", file=sys.stderr, flush=True)
     return EXIT_USER_ERROR
 
 

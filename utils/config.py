@@ -19,6 +19,8 @@ import yaml
 
 from utils.errors import UserError
 
+# typer carries click under a private name; BadParameter is the public way to click's common base class.
+USAGE_ERROR: Any = typer.BadParameter.__mro__[2]
 FIRST, DATA, MODEL = "First run", "Data", "Model"
 OPTIMISATION, PRECISION, RUN, SWITCHES = "Optimisation", "Precision", "Run", "Switches"
 
@@ -185,7 +187,7 @@ def parse(argv: Sequence[str]) -> TrainConfig:
         if not isinstance(result, TrainConfig):
             raise SystemExit(result)  # --help
         validate(result)
-    except _usage_error() as error:
+    except USAGE_ERROR as error:
         message = " ".join(error.format_message().split()).rstrip(".")
         raise UserError(f"{message}; train.py --help lists all flags", common=True) from None
     except UserError as error:
@@ -200,11 +202,6 @@ torchrun --nproc_per_node=8 train.py --data-dir /data/imagenet
 One process: python train.py --data-dir DIR. The same command again resumes where it stopped.
 
 Exit status: 0 done, 1 failed, 2 wrong usage, 143 stopped by SIGTERM after the checkpoint was written."""
-
-
-def _usage_error() -> type[Any]:
-    # typer carries click under a private name; BadParameter is the public way to click's common base class.
-    return typer.BadParameter.__mro__[2]
 
 
 def _bare_pretrained(argv: Sequence[str]) -> list[str]:
@@ -259,21 +256,26 @@ def _spelling(field: dataclasses.Field[Any]) -> tuple[str, ...]:
     return (f"{flag(field.name)}/--no-{flag(field.name)[2:]}",) if both else (flag(field.name),)
 
 
+def number_option(kind: type[int] | type[float]) -> dict[str, Any]:
+    """Typer's arguments for reading a number; its own messages leave out the value."""
+    wanted = "a whole number" if kind is int else "a number"
+
+    def number(text: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError:
+            raise typer.BadParameter(f"{text!r} is not {wanted}") from None
+
+    return {"parser": number, "metavar": kind.__name__.upper()}
+
+
 def _reader(field: dataclasses.Field[Any]) -> dict[str, Any]:
     """Typer's arguments for reading one value; our own parsers, because its messages leave out the value."""
     (kind,) = _kinds(field)
     if kind is bool:
         return {}
     if kind in (int, float):
-        wanted = "a whole number" if kind is int else "a number"
-
-        def number(text: str) -> Any:
-            try:
-                return kind(text)
-            except ValueError:
-                raise typer.BadParameter(f"{text!r} is not {wanted}") from None
-
-        return {"parser": number, "metavar": kind.__name__.upper()}
+        return number_option(kind)
     choices = typing.get_args(kind)
     if choices:
 

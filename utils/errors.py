@@ -1,4 +1,4 @@
-"""The two ways in which a run ends early on purpose, and the exit statuses that scripts can rely on."""
+"""How a run ends early on purpose: the two exceptions, the exit statuses that scripts rely on, and the one line."""
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -28,3 +28,8 @@ class Stopped(Exception):
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by signal {number}")
         self.status = EXIT_SIGNAL + number
+
+
+def one_line(text: str) -> str:
+    """`text` for a terminal: a line break in a file's name makes no second line, an escape sequence does nothing."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
