@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from tests.conftest import ROOT
 from utils.compiler import keep_results
@@ -57,6 +58,13 @@ def test_the_users_own_choice_stays(environment: pytest.MonkeyPatch, tmp_path: P
     environment.setenv("XDG_CACHE_HOME", str(tmp_path))
     keep_results()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/elsewhere"
+
+
+def test_torchs_own_default_is_no_choice_of_the_users(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    environment.setenv("XDG_CACHE_HOME", str(tmp_path))
+    environment.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
+    keep_results()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"].startswith(str(tmp_path))
 
 
 def test_unwritable_home_leaves_torchs_default(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ import os
 from pathlib import Path
 
 import torch._functorch.config
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
+VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 LAYERS = Path(__file__).with_name("layers.py")
 
 
@@ -26,5 +28,6 @@ def keep_results() -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
         return
-    if os.access(folder, os.W_OK):
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    # Importing torch's compiler is enough for it to write its default into the environment.
+    if os.access(folder, os.W_OK) and os.environ.get(VARIABLE) in (None, default_cache_dir()):
+        os.environ[VARIABLE] = str(folder)
