@@ -287,7 +287,7 @@ class _FileReader:
             num_threads=max(READ_THREADS, (config.workers or 0) // 2),
             device_id=None,
             seed=0,  # draws nothing
-            prefetch_queue_depth=2,
+            prefetch_queue_depth=2 + (config.prefetch or 0),  # a slow file must not hold up the training thread
         )
         self._pipeline.build()
 

@@ -102,6 +102,12 @@ def resolve(config: TrainConfig, manifests: tuple[Manifest, Manifest], env: Dist
     if amp == "auto":
         amp = ("bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16") if on_cuda else "none"
     compiled = on_cuda if config.compile is None else config.compile
+    if config.cuda_graph and env.world_size > 1:
+        raise UserError(
+            f"--cuda-graph with {env.world_size} processes: the graph cannot hold their exchange of gradients yet; "
+            "use --no-cuda-graph",
+            common=True,
+        )
     if config.cuda_graph and not on_cuda:
         raise UserError("--cuda-graph without a GPU: there is none to launch it on; use --no-cuda-graph", common=True)
     if amp == "fp16" and not on_cuda:
@@ -222,13 +228,11 @@ def distribute(model: nn.Module, config: TrainConfig, env: DistEnv) -> nn.Module
     return cast(nn.Module, torch.compile(net))
 
 
-def create_gradients(
-    config: TrainConfig, net: nn.Module, state: TrainState, env: DistEnv, log: Log
-) -> Gradients | CapturedGradients:
+def create_gradients(config: TrainConfig, net: nn.Module, state: TrainState) -> Gradients | CapturedGradients:
     """What a step does with a batch."""
     criterion = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
     gradients = Gradients(net, criterion, state.scaler, AMP_DTYPES[config.amp], config.grad_accum_steps)
-    return CapturedGradients(gradients, env.world_size > 1, log.say) if config.cuda_graph else gradients
+    return CapturedGradients(gradients) if config.cuda_graph else gradients
 
 
 def settle_buckets(net: nn.Module, config: TrainConfig, env: DistEnv) -> None:
@@ -272,8 +276,24 @@ def restore(state: TrainState, net: nn.Module, saved: dict[str, Any], config: Tr
     return loader
 
 
+def check_resume(path: Path, saved: dict[str, Any], fingerprint: dict[str, Any], env: DistEnv) -> None:
+    """Raise UserError on all ranks unless the run is, on each, the one that was saved. A collective."""
+    error = None
+    try:
+        checkpoint.check_fingerprint(path, saved["fingerprint"], fingerprint)
+    except UserError as found:
+        error = found
+    raise_together(error, env)
+
+
 def create_run(
-    config: TrainConfig, manifests: tuple[Manifest, Manifest], env: DistEnv, stack: contextlib.ExitStack, started: float
+    config: TrainConfig,
+    manifests: tuple[Manifest, Manifest],
+    env: DistEnv,
+    stack: contextlib.ExitStack,
+    started: float,
+    path: Path | None,
+    saved: dict[str, Any],
 ) -> Run:
     """Build everything from the network to the loaders, from the checkpoint if there is one. A collective.
 
@@ -283,15 +303,15 @@ def create_run(
         env: this process.
         stack: closes what was opened.
         started: `time.perf_counter()` at the launch.
+        path, saved: of `open_checkpoint`.
 
     Raises:
         UserError: on all ranks, for a checkpoint or a data set that does not fit.
     """
     sampler = create_sampler(config, manifests[0], env)
     fingerprint = checkpoint.fingerprint(config, *manifests, env, pipelines.DALI_VERSION)
-    path, saved = open_checkpoint(config, env)
     if path is not None:
-        checkpoint.check_fingerprint(path, saved["fingerprint"], fingerprint)
+        check_resume(path, saved, fingerprint, env)
     stop = StopRequest(env)
     stack.callback(stop.close)
     if config.deterministic:
@@ -318,7 +338,7 @@ def create_run(
         config=config,
         env=env,
         state=state,
-        gradients=create_gradients(config, net, state, env, log),
+        gradients=create_gradients(config, net, state),
         schedule=schedule,
         sampler=sampler,
         train_loader=train_loader,

@@ -36,7 +36,7 @@ from utils.dataset import Manifest
 from utils.distributed import DistEnv, average_buffers, process_group, read_launch
 from utils.errors import EXIT_DONE, EXIT_USER_ERROR, Stopped, UserError, one_line
 from utils.evaluate import evaluate
-from utils.machine import choose_feed, inspect_machine, seconds_since_launch
+from utils.machine import choose_common_feed, seconds_since_launch
 from utils.optim import check_optimizer
 from utils.state import SHARED_MODULES
 
@@ -148,13 +148,18 @@ def evaluate_networks(run: Run) -> dict[str, Any]:
     return result
 
 
-def evaluate_checkpoint(config: TrainConfig, manifests: tuple[Manifest, Manifest], env: DistEnv) -> None:
+def evaluate_checkpoint(
+    config: TrainConfig,
+    manifests: tuple[Manifest, Manifest],
+    env: DistEnv,
+    path: Path | None,
+    saved: dict[str, Any],
+) -> None:
     """`--evaluate`: the networks of a checkpoint, or pretrained weights, on val/; writes evaluation.json.
 
     Raises:
         UserError: on all ranks, if there is no checkpoint or it does not fit the architecture.
     """
-    path, saved = open_checkpoint(config, env)
     if saved and saved["classes"] != list(manifests[1].classes):
         raise UserError(
             f"--data-dir {config.data_dir}: its classes are not those of {path}, labels would mean something else; "
@@ -242,14 +247,15 @@ def train(config: TrainConfig) -> None:
     models.check_arch(config.arch)
     manifests = read_data(config)
     with process_group(config.device, config.timeout) as env, contextlib.ExitStack() as stack:
-        feed = choose_feed(config, inspect_machine(env))
+        path, saved = open_checkpoint(config, env)
+        feed = choose_common_feed(config, env, saved)
         config = resolve(config, manifests, env, feed)
         check_files(config, manifests, env)
         prepare_output(config, env)
         if config.evaluate:
-            evaluate_checkpoint(config, manifests, env)
+            evaluate_checkpoint(config, manifests, env, path, saved)
             return
-        run = create_run(config, manifests, env, stack, started)
+        run = create_run(config, manifests, env, stack, started, path, saved)
         introduce(run, manifests, feed)
         if run.state.epoch >= config.epochs and (config.output_dir / SUMMARY).is_file():
             return

@@ -50,7 +50,7 @@ from utils.report import benchmark_json, draw_chart, introduction, sentences, ta
 from utils.verdict import TITLES, Figures, judge
 
 LEAST_WINDOWS = 5
-LEAST_BATCHES = 1000  # per epoch, so that no loader meets the end of one in a window
+LEAST_BATCHES = 2000  # per epoch, so that no loader meets the end of one in a window
 GENERATED = 320  # images
 
 
@@ -193,7 +193,7 @@ def open_run(
     choice = choose_feed(config, inspect_machine(env))
     config = resolve(dataclasses.replace(config, output_dir=work), (manifest, manifest), env, choice)
     prepare_output(config, env)
-    return create_run(config, (manifest, manifest), env, stack, time.perf_counter()), manifest
+    return create_run(config, (manifest, manifest), env, stack, time.perf_counter(), None, {}), manifest
 
 
 def collect(facts: dict[str, Any], run: Run, loaders: Sequence[Loader], files: FilesReader) -> Figures:

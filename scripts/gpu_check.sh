@@ -40,16 +40,6 @@ echo "gpu tests: exit $status" | tee -a "$out/table.txt"
 train resnet50 --arch resnet50 --epochs 5 --batch-size 256 --amp bf16 --optimizer adamw --lr 2e-3 --weight-decay 0.05 \
     --warmup-epochs 1
 
-# On several GPUs also with the step as a graph, which is not yet the default there, and one GPU alone, for the ratio.
-if [[ $gpus -gt 1 ]]; then
-    resnet50=(--arch resnet50 --epochs 2 --batch-size 256 --amp bf16 --lr 0.1)
-    train resnet50-graph "${resnet50[@]}" --cuda-graph
-    all=("${launcher[@]}")
-    launcher=("$PYTHON")
-    train resnet50-one-gpu "${resnet50[@]}"
-    launcher=("${all[@]}")
-fi
-
 # Stopped in mid-epoch by a signal, then resumed by the same command.
 b0=(--arch efficientnet_b0 --epochs 1 --batch-size 256 --amp fp16 --augment autoaugment --lr 0.25 --warmup-epochs 0.5)
 (

@@ -1,6 +1,6 @@
 """What is chosen for the user, and why."""
 
-import dataclasses
+import os
 import subprocess
 import sys
 import time
@@ -10,7 +10,7 @@ import pytest
 from tests.conftest import ROOT
 from utils.config import TrainConfig
 from utils.distributed import DistEnv
-from utils.machine import Machine, choose_feed, inspect_machine, seconds_since_launch
+from utils.machine import Machine, choose_common_feed, choose_feed, cpu_share, inspect_machine, seconds_since_launch
 
 
 @pytest.mark.parametrize(
@@ -42,12 +42,26 @@ def test_flags_win_over_the_machine_and_give_no_reason() -> None:
     assert choose_feed(TrainConfig(workers=3), Machine(16, gpu=True, jpeg_engines=7)).decode == "full"
 
 
+def test_a_resume_keeps_the_decode_path_of_its_checkpoint(cpu: DistEnv) -> None:
+    saved = {"config": {"decode": "full"}}
+    choice = choose_common_feed(TrainConfig(), cpu, saved)
+    assert (choice.decode, choice.hw_decoder_load) == ("full", 0.9)
+    assert choice.reasons["decode"] == "as in the checkpoint"
+    assert choose_common_feed(TrainConfig(), cpu, {}).decode == "fused"
+    asked = choose_common_feed(TrainConfig(decode="fused"), cpu, saved)
+    assert asked.decode == "fused", "which the fingerprint then refuses"
+    assert "decode" not in asked.reasons
+
+
 def test_cpu_threads_are_shared_by_the_processes_of_a_machine(cpu: DistEnv) -> None:
     alone = inspect_machine(cpu)
-    halved = inspect_machine(dataclasses.replace(cpu, local_world_size=2))
-    assert alone.cpu_threads >= 1
-    assert halved.cpu_threads == max(1, alone.cpu_threads // 2)
-    assert (alone.gpu, alone.jpeg_engines) == (False, 0)
+    assert alone == Machine(len(os.sched_getaffinity(0)), gpu=False, jpeg_engines=0)
+    everything = set(range(16))
+    assert cpu_share(everything, [everything]) == 16
+    assert cpu_share(everything, [everything] * 2) == 8, "torchrun: all may use all"
+    assert cpu_share({0, 1}, [{0, 1}, {2, 3}]) == 2, "Slurm: each has its own"
+    assert cpu_share({0, 1, 2}, [{0, 1, 2}, {2, 3, 4}]) == 2
+    assert cpu_share({0}, [{0}] * 8) == 1
 
 
 def test_seconds_since_launch_count_the_imports_too() -> None:

@@ -68,6 +68,13 @@ def test_bound_and_limit(alone: float, training: float, values: dict[str, Any], 
     assert f"{training / median:.1%}" in verdict.summary[0]
 
 
+@pytest.mark.parametrize(("data_wait", "bound", "limit"), [(0.19, "compute", "gpu"), (0.21, "input", "cpu threads")])
+def test_fast_alone_but_late_in_training(data_wait: float, bound: str, limit: str) -> None:
+    """Where the loader's threads and the training step take the cores from each other, the step waits for input."""
+    verdict = judge(figures(feed("torch", 1050, 600, data_wait=data_wait, cores_busy=7.9)))
+    assert (verdict.bound, verdict.limit) == (bound, limit)
+
+
 @pytest.mark.parametrize(("busy", "limit"), [(6.39, "decoder"), (6.41, "cpu threads")])
 def test_busy_threads_limit(busy: float, limit: str) -> None:
     assert judge(figures(feed("dali-fused", 300, 290, cores_busy=busy))).limit == limit

@@ -22,11 +22,11 @@ def keep_results() -> None:
     told otherwise, since its key need not change with a function's source. The folder's name does.
     """
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = caches / "brisk" / f"compiled-{hashlib.sha256(LAYERS.read_bytes()).hexdigest()[:16]}"
     try:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = caches / "brisk" / f"compiled-{hashlib.sha256(LAYERS.read_bytes()).hexdigest()[:16]}"
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
+    except (OSError, RuntimeError):  # the latter from a user without a home
         return
     # Importing torch's compiler is enough for it to write its default into the environment.
     if os.access(folder, os.W_OK) and os.environ.get(VARIABLE) in (None, default_cache_dir()):

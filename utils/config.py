@@ -102,7 +102,7 @@ class TrainConfig:
         return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
     def save(self, path: Path) -> None:
-        """Write the fields as JSON; the file is itself a valid `--config`."""
+        """Write the fields as JSON; the file is itself a valid `--config`, on a machine of the same kind."""
         path.write_text(json.dumps(self.to_dict(), indent=2) + "\n")
 
 

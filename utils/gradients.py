@@ -1,16 +1,16 @@
 """Loss and gradients of a batch: computed kernel by kernel, or replayed as one CUDA graph."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
+from utils.errors import UserError
 from utils.seed import random_state, set_random_state
 
-WARMUP_PASSES = 3  # torch's advice for a capture; the first also compiles
-WARMUP_PASSES_DISTRIBUTED = 11  # DDP measures itself, on the host, within its first ten
+WARMUP_PASSES = 3  # torch's advice; the first also compiles
 
 
 class Gradients:
@@ -65,35 +65,33 @@ class CapturedGradients:
 
     Args:
         gradients: what to record; one batch per optimizer step.
-        say: for the one line of why a network cannot be recorded. It then runs kernel by kernel.
     """
 
-    def __init__(self, gradients: Gradients, distributed: bool, say: Callable[[str], None]) -> None:
+    def __init__(self, gradients: Gradients) -> None:
         assert gradients.accum_steps == 1, "a replay overwrites gradients, it does not add to them"
-        self._gradients, self._say = gradients, say
-        self._passes = WARMUP_PASSES_DISTRIBUTED if distributed else WARMUP_PASSES
+        self._gradients = gradients
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._tried = False
 
     def __call__(self, images: Tensor, targets: Tensor, micro: int) -> Tensor:
-        """As `Gradients.__call__`; shapes and dtypes must always be those of the first call."""
-        if not self._tried:
-            self._tried = True
-            self._capture(images, targets)
+        """As `Gradients.__call__`; shapes and dtypes must always be those of the first call.
+
+        Raises:
+            UserError: on the first call, if the network cannot be recorded.
+        """
         if self._graph is None:
-            return self._gradients(images, targets, micro)
+            self._graph = self._capture(images, targets)
         self._images.copy_(images)
         self._targets.copy_(targets)
         self._graph.replay()
         return self._loss
 
-    def _capture(self, images: Tensor, targets: Tensor) -> None:
+    def _capture(self, images: Tensor, targets: Tensor) -> torch.cuda.CUDAGraph:
         self._images, self._targets = images.clone(), targets.clone()
         with _undone(self._gradients.net, images.device):
             stream: torch.cuda.Stream = torch.cuda.Stream(images.device)  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                for _ in range(self._passes):
+                for _ in range(WARMUP_PASSES):
                     self._gradients(self._images, self._targets, 0)
             torch.cuda.current_stream().wait_stream(stream)
         self._gradients.net.zero_grad(set_to_none=True)  # the recording allocates its own
@@ -103,12 +101,13 @@ class CapturedGradients:
             # Threads of DALI call CUDA all the time; only this thread's calls may spoil the recording.
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 self._loss = self._gradients(self._images, self._targets, 0)
-            self._graph = graph
         except RuntimeError as error:
-            torch.cuda.synchronize(images.device)
-            self._gradients.net.zero_grad(set_to_none=True)
-            reason = str(error).strip().splitlines()[0]
-            self._say(f"no CUDA graph of this network ({reason}); its kernels are launched one by one")
+            # Going on would be unsafe: torch leaves its random generator and allocator in the midst of the recording.
+            reason = str(error.__context__ or error).strip().splitlines()[0]
+            raise UserError(
+                f"--cuda-graph: this network's step cannot be recorded ({reason}); use --no-cuda-graph", common=True
+            ) from error
+        return graph
 
 
 @contextlib.contextmanager

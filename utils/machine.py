@@ -6,10 +6,10 @@ import importlib.util
 import os
 import time
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from utils.config import TrainConfig
-from utils.distributed import DistEnv
+from utils.distributed import DistEnv, gather
 
 FULL_DECODE_THREADS = 8  # fewer CPU threads than this are faster with the whole image left to the hardware decoder
 
@@ -41,10 +41,34 @@ class FeedChoice:
 
 
 def inspect_machine(env: DistEnv) -> Machine:
-    """Look at this machine."""
+    """Look at this machine. A collective."""
     gpu = env.device.type == "cuda"
-    threads = max(1, len(os.sched_getaffinity(0)) // env.local_world_size)
-    return Machine(threads, gpu, _jpeg_engines() if gpu else 0)
+    own = os.sched_getaffinity(0)
+    neighbours = [cores for host, cores in gather((os.uname().nodename, own), env) if host == os.uname().nodename]
+    return Machine(cpu_share(own, neighbours), gpu, _jpeg_engines() if gpu else 0)
+
+
+def cpu_share(own: set[int], of_all: list[set[int]]) -> int:
+    """CPU threads for a process that may run on `own`, among all processes of its machine, itself included.
+
+    A thread that several may use is divided between them. Slurm and numactl give each its own threads, torchrun gives
+    all to all.
+    """
+    return max(1, int(sum(1 / sum(thread in others for others in of_all) for thread in own) + 1e-6))
+
+
+def choose_common_feed(config: TrainConfig, env: DistEnv, saved: dict[str, Any]) -> FeedChoice:
+    """`choose_feed` with one decode path for all ranks: that of the checkpoint `saved`, else of rank 0. A collective.
+
+    The path decides pixels, so neither a rank nor a resume on a machine with other cores may take another.
+    """
+    machine = inspect_machine(env)
+    choice = choose_feed(config, machine)
+    decode, reason = gather((choice.decode, choice.reasons.get("decode")), env)[0]
+    if config.decode == "auto" and saved:
+        decode, reason = saved["config"]["decode"], "as in the checkpoint"
+    choice = choose_feed(dataclasses.replace(config, decode=decode), machine)
+    return dataclasses.replace(choice, reasons=choice.reasons | ({"decode": reason} if reason else {}))
 
 
 def choose_feed(config: TrainConfig, machine: Machine) -> FeedChoice:

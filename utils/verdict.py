@@ -4,8 +4,9 @@ The feed that is judged is the DALI path that trains fastest (without one, the f
 rate over that of the same step on synthetic images; the noise is the larger spread of the two. In this order:
 
 - `share` is 0.98 or more: compute-bound.
-- The loader alone is as fast as the synthetic step or faster: compute-bound. What is missing is the price of feeding
-  on a device that decodes and trains; a faster disk or loader would not pay it.
+- The loader alone is as fast as the synthetic step or faster, and at most half of what is missing was spent waiting
+  for input: compute-bound. What is missing is the price of feeding on a device that decodes and trains; a faster disk
+  or loader would not pay it.
 - `share` is below 0.98 by no more than the noise: balanced, no side can be told.
 - Else input-bound.
 
@@ -150,7 +151,8 @@ def judge(figures: Figures) -> Verdict:
 
 
 def _bound(figures: Figures, feed: Feed, share: float) -> Bound:
-    if share >= ENOUGH or feed.alone.median >= figures.synthetic.median:
+    in_time = feed.data_wait <= max(1 - ENOUGH, (1 - share) / 2)
+    if share >= ENOUGH or (feed.alone.median >= figures.synthetic.median and in_time):
         return "compute"
     return "balanced" if ENOUGH - share <= max(feed.training.spread, figures.synthetic.spread) else "input"
 
