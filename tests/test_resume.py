@@ -148,3 +148,18 @@ def test_a_finished_run_is_left_as_it_is(data: Path, tmp_path: Path, launch: Cal
     more = launch(*flags[:-4], "--epochs", 2, *flags[-4:])
     assert more.status == 0, more.err
     assert read_checkpoint(tmp_path)["epoch"] == 2
+
+
+def test_resume_takes_the_decode_path_of_the_checkpoint(
+    data: Path, tmp_path: Path, launch: Callable[..., Finished]
+) -> None:
+    """`auto` depends on the machine, and a run must go on on any."""
+    flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--output-dir", tmp_path)
+    assert launch(*flags, "--epochs", 1, "--decode", "full").status == 0
+    done = launch(*flags, "--epochs", 2)
+    assert done.status == 0, done.err
+    assert "resumed at epoch 2" in done.out
+    assert "--decode full: as in the checkpoint" in done.out
+    refused = launch(*flags, "--epochs", 3, "--decode", "fused")
+    assert refused.status == 2
+    assert "--decode: full then, fused now" in refused.err
