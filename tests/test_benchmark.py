@@ -44,7 +44,7 @@ from utils.verdict import Verdict, judge
 LOADERS = ("dali_fused", "dali_full", "torch", "timm")
 FACTS = {
     "num_images": 41, "generated": False, "image_width": 56.0, "image_height": 56.0, "image_size": 32, "workers": 1,
-    "device": "cpu", "windows": 1, "window_seconds": 0.01,
+    "device": "cpu", "windows": 3, "window_seconds": 0.03,
 }  # fmt: skip
 TINY = TrainConfig(
     loader="synthetic", resume="none", arch="test_resnet", image_size=32, batch_size=8, workers=1, device="cpu"

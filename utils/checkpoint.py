@@ -89,8 +89,8 @@ def find(config: TrainConfig) -> Path | None:
         return path
     if config.evaluate and config.pretrained is not None:
         return None
-    path = config.output_dir / (BEST if config.evaluate and (config.output_dir / BEST).is_file() else LAST)
-    if config.resume == "auto" and path.is_file():
+    path = config.output_dir / (BEST if config.evaluate and os.path.isfile(config.output_dir / BEST) else LAST)
+    if config.resume == "auto" and os.path.isfile(path):
         return path
     if config.evaluate:
         raise UserError(f"--evaluate: no checkpoint in --output-dir {config.output_dir}; give --resume PATH")
