@@ -197,6 +197,7 @@ def measured(run: Run, manifest: Manifest, slow: bool) -> Verdict:
         return judge(benchmark.collect(FACTS, run, [loader], files))
 
 
+@pytest.mark.slow  # and wants cores of its own: in a full run of the tests its light network can be the slow one
 def test_verdict_changes_sides(opened: Callable[..., tuple[Run, Manifest]]) -> None:
     light = opened()
     assert measured(*light, slow=False).bound == "compute"
