@@ -10,6 +10,7 @@ can start at any batch of a run. What differs is who decodes: DALI (`dali`), DAL
 """
 
 import contextlib
+import dataclasses
 import gc
 import os
 import signal
@@ -31,6 +32,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 from torchvision.transforms import v2
+from tqdm import tqdm
 
 from utils.config import TrainConfig
 from utils.dataset import Manifest
@@ -42,7 +44,9 @@ DALI_VERSION: str = dali.__version__
 RATIO = (3 / 4, 4 / 3)  # aspect of a random crop, torchvision's and Inception's (arXiv:1409.4842)
 TRANSLATE = 150 / 331  # AutoAugment's largest shift, of the side (arXiv:1805.09501, figure 2)
 TRIVIAL_TRANSLATE = 32  # TrivialAugment's largest shift, pixels (arXiv:2103.10158, table 1)
-READ_THREADS = 4  # at least; they mostly wait for the disk
+READ_THREADS = 4  # at least, of each reader; they mostly wait for the disk
+KEPT = ("gpu", "host")  # values of --cache with which images are decoded once
+TURNS = 2  # pipelines that take turns at the training batches
 
 
 class Batch(NamedTuple):
@@ -118,7 +122,7 @@ def create_val_loader(config: TrainConfig, manifest: Manifest, env: DistEnv) -> 
 
 
 def _random_crops(jpegs: Any, config: TrainConfig, device: str) -> Any:
-    """uint8 HWC (image_size, image_size, 3): random resized crop of encoded images, mirrored at random.
+    """uint8 HWC (image_size, image_size, 3): random resized crop of encoded (or cached) images, mirrored at random.
 
     Mirroring is a resize of the crop from right to left: fn.flip would launch a kernel for every image.
     """
@@ -133,7 +137,7 @@ def _random_crops(jpegs: Any, config: TrainConfig, device: str) -> Any:
         images = fn.decoders.image_random_crop(jpegs, random_area=area, random_aspect_ratio=ratio, **decoder)
         top, bottom, left, right = (mirror * zero + one for zero, one in ((0, 0), (0, 1), (1, 0), (-1, 1)))
     else:
-        images = fn.decoders.image(jpegs, **decoder)
+        images = jpegs if config.cache in KEPT else fn.decoders.image(jpegs, **decoder)
         anchor, shape = fn.random_crop_generator(images.shape()[:2], random_area=area, random_aspect_ratio=ratio)
         start, length = (fn.cast(corner, dtype=types.FLOAT) for corner in (anchor, shape))
         top, bottom = start[0], start[0] + length[0]
@@ -178,8 +182,11 @@ def _on_device(targets: Any, device: str) -> Any:
 
 @dali.pipeline_def(exec_dynamic=True, enable_checkpointing=True, enable_conditionals=True)  # type: ignore[untyped-decorator]
 def train_pipeline(source: Callable[[BatchInfo], Any], config: TrainConfig, device: str) -> Any:
-    """Random crop, flip and auto-augment of the files in `source`: uint8 NHWC images, int64 (N, 1) targets."""
-    jpegs, targets = _encoded(source)
+    """Random crop, flip and auto-augment of the images in `source`: uint8 NHWC images, int64 (N, 1) targets.
+
+    `source` gives encoded files, as `_FileReader`, or decoded images, as `_DecodedImages`, by `config.cache`.
+    """
+    jpegs, targets = _decoded(source, config, device) if config.cache in KEPT else _encoded(source)
     return _train_images(jpegs, config, device), _on_device(targets, device)
 
 
@@ -233,6 +240,38 @@ def _encoded(source: Callable[[BatchInfo], Any]) -> tuple[Any, Any]:
         ndim=[1, 1],
     )
     return jpegs, targets
+
+
+def _decoded(source: Callable[[BatchInfo], Any], config: TrainConfig, device: str) -> tuple[Any, Any]:
+    """Decoded images on `device` and targets on the CPU, as `_DecodedImages` gives them."""
+    where = "gpu" if config.cache == "gpu" else "cpu"
+    images = fn.external_source(
+        source=lambda info: source(info)[0],
+        batch=True,
+        batch_info=True,
+        no_copy=True,
+        device=where,
+        dtype=types.UINT8,
+        ndim=3,
+        layout="HWC",
+    )
+    targets = fn.external_source(
+        source=lambda info: source(info)[1], batch=True, batch_info=True, dtype=types.INT64, ndim=1
+    )
+    return _on_device(images, device) if where == "cpu" else images, targets
+
+
+@dali.pipeline_def(exec_dynamic=True)  # type: ignore[untyped-decorator]
+def decode_pipeline(source: Callable[[BatchInfo], Any], config: TrainConfig, device: str) -> Any:
+    """Whole images, uint8 HWC of their own sizes, and their targets."""
+    jpegs, targets = _encoded(source)
+    images = fn.decoders.image(
+        jpegs,
+        device="mixed" if device == "gpu" else "cpu",
+        output_type=types.RGB,
+        hw_decoder_load=config.hw_decoder_load,
+    )
+    return images, targets
 
 
 @dali.pipeline_def(exec_dynamic=True)  # type: ignore[untyped-decorator]
@@ -299,12 +338,68 @@ class _FileReader:
         return jpegs, targets
 
 
+class _DecodedImages:
+    """All training images, decoded once, in the memory that `config.cache` names.
+
+    They are decoded in the order of the manifest, so that their pixels do not depend on where a run was interrupted.
+
+    Args:
+        config: resolved; `cache` is gpu or host.
+        manifest: the files.
+        env: this process.
+    """
+
+    def __init__(self, config: TrainConfig, manifest: Manifest, env: DistEnv) -> None:
+        self._labels = manifest.labels[:, None]
+        self._device = env.device
+        self._memory: list[Tensor] = []
+        self._images: list[Any] = []  # DALI's views of it
+        batches = [
+            np.arange(at, min(at + config.batch_size, len(manifest)))
+            for at in range(0, len(manifest), config.batch_size)
+        ]
+        reader = _FileReader(manifest, lambda position: batches[position % len(batches)], config)
+        pipeline = decode_pipeline(
+            lambda info: reader.take(info.iteration), config, _dali_device(env), **_pipeline_options(config, env)
+        )
+        pipeline.build()
+        for _ in tqdm(batches, "decoding", unit="batch", leave=False, disable=not env.is_main):
+            self._append(_outputs(pipeline, env.device)[0], config)
+        if env.device.type == "cuda":
+            torch.cuda.synchronize(env.device)
+
+    def _append(self, decoded: Any, config: TrainConfig) -> None:
+        images = [from_dlpack(decoded[index]) for index in range(len(decoded))]
+        on_gpu = config.cache == "gpu"
+        memory = torch.empty(
+            sum(image.numel() for image in images),
+            dtype=torch.uint8,
+            device=self._device if on_gpu else "cpu",
+            pin_memory=not on_gpu and self._device.type == "cuda",
+        )
+        self._memory.append(memory)
+        wrap = dali.tensors.TensorGPU if on_gpu else dali.tensors.TensorCPU
+        start = 0
+        for image in images:
+            place = memory[start : start + image.numel()].view(image.shape)
+            place.copy_(image)
+            self._images.append(wrap(place if on_gpu else place.numpy(), "HWC"))
+            start += image.numel()
+
+    def __getitem__(self, indices: NDArray[np.int64]) -> tuple[list[Any], NDArray[np.int64]]:
+        return [self._images[index] for index in indices], self._labels[indices]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # DALI loaders
 
 
 class DaliTrainLoader:
-    """DALI reads, decodes and augments; resumes bit for bit."""
+    """DALI reads, decodes and augments; resumes bit for bit.
+
+    Two pipelines, each with half of the threads, take turns: one fills the decoders while the other waits for the last
+    images of its batch (docs/decisions/0007).
+    """
 
     def __init__(
         self,
@@ -315,29 +410,60 @@ class DaliTrainLoader:
         first_batch: int,
         state: dict[str, Any] | None,
     ) -> None:
-        reader = _FileReader(manifest, sampler.indices, config, first_batch)
         # DALI counts batches from where its own checkpoints began, which need not be the start of the run.
-        origin = self._origin = first_batch if state is None else int(state["origin"])
+        self._origin = first_batch if state is None else int(state["origin"])
+        self._taken = first_batch - self._origin
         self._device = env.device
-        self._pipeline = train_pipeline(
-            lambda info: reader.take(origin + info.iteration),
+        self._images = _DecodedImages(config, manifest, env) if config.cache in KEPT else None
+        blobs = [None] * min(TURNS, config.workers or 1) if state is None else state["dali"]
+        self._pipelines = [
+            self._create_pipeline(config, manifest, sampler, env, turn, len(blobs), blob)
+            for turn, blob in enumerate(blobs)
+        ]
+
+    def _create_pipeline(
+        self,
+        config: TrainConfig,
+        manifest: Manifest,
+        sampler: Sampler,
+        env: DistEnv,
+        turn: int,
+        turns: int,
+        blob: Tensor | None,
+    ) -> Any:
+        """The pipeline that makes batches `turn`, `turn + turns`, ... since the origin; `blob` is its checkpoint."""
+        workers, prefetch = ((config.workers or 1) + turn) // turns, -(-(config.prefetch or 1) // turns)
+        config = dataclasses.replace(config, workers=max(1, workers), prefetch=prefetch)
+        first = self._origin + turn
+        taken = -((turn - self._taken) // turns)  # by this pipeline
+        images = self._images
+        if images is None:
+            reader = _FileReader(manifest, lambda number: sampler.indices(first + number * turns), config, taken)
+            source = lambda info: reader.take(info.iteration)  # noqa: E731
+        else:
+            source = lambda info: images[sampler.indices(first + info.iteration * turns)]  # noqa: E731
+        pipeline = train_pipeline(
+            source,
             config,
             _dali_device(env),
-            checkpoint=None if state is None else bytes(state["dali"].numpy()),
-            **_pipeline_options(config, env),
+            checkpoint=None if blob is None else bytes(blob.numpy()),
+            **_pipeline_options(config, env) | {"seed": config.seed + env.rank * turns + turn},
         )
-        self._pipeline.build()
+        pipeline.build()
+        return pipeline
 
     def __next__(self) -> Batch:
-        return _run(self._pipeline, self._device)
+        pipeline = self._pipelines[self._taken % len(self._pipelines)]
+        self._taken += 1
+        return _run(pipeline, self._device)
 
     def state(self) -> dict[str, Any]:
-        # As a tensor, because bytes are not among the types that weights_only loading admits everywhere.
-        blob = torch.frombuffer(bytearray(self._pipeline.checkpoint()), dtype=torch.uint8)
-        return {"dali": blob, "origin": self._origin}
+        # As tensors, because bytes are not among the types that weights_only loading admits everywhere.
+        blobs = [torch.frombuffer(bytearray(pipeline.checkpoint()), dtype=torch.uint8) for pipeline in self._pipelines]
+        return {"dali": blobs, "origin": self._origin}
 
     def close(self) -> None:
-        del self._pipeline
+        del self._pipelines, self._images
 
 
 class DaliValLoader:
@@ -378,10 +504,14 @@ def _pipeline_options(config: TrainConfig, env: DistEnv) -> dict[str, Any]:
 
 
 def _run(pipeline: Any, device: torch.device) -> Batch:
-    """One batch, without a copy; on CUDA the outputs are ordered on the current stream."""
-    outputs = pipeline.run(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else pipeline.run()
-    images, targets = (from_dlpack(output.as_tensor()) for output in outputs)
+    """One batch, without a copy."""
+    images, targets = (from_dlpack(output.as_tensor()) for output in _outputs(pipeline, device))
     return Batch(images.permute(0, 3, 1, 2), targets.squeeze(-1))  # NHWC seen as NCHW is channels_last
+
+
+def _outputs(pipeline: Any, device: torch.device) -> Any:
+    """A run of `pipeline`; on CUDA its outputs are ordered on the current stream."""
+    return pipeline.run(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else pipeline.run()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

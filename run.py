@@ -23,7 +23,7 @@ from utils.config import TrainConfig, flag
 from utils.dataset import Manifest
 from utils.distributed import DistEnv, gather, raise_together
 from utils.errors import UserError
-from utils.gradients import CapturedGradients, Gradients
+from utils.gradients import CapturedGradients, Gradients, on_stream, recording_stream
 from utils.layers import accelerate
 from utils.log import Log
 from utils.machine import FeedChoice
@@ -102,12 +102,6 @@ def resolve(config: TrainConfig, manifests: tuple[Manifest, Manifest], env: Dist
     if amp == "auto":
         amp = ("bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16") if on_cuda else "none"
     compiled = on_cuda if config.compile is None else config.compile
-    if config.cuda_graph and env.world_size > 1:
-        raise UserError(
-            f"--cuda-graph with {env.world_size} processes: the graph cannot hold their exchange of gradients yet; "
-            "use --no-cuda-graph",
-            common=True,
-        )
     if config.cuda_graph and not on_cuda:
         raise UserError("--cuda-graph without a GPU: there is none to launch it on; use --no-cuda-graph", common=True)
     if amp == "fp16" and not on_cuda:
@@ -123,6 +117,7 @@ def resolve(config: TrainConfig, manifests: tuple[Manifest, Manifest], env: Dist
         amp=amp,
         decode=feed.decode,
         hw_decoder_load=feed.hw_decoder_load,
+        cache=feed.cache,
         prefetch=feed.prefetch,
         device="cuda" if on_cuda else "cpu",
         num_classes=config.num_classes or num_classes,
@@ -130,9 +125,7 @@ def resolve(config: TrainConfig, manifests: tuple[Manifest, Manifest], env: Dist
         compile=compiled,
         # Without a compiler what lies between the kernels is not fused, which costs more than they gain.
         fused_layers=on_cuda and compiled if config.fused_layers is None else config.fused_layers,
-        cuda_graph=on_cuda and config.grad_accum_steps == 1 and env.world_size == 1
-        if config.cuda_graph is None
-        else config.cuda_graph,
+        cuda_graph=on_cuda and config.grad_accum_steps == 1 if config.cuda_graph is None else config.cuda_graph,
         warmup_epochs=min(5, config.epochs / 10) if config.warmup_epochs is None else config.warmup_epochs,
     )
 
@@ -208,18 +201,19 @@ def create_model(config: TrainConfig, env: DistEnv, resumed: bool) -> tuple[nn.M
     return model, Normalize(*models.normalization(model), dtype=AMP_DTYPES[config.amp], device=env.device)
 
 
-def distribute(model: nn.Module, config: TrainConfig, env: DistEnv) -> nn.Module:
-    """`model` with gradients averaged over the ranks, compiled on request."""
+def distribute(model: nn.Module, config: TrainConfig, env: DistEnv, stream: torch.cuda.Stream | None) -> nn.Module:
+    """`model` with gradients averaged over the ranks, compiled on request; `stream` is where it will be recorded."""
     net: nn.Module = model
     if env.world_size > 1:
         # Running statistics stay with their rank and are averaged when they are needed; torch's default would
         # broadcast rank 0's at every step and forget the others.
-        net = DistributedDataParallel(
-            model,
-            device_ids=[env.device] if env.device.type == "cuda" else None,
-            gradient_as_bucket_view=True,
-            **_KEEP_BUFFERS,
-        )
+        with on_stream(stream):
+            net = DistributedDataParallel(
+                model,
+                device_ids=[env.device] if env.device.type == "cuda" else None,
+                gradient_as_bucket_view=True,
+                **_KEEP_BUFFERS,
+            )
         if config.grad_compression == "bf16":
             net.register_comm_hook(None, bf16_compress_hook)
     if not config.compile:
@@ -228,11 +222,13 @@ def distribute(model: nn.Module, config: TrainConfig, env: DistEnv) -> nn.Module
     return cast(nn.Module, torch.compile(net))
 
 
-def create_gradients(config: TrainConfig, net: nn.Module, state: TrainState) -> Gradients | CapturedGradients:
-    """What a step does with a batch."""
+def create_gradients(
+    config: TrainConfig, net: nn.Module, state: TrainState, stream: torch.cuda.Stream | None
+) -> Gradients | CapturedGradients:
+    """What a step does with a batch; with a `stream` to record on, as a CUDA graph."""
     criterion = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
     gradients = Gradients(net, criterion, state.scaler, AMP_DTYPES[config.amp], config.grad_accum_steps)
-    return CapturedGradients(gradients) if config.cuda_graph else gradients
+    return gradients if stream is None else CapturedGradients(gradients, stream)
 
 
 def settle_buckets(net: nn.Module, config: TrainConfig, env: DistEnv) -> None:
@@ -322,13 +318,17 @@ def create_run(
     model, normalize = create_model(config, env, resumed=bool(saved))
     seed_all(config.seed + env.rank)
     state = create_state(config, model, sampler, env, started)
-    net = distribute(model, config, env)
+    stream = recording_stream(env.device) if config.cuda_graph else None
+    net = distribute(model, config, env, stream)
     schedule = create_schedule(config, state.optimizer, sampler.steps_per_epoch)
     val_loader = pipelines.create_val_loader(config, manifests[1], env)
-    loader_state = restore(state, net, saved, config)
+    with on_stream(stream):
+        loader_state = restore(state, net, saved, config)
     first_batch = state.step * config.grad_accum_steps
     train_loader = pipelines.create_train_loader(config, manifests[0], sampler, env, first_batch, loader_state)
     stack.callback(train_loader.close)
+    gradients = create_gradients(config, net, state, stream)
+    stack.callback(gradients.close)
     log = Log(config.output_dir, env, config.epochs, sampler.steps_per_epoch, config.tensorboard)
     stack.callback(log.close)
     log.rewind(state.epoch, state.step)
@@ -338,7 +338,7 @@ def create_run(
         config=config,
         env=env,
         state=state,
-        gradients=create_gradients(config, net, state),
+        gradients=gradients,
         schedule=schedule,
         sampler=sampler,
         train_loader=train_loader,

@@ -248,7 +248,7 @@ def train(config: TrainConfig) -> None:
     manifests = read_data(config)
     with process_group(config.device, config.timeout) as env, contextlib.ExitStack() as stack:
         path, saved = open_checkpoint(config, env)
-        feed = choose_common_feed(config, env, saved)
+        feed = choose_common_feed(config, env, saved, manifests[0])
         config = resolve(config, manifests, env, feed)
         check_files(config, manifests, env)
         prepare_output(config, env)

@@ -131,6 +131,7 @@ def describe(options: Options, run: Run, manifest: Manifest, argv: Sequence[str]
         "workers": config.workers,
         "device": config.device,
         "device_name": torch.cuda.get_device_name(run.env.device) if on_cuda else cpu_name(),
+        "jpeg_engines": inspect_machine(run.env).jpeg_engines,
         "cores": len(os.sched_getaffinity(0)),
         "versions": {
             "dali": pipelines.DALI_VERSION,
@@ -190,7 +191,7 @@ def open_run(
         UserError: for what does not fit the machine or the data.
     """
     manifest = repeat(images, LEAST_BATCHES * config.batch_size)
-    choice = choose_feed(config, inspect_machine(env))
+    choice = choose_feed(config, inspect_machine(env), decoded=0)
     config = resolve(dataclasses.replace(config, output_dir=work), (manifest, manifest), env, choice)
     prepare_output(config, env)
     return create_run(config, (manifest, manifest), env, stack, time.perf_counter(), None, {}), manifest
@@ -207,6 +208,7 @@ def collect(facts: dict[str, Any], run: Run, loaders: Sequence[Loader], files: F
         image_size=facts["image_size"],
         workers=facts["workers"],
         on_gpu=facts["device"] == "cuda",
+        jpeg_engines=facts["jpeg_engines"],
         unused=unused_flags(run.config),
         synthetic=synthetic,
         files=read,

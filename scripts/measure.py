@@ -234,7 +234,7 @@ def settings(name: str, run: Run) -> TrainConfig:
         return dataclasses.replace(run.config, loader="torch")
     decode: Any = name.removeprefix("dali-")
     config = dataclasses.replace(run.config, loader="dali", decode=decode, hw_decoder_load=None)
-    choice = choose_feed(config, inspect_machine(run.env))
+    choice = choose_feed(config, inspect_machine(run.env), decoded=0)
     return dataclasses.replace(config, hw_decoder_load=choice.hw_decoder_load)
 
 

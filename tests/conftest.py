@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CLASSES = ("blue", "green", "red")
 TINY = (
     "--arch", "test_resnet", "--image-size", "32", "--val-resize", "36", "--workers", "1", "--log-steps", "1",
-    "--lr", "0.5", "--device", "cpu",
+    "--lr", "0.5", "--device", "cpu", "--cache", "none",
 )  # fmt: skip
 
 

@@ -378,15 +378,26 @@ def test_depthwise_kernels_on_the_gpu(dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings(OWN_WARNING)
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # from a thread of torch's own, the first to need it
 @pytest.mark.parametrize("arch", ["resnet50", "efficientnet_b0"])
 def test_compiled_bf16_step_is_as_exact_as_the_plain_one(arch: str) -> None:
+    made = create(arch)
+    with torch.no_grad():  # branches that add little, as in training: deep ones of weight 1 amplify rounding to chaos
+        for name, weight in made.named_parameters():
+            if "bn3" in name:
+                weight.mul_(0.2)
     x = draw(32, 3, 128, 128).cuda().contiguous(memory_format=torch.channels_last)
-    reference = outcome(create(arch).cuda(), x.double())
+    reference = outcome(copy.deepcopy(made).cuda(), x.double())
+    norms = {
+        name: float(value.norm()) for name, value in reference.items() if "grad of" in name and name != "grad of x"
+    }
+    names = [name for name in norms if norms[name] > 1e-9 * max(norms.values())]  # a bias before a norm has no gradient
     errors = []
-    for model in (create(arch).float().cuda(), accelerate(create(arch).float().cuda())):
+    for model in (copy.deepcopy(made).float().cuda(), accelerate(made.float().cuda())):
         torch.compiler.reset()
         found = outcome(cast(nn.Module, torch.compile(model, fullgraph=True)), x, amp=True)
-        gradients = {name.replace("_orig_mod.", ""): value for name, value in found.items() if "grad of" in name}
-        errors.append([error(value, reference[name]) for name, value in gradients.items() if name != "grad of x"])
+        gradients = {name.replace("_orig_mod.", ""): value for name, value in found.items()}
+        errors.append([error(gradients[name], reference[name]) for name in names])
     plain, fast = (sum(each) / len(each) for each in errors)
+    assert plain < 0.5
     assert fast < 1.1 * plain

@@ -1,31 +1,43 @@
 """What is chosen for the user, and why."""
 
+import dataclasses
 import os
 import subprocess
 import sys
 import time
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from tests.conftest import ROOT
 from utils.config import TrainConfig
+from utils.dataset import scan, scan_splits
 from utils.distributed import DistEnv
+from utils.errors import UserError
 from utils.machine import Machine, choose_common_feed, choose_feed, cpu_share, inspect_machine, seconds_since_launch
+
+GB = 10**9
+
+
+def machine(cpu_threads: int, gpu: bool, jpeg_engines: int) -> Machine:
+    return Machine(cpu_threads, gpu, jpeg_engines, gpu_memory=80 * GB if gpu else 0, host_memory=160 * GB)
 
 
 @pytest.mark.parametrize(
-    ("machine", "decode", "load", "prefetch", "because"),
+    ("there", "decode", "load", "prefetch", "because"),
     [
-        (Machine(16, gpu=False, jpeg_engines=0), "fused", 0.65, 2, "CPU"),
-        (Machine(16, gpu=True, jpeg_engines=0), "fused", 0.65, 3, "no hardware decoder"),
-        (Machine(4, gpu=True, jpeg_engines=7), "full", 0.9, 3, "few CPU threads, 7 hardware decoders"),
-        (Machine(16, gpu=True, jpeg_engines=7), "fused", 0.65, 3, "16 CPU threads help 7 hardware decoders"),
+        (machine(16, gpu=False, jpeg_engines=0), "fused", 0.65, 6, "CPU"),
+        (machine(16, gpu=True, jpeg_engines=0), "fused", 0.65, 6, "no hardware decoder"),
+        (machine(16, gpu=True, jpeg_engines=7), "full", 0.9, 6, "7 hardware decoders"),
     ],
 )
-def test_choice_by_machine(machine: Machine, decode: str, load: float, prefetch: int, because: str) -> None:
-    choice = choose_feed(TrainConfig(), machine)
+def test_choice_by_machine(there: Machine, decode: str, load: float, prefetch: int, because: str) -> None:
+    choice = choose_feed(TrainConfig(), there, 0)
     assert (choice.workers, choice.decode, choice.hw_decoder_load, choice.prefetch) == (
-        machine.cpu_threads,
+        there.cpu_threads,
         decode,
         load,
         prefetch,
@@ -36,26 +48,61 @@ def test_choice_by_machine(machine: Machine, decode: str, load: float, prefetch:
 
 def test_flags_win_over_the_machine_and_give_no_reason() -> None:
     config = TrainConfig(workers=3, decode="fused", hw_decoder_load=0.25, prefetch=7)
-    choice = choose_feed(config, Machine(16, gpu=True, jpeg_engines=7))
+    choice = choose_feed(config, machine(16, gpu=True, jpeg_engines=7), 0)
     assert (choice.workers, choice.decode, choice.hw_decoder_load, choice.prefetch) == (3, "fused", 0.25, 7)
     assert choice.reasons == {}
-    assert choose_feed(TrainConfig(workers=3), Machine(16, gpu=True, jpeg_engines=7)).decode == "full"
+    assert choose_feed(TrainConfig(workers=3), machine(16, gpu=True, jpeg_engines=7), 0).decode == "full"
 
 
-def test_a_resume_keeps_the_decode_path_of_its_checkpoint(cpu: DistEnv) -> None:
-    saved = {"config": {"decode": "full"}}
-    choice = choose_common_feed(TrainConfig(), cpu, saved)
-    assert (choice.decode, choice.hw_decoder_load) == ("full", 0.9)
-    assert choice.reasons["decode"] == "as in the checkpoint"
-    assert choose_common_feed(TrainConfig(), cpu, {}).decode == "fused"
-    asked = choose_common_feed(TrainConfig(decode="fused"), cpu, saved)
-    assert asked.decode == "fused", "which the fingerprint then refuses"
-    assert "decode" not in asked.reasons
+@pytest.mark.parametrize(
+    ("gpu", "decoded", "cache"),
+    [(True, 10 * GB, "gpu"), (True, 10 * GB + 1, "none"), (False, 20 * GB, "host"), (False, 20 * GB + 1, "none")],
+)
+def test_small_images_are_kept_decoded(gpu: bool, decoded: int, cache: str) -> None:
+    choice = choose_feed(TrainConfig(), machine(16, gpu, jpeg_engines=0), decoded)
+    assert (choice.cache, choice.decode) == (cache, "fused" if cache == "none" else "full")
+    assert f"{decoded / 1e9:.1f} GB; {80 if gpu else 160}.0 GB are free" in choice.reasons["cache"]
+
+
+@pytest.mark.parametrize("values", [{"decode": "fused"}, {"loader": "torch"}, {"cache": "none"}])
+def test_images_are_not_kept_against_a_flag(values: dict[str, Any]) -> None:
+    choice = choose_feed(TrainConfig(**values), machine(16, gpu=True, jpeg_engines=7), 1)
+    assert choice.cache == "none"
+    assert "cache" not in choice.reasons
+
+
+def test_a_resume_keeps_the_pixels_of_its_checkpoint(data: Path, cpu: DistEnv) -> None:
+    train, _ = scan_splits(data)
+    fresh = choose_common_feed(TrainConfig(), cpu, {}, train)
+    assert (fresh.decode, fresh.cache) == ("full", "host")
+    assert fresh.reasons["decode"] == "whole images are kept"
+    assert "free" in fresh.reasons["cache"]
+    for decode, cache in (("full", "none"), ("fused", "none"), ("full", "host")):
+        choice = choose_common_feed(TrainConfig(), cpu, {"config": {"decode": decode, "cache": cache}}, train)
+        assert (choice.decode, choice.cache) == (decode, cache)
+        assert choice.reasons["decode"] == choice.reasons["cache"] == "as in the checkpoint"
+    saved = {"config": {"decode": "full", "cache": "host"}}
+    asked = choose_common_feed(TrainConfig(decode="fused", cache="none"), cpu, saved, train)
+    assert (asked.decode, asked.cache) == ("fused", "none"), "which the fingerprint then refuses"
+    assert set(asked.reasons) == {"workers"}
+
+
+def test_images_that_do_not_fit_are_refused(tmp_path: Path, cpu: DistEnv) -> None:
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    Image.new("1", (13_000, 13_000)).save(tmp_path / "train" / "a" / "large.png")  # half a gigabyte decoded
+    train = scan(tmp_path, "train")
+    many = dataclasses.replace(train, files=train.files * 10**5, labels=np.tile(train.labels, 10**5))
+    with pytest.raises(UserError, match=r"--cache host: .* take [\d.]+ GB, and [\d.]+ GB are free.* use --cache none"):
+        choose_common_feed(TrainConfig(cache="host"), cpu, {}, many)
+    with pytest.raises(UserError, match=r"--cache gpu without a GPU"):
+        choose_common_feed(TrainConfig(cache="gpu"), cpu, {}, train)
 
 
 def test_cpu_threads_are_shared_by_the_processes_of_a_machine(cpu: DistEnv) -> None:
     alone = inspect_machine(cpu)
-    assert alone == Machine(len(os.sched_getaffinity(0)), gpu=False, jpeg_engines=0)
+    assert (alone.cpu_threads, alone.gpu, alone.jpeg_engines) == (len(os.sched_getaffinity(0)), False, 0)
+    assert alone.gpu_memory == 0
+    assert 0 < alone.host_memory <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     everything = set(range(16))
     assert cpu_share(everything, [everything]) == 16
     assert cpu_share(everything, [everything] * 2) == 8, "torchrun: all may use all"

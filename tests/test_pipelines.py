@@ -20,7 +20,7 @@ from utils.sampler import Sampler
 
 POLICIES = ("none", "autoaugment", "randaugment", "trivialaugment")
 BASE = TrainConfig(
-    batch_size=8, image_size=32, val_resize=36, workers=1, decode="fused", hw_decoder_load=0.65, prefetch=2
+    batch_size=8, image_size=32, val_resize=36, workers=2, decode="fused", hw_decoder_load=0.65, prefetch=4
 )
 
 
@@ -63,11 +63,11 @@ def test_images_match_their_targets(data: Path, cpu: DistEnv) -> None:
         assert (2 - images.float().mean(dim=(2, 3)).argmax(dim=1)).tolist() == targets.tolist()
 
 
-@pytest.mark.parametrize("decode", ["fused", "full"])
+@pytest.mark.parametrize(("decode", "cache"), [("fused", "none"), ("full", "none"), ("full", "host")])
 @pytest.mark.parametrize("augment", POLICIES)
-def test_dali_continues_bit_for_bit(data: Path, cpu: DistEnv, decode: str, augment: str) -> None:
+def test_dali_continues_bit_for_bit(data: Path, cpu: DistEnv, decode: str, cache: str, augment: str) -> None:
     train, _ = scan_splits(data)
-    config, sampler = config_for(decode=decode, augment=augment), Sampler(len(train), 8)
+    config, sampler = config_for(decode=decode, cache=cache, augment=augment), Sampler(len(train), 8)
     stream = pipelines.create_train_loader(config, train, sampler, cpu)
     batches, states = [], []
     for _ in range(12):
@@ -77,6 +77,18 @@ def test_dali_continues_bit_for_bit(data: Path, cpu: DistEnv, decode: str, augme
         resumed = pipelines.create_train_loader(config, train, sampler, cpu, cut, states[cut])
         for expected in batches[cut : cut + 5]:
             assert torch.equal(next(resumed).images, expected.images), cut
+
+
+def test_kept_images_are_those_of_the_files(data: Path, cpu: DistEnv) -> None:
+    train, _ = scan_splits(data)
+    files, kept = (
+        pipelines.create_train_loader(config_for(decode="full", cache=cache), train, Sampler(len(train), 8), cpu)
+        for cache in ("none", "host")
+    )
+    for _ in range(11):  # two epochs
+        (images, targets), (kept_images, kept_targets) = next(files), next(kept)
+        assert torch.equal(images, kept_images)
+        assert torch.equal(targets, kept_targets)
 
 
 @pytest.mark.parametrize("augment", POLICIES)

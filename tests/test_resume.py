@@ -11,10 +11,10 @@ import pytest
 from tests.conftest import TINY, Finished, assert_same, read_checkpoint, read_metrics
 
 EPOCHS, STEPS = 4, 5  # 41 images, a global batch of 8
-PLAIN: tuple[str, ...] = ()
+PLAIN: tuple[str, ...] = ("--workers", "2")
 EVERYTHING = (
     "--augment", "trivialaugment", "--mixup", "0.2", "--cutmix", "1", "--random-erase", "0.3", "--ema-decay", "0.9",
-    "--grad-accum-steps", "2", "--clip-grad", "1", "--fused-layers",
+    "--grad-accum-steps", "2", "--clip-grad", "1", "--fused-layers", "--cache", "host",
 )  # fmt: skip
 
 

@@ -29,6 +29,7 @@ def figures(*feeds: Feed, **values: Any) -> Figures:
         image_size=224,
         workers=8,
         on_gpu=True,
+        jpeg_engines=0,
         unused=(),
         synthetic=rate(1000),
         files=rate(50_000),
@@ -80,6 +81,18 @@ def test_busy_threads_limit(busy: float, limit: str) -> None:
     assert judge(figures(feed("dali-fused", 300, 290, cores_busy=busy))).limit == limit
 
 
+def test_hardware_decoders_limit_whatever_their_threads_do() -> None:
+    for name, engines, limit in (
+        ("dali-full", 7, "decoder"),
+        ("dali-full", 0, "cpu threads"),
+        ("dali-fused", 7, "cpu threads"),
+    ):
+        found = judge(figures(feed(name, 300, 290, cores_busy=8), jpeg_engines=engines))
+        assert found.limit == limit, (name, engines)
+    slow_disk = figures(feed("dali-full", 250, 250), jpeg_engines=7, files=rate(260))
+    assert judge(slow_disk).limit == "disk"
+
+
 def test_the_faster_dali_path_is_judged() -> None:
     fused, full = feed("dali-fused", 9000, 400), feed("dali-full", 9000, 990)
     verdict = judge(figures(fused, full, feed("torch", 9000, 999)))
@@ -111,6 +124,9 @@ def test_words_fit_the_side() -> None:
 def test_the_fastest_of_our_own_loaders_is_advised() -> None:
     dali, torch, timm = feed("dali-full", 900, 500), feed("torch", 900, 800), feed("timm", 900, 900)
     assert judge(figures(dali, torch, timm)).advice[0].startswith("Train with --loader torch,")
+    near = dataclasses.replace(dali, training=Rate((700.0, 790.0, 801.0)))
+    torch = dataclasses.replace(torch, training=Rate((800.0, 800.0, 800.0)))
+    assert not any("--loader" in line for line in judge(figures(near, torch)).advice)  # not clearly faster
 
 
 def test_claims_say_who_is_ahead() -> None:

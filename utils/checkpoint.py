@@ -47,6 +47,7 @@ def fingerprint(config: TrainConfig, train: Manifest, val: Manifest, env: DistEn
     flags = {flag(name): getattr(config, name) for name in _FINGERPRINT_FLAGS}
     return flags | {
         "--decode": config.decode if uses_dali else None,
+        "--cache": config.cache,
         "--ema-decay above 0": config.ema_decay > 0,
         "files of train/": train.fingerprint,
         "files of val/": val.fingerprint,

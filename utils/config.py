@@ -47,7 +47,10 @@ class TrainConfig:
     hw_decoder_load: float | None = _option(
         None, DATA, "Share of a batch that the GPU's JPEG engines decode.", "for --decode"
     )
-    prefetch: int | None = _option(None, DATA, "Batches that DALI prepares ahead.", "3 on CUDA, else 2")
+    cache: Literal["auto", "none", "gpu", "host"] = _option(
+        "auto", DATA, "Memory that keeps all training images decoded; auto: if they are small beside it."
+    )
+    prefetch: int | None = _option(None, DATA, "Batches that DALI prepares ahead.", "6")
     image_size: int = _option(224, DATA, "Side of the network's input, pixels.")
     val_resize: int | None = _option(None, DATA, "Shorter side before the centre crop, pixels.", "image size x 8/7")
     workers: int | None = _option(None, DATA, "CPU threads (torch: workers) per process.", "its share of the cores")
@@ -66,7 +69,7 @@ class TrainConfig:
     fused_layers: bool | None = _option(
         None, MODEL, "Brisk's own kernels for norms, pooling and convolutions.", "where compiled on CUDA"
     )
-    cuda_graph: bool | None = _option(None, MODEL, "Launch the training step as one CUDA graph.", "on one GPU")
+    cuda_graph: bool | None = _option(None, MODEL, "Launch the training step as one CUDA graph.", "on CUDA")
 
     grad_accum_steps: int = _option(1, OPTIMISATION, "Batches per optimizer step.")
     optimizer: str = _option("sgd", OPTIMISATION, "Any timm optimizer; its sgd is Nesterov's.")
@@ -161,6 +164,12 @@ def validate(config: TrainConfig) -> None:
         )
     if config.evaluate and config.resume == "none" and config.pretrained is None:
         raise UserError("--evaluate with --resume none: nothing to evaluate; give --resume PATH or --pretrained")
+    if config.cache in ("gpu", "host") and config.loader != "dali":
+        raise UserError(f"--cache {config.cache} with --loader {config.loader}: only --loader dali keeps images")
+    if config.cache in ("gpu", "host") and config.decode == "fused":
+        raise UserError(f"--cache {config.cache} with --decode fused: whole images are kept; leave --decode out")
+    if config.cache == "gpu" and config.device == "cpu":
+        raise UserError("--cache gpu with --device cpu: there is no GPU to keep images on; use --cache host")
     if config.cuda_graph and config.device == "cpu":
         raise UserError("--cuda-graph with --device cpu: there is no GPU to launch it on; use --no-cuda-graph")
     if config.cuda_graph and config.grad_accum_steps > 1:

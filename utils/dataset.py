@@ -4,14 +4,18 @@ Brisk lists the files itself instead of leaving that to a reader, so that every 
 same order, and what a reader would skip in silence is an error with a remedy.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import os
+import random
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from utils.errors import UserError
 
@@ -94,6 +98,23 @@ def scan_splits(data_dir: Path) -> tuple[Manifest, Manifest]:
                 "both must hold the same class folders, or every label would be shifted"
             )
     return train, val
+
+
+def decoded_bytes(manifest: Manifest, sample: int = 256) -> int:
+    """Bytes that all images of `manifest` take as uint8 RGB, estimated from `sample` of them; 0 for synthetic data."""
+    if manifest.root is None:
+        return 0
+    chosen = random.Random(0).sample(range(len(manifest)), min(sample, len(manifest)))
+    sizes = []
+    warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # a size is read, nothing is decoded
+    for index in chosen:
+        # Whoever decodes it will say what is wrong with a file.
+        with (
+            contextlib.suppress(OSError, ValueError, Image.DecompressionBombError),
+            Image.open(manifest.path(index)) as image,
+        ):
+            sizes.append(3 * image.width * image.height)
+    return round(len(manifest) * sum(sizes) / len(sizes)) if sizes else 0
 
 
 def synthetic(num_images: int, num_classes: int) -> Manifest:

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
@@ -11,6 +12,7 @@ from utils.errors import UserError
 from utils.seed import random_state, set_random_state
 
 WARMUP_PASSES = 3  # torch's advice; the first also compiles
+DDP_WARMUP_PASSES = 11  # torch's advice: DDP times its first ten passes, which a recording cannot
 
 
 class Gradients:
@@ -52,6 +54,9 @@ class Gradients:
             self.scaler.scale(loss / self.accum_steps).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
+    def close(self) -> None:
+        """Nothing to release."""
+
 
 class CapturedGradients:
     """`Gradients` recorded once as a CUDA graph and replayed.
@@ -63,13 +68,17 @@ class CapturedGradients:
     The first call computes a few batches' worth of gradients to no effect (buffers and random numbers are put back),
     then records. Parameters keep the `.grad` tensors of the recording: nobody may set them to None.
 
+    With several ranks the exchange of gradients is in the graph. Replays wait for the peers like the passes they stand
+    for, but NCCL's watchdog does not see them: `StopRequest`'s sum, once a step, notices a peer that is gone.
+
     Args:
         gradients: what to record; one batch per optimizer step.
+        stream: where to record; DDP must have been made `on_stream` of it. The current device's.
     """
 
-    def __init__(self, gradients: Gradients) -> None:
+    def __init__(self, gradients: Gradients, stream: torch.cuda.Stream) -> None:
         assert gradients.accum_steps == 1, "a replay overwrites gradients, it does not add to them"
-        self._gradients = gradients
+        self._gradients, self._stream = gradients, stream
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, images: Tensor, targets: Tensor, micro: int) -> Tensor:
@@ -85,21 +94,23 @@ class CapturedGradients:
         self._graph.replay()
         return self._loss
 
+    def close(self) -> None:
+        """Release the recording. NCCL waits for that before it ends a communicator that one holds."""
+        if self._graph is not None:
+            self._graph.reset()
+            self._graph = None
+
     def _capture(self, images: Tensor, targets: Tensor) -> torch.cuda.CUDAGraph:
         self._images, self._targets = images.clone(), targets.clone()
-        with _undone(self._gradients.net, images.device):
-            stream: torch.cuda.Stream = torch.cuda.Stream(images.device)  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(WARMUP_PASSES):
-                    self._gradients(self._images, self._targets, 0)
-            torch.cuda.current_stream().wait_stream(stream)
+        with _undone(self._gradients.net, images.device), on_stream(self._stream):
+            for _ in range(DDP_WARMUP_PASSES if dist.is_initialized() else WARMUP_PASSES):
+                self._gradients(self._images, self._targets, 0)
         self._gradients.net.zero_grad(set_to_none=True)  # the recording allocates its own
         torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
         try:
             # Threads of DALI call CUDA all the time; only this thread's calls may spoil the recording.
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
                 self._loss = self._gradients(self._images, self._targets, 0)
         except RuntimeError as error:
             # Going on would be unsafe: torch leaves its random generator and allocator in the midst of the recording.
@@ -108,6 +119,25 @@ class CapturedGradients:
                 f"--cuda-graph: this network's step cannot be recorded ({reason}); use --no-cuda-graph", common=True
             ) from error
         return graph
+
+
+def recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream to record on; CUDA does not allow that on the default one."""
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream
+
+
+@contextlib.contextmanager
+def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Work on `stream`, after what is under way on the current one and before what follows; None changes nothing."""
+    if stream is None:
+        yield
+        return
+    current = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)
 
 
 @contextlib.contextmanager

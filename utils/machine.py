@@ -1,5 +1,6 @@
 """What this machine offers to the feed, and what is chosen from it where the user leaves the choice open."""
 
+import contextlib
 import ctypes
 import dataclasses
 import importlib.util
@@ -8,10 +9,16 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-from utils.config import TrainConfig
-from utils.distributed import DistEnv, gather
+import torch
 
-FULL_DECODE_THREADS = 8  # fewer CPU threads than this are faster with the whole image left to the hardware decoder
+from utils.config import TrainConfig
+from utils.dataset import Manifest, decoded_bytes
+from utils.distributed import DistEnv, gather, raise_together
+from utils.errors import UserError
+
+PREFETCH = 6  # batches
+SMALL = 1 / 8  # of the free memory: decoded images that take no more are kept there unasked
+LARGEST = 0.8  # of the free memory, for images that are to be kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,11 +29,15 @@ class Machine:
         cpu_threads: its share of the CPU threads that this machine's processes may run on.
         gpu: whether it trains on a GPU.
         jpeg_engines: hardware JPEG decoders of that GPU; 0 if it has none.
+        gpu_memory: free on that GPU, bytes; 0 without one.
+        host_memory: its share of this machine's free memory, bytes.
     """
 
     cpu_threads: int
     gpu: bool
     jpeg_engines: int
+    gpu_memory: int
+    host_memory: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +47,7 @@ class FeedChoice:
     workers: int
     decode: Literal["fused", "full"]
     hw_decoder_load: float
+    cache: Literal["none", "gpu", "host"]
     prefetch: int
     reasons: dict[str, str]
 
@@ -45,7 +57,27 @@ def inspect_machine(env: DistEnv) -> Machine:
     gpu = env.device.type == "cuda"
     own = os.sched_getaffinity(0)
     neighbours = [cores for host, cores in gather((os.uname().nodename, own), env) if host == os.uname().nodename]
-    return Machine(cpu_share(own, neighbours), gpu, _jpeg_engines() if gpu else 0)
+    return Machine(
+        cpu_threads=cpu_share(own, neighbours),
+        gpu=gpu,
+        jpeg_engines=_jpeg_engines() if gpu else 0,
+        gpu_memory=torch.cuda.mem_get_info(env.device)[0] if gpu else 0,
+        host_memory=_free_memory() // len(neighbours),
+    )
+
+
+def _free_memory() -> int:
+    """Bytes that this machine, or the control group that this process is in, has left."""
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = 1024 * int(lines["MemAvailable"].split()[0])
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        with contextlib.suppress(OSError, ValueError):  # the other version's file; "max" for no limit
+            groups = Path("/sys/fs/cgroup")
+            free = min(free, int((groups / limit).read_text()) - int((groups / used).read_text()))
+    return max(free, 0)
 
 
 def cpu_share(own: set[int], of_all: list[set[int]]) -> int:
@@ -57,46 +89,86 @@ def cpu_share(own: set[int], of_all: list[set[int]]) -> int:
     return max(1, int(sum(1 / sum(thread in others for others in of_all) for thread in own) + 1e-6))
 
 
-def choose_common_feed(config: TrainConfig, env: DistEnv, saved: dict[str, Any]) -> FeedChoice:
-    """`choose_feed` with one decode path for all ranks: that of the checkpoint `saved`, else of rank 0. A collective.
+def choose_common_feed(config: TrainConfig, env: DistEnv, saved: dict[str, Any], manifest: Manifest) -> FeedChoice:
+    """`choose_feed` with the same pixels for all ranks: as in the checkpoint `saved`, else as on rank 0. A collective.
 
-    The path decides pixels, so neither a rank nor a resume on a machine with other cores may take another.
+    How images are decoded and whether they are kept decides pixels, so neither a rank nor a resume on another machine
+    may do it in another way.
+
+    Raises:
+        UserError: on all ranks, if images are to be kept that do not fit on one of them.
     """
-    machine = inspect_machine(env)
-    choice = choose_feed(config, machine)
-    decode, reason = gather((choice.decode, choice.reasons.get("decode")), env)[0]
-    if config.decode == "auto" and saved:
-        decode, reason = saved["config"]["decode"], "as in the checkpoint"
-    choice = choose_feed(dataclasses.replace(config, decode=decode), machine)
-    return dataclasses.replace(choice, reasons=choice.reasons | ({"decode": reason} if reason else {}))
+    machine, decoded = inspect_machine(env), decoded_bytes(manifest)
+    choice = choose_feed(config, machine, decoded)
+    pixels, reasons = gather(({"decode": choice.decode, "cache": choice.cache}, choice.reasons), env)[0]
+    if saved:
+        pixels = {name: saved["config"].get(name, "none") for name in pixels}
+        reasons = dict.fromkeys(pixels, "as in the checkpoint")
+    open_names = [name for name in pixels if getattr(config, name) == "auto"]
+    choice = choose_feed(
+        dataclasses.replace(config, **{name: pixels[name] for name in open_names}),  # type: ignore[arg-type]
+        machine,
+        decoded,
+    )
+    raise_together(_misfit(choice.cache, machine, decoded), env)
+    shown = {name: reasons[name] for name in open_names if name in reasons}
+    return dataclasses.replace(choice, reasons=choice.reasons | shown)
 
 
-def choose_feed(config: TrainConfig, machine: Machine) -> FeedChoice:
-    """Fill in what the user left open; measured on an H100, see docs/performance.md."""
+def choose_feed(config: TrainConfig, machine: Machine, decoded: int) -> FeedChoice:
+    """Fill in what the user left open; measured on an H100, see docs/performance.md.
+
+    Args:
+        config: as the user gave it.
+        machine: of this process.
+        decoded: bytes of all training images, decoded; 0 if they cannot be kept.
+    """
     reasons = {}
     workers = config.workers
     if workers is None:
         workers, reasons["workers"] = machine.cpu_threads, "this process's share of the CPU threads"
+    cache: Literal["none", "gpu", "host"] = "none"
+    if config.cache != "auto":
+        cache = config.cache
+    elif config.loader == "dali" and config.decode != "fused" and decoded:
+        memory = machine.gpu_memory if machine.gpu else machine.host_memory
+        if decoded <= SMALL * memory:
+            cache = "gpu" if machine.gpu else "host"
+        reasons["cache"] = f"decoded, the training images take {_gigabytes(decoded)}; {_gigabytes(memory)} are free"
     decode: Literal["fused", "full"] = "fused"
     if config.decode != "auto":
         decode = config.decode
+    elif cache != "none":
+        decode, reasons["decode"] = "full", "whole images are kept"
     elif not machine.gpu:
         reasons["decode"] = "the CPU decodes no more than the crop"
     elif not machine.jpeg_engines:
         reasons["decode"] = "no hardware decoder"
-    elif workers < FULL_DECODE_THREADS:
-        decode, reasons["decode"] = "full", f"few CPU threads, {machine.jpeg_engines} hardware decoders"
     else:
-        reasons["decode"] = f"{workers} CPU threads help {machine.jpeg_engines} hardware decoders"
+        decode, reasons["decode"] = "full", f"{machine.jpeg_engines} hardware decoders, which need whole images"
     load = config.hw_decoder_load
     if load is None:
         load = 0.65 if decode == "fused" else 0.9
         if machine.jpeg_engines:
             reasons["hw_decoder_load"] = f"for {decode} decoding"
-    prefetch = config.prefetch
-    if prefetch is None:
-        prefetch = 3 if machine.gpu else 2
-    return FeedChoice(workers, decode, load, prefetch, reasons)
+    prefetch = PREFETCH if config.prefetch is None else config.prefetch
+    return FeedChoice(workers, decode, load, cache, prefetch, reasons)
+
+
+def _misfit(cache: str, machine: Machine, decoded: int) -> UserError | None:
+    memory = {"none": None, "gpu": machine.gpu_memory, "host": machine.host_memory}[cache]
+    if memory is None or decoded <= LARGEST * memory:
+        return None
+    if cache == "gpu" and not machine.gpu:
+        return UserError("--cache gpu without a GPU: there is none to keep images on; use --cache host")
+    return UserError(
+        f"--cache {cache}: decoded, the training images take {_gigabytes(decoded)}, and {_gigabytes(memory)} are free "
+        "for each process; use --cache none"
+    )
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.{1 if size >= 1e8 else 3}f} GB"
 
 
 def seconds_since_launch() -> float:

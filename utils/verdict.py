@@ -12,8 +12,10 @@ rate over that of the same step on synthetic images; the noise is the larger spr
 
 Where compute-bound, the limit is the GPU, or the CPU threads of a machine without one. Elsewhere it is the disk if
 reading the files without decoding them is less than 1.2 times as fast as the loader; else the CPU threads if 0.8 of
-them or more are busy while the loader runs alone; else the decoder. A claim about DALI is made where the windows of
-two loaders do not overlap, or where what was measured once differs by 1.2 times or more.
+them or more are busy while the loader runs alone; else the decoder. With full decode on a GPU that has hardware
+decoders it is always these: nine images in ten are theirs, and CPU threads that look busy wait for them. A claim about
+DALI is made where the windows of two loaders do not overlap, or where what was measured once differs by 1.2 times or
+more.
 """
 
 import dataclasses
@@ -90,6 +92,7 @@ class Figures:
         image_size: side of the network's input, pixels.
         workers: CPU threads of each loader.
         on_gpu: whether the step runs on a GPU.
+        jpeg_engines: hardware JPEG decoders of that GPU.
         unused: flags that are not in use and would make the step faster.
         synthetic: the training step without a feed.
         files: reading the files without decoding them.
@@ -103,6 +106,7 @@ class Figures:
     image_size: int
     workers: int
     on_gpu: bool
+    jpeg_engines: int
     unused: tuple[str, ...]
     synthetic: Rate
     files: Rate
@@ -162,6 +166,8 @@ def _limit(figures: Figures, feed: Feed, bound: Bound) -> Limit:
         return "gpu" if figures.on_gpu else "cpu threads"
     if figures.files.median < CLEARLY * feed.alone.median:
         return "disk"
+    if feed.name == "dali-full" and figures.jpeg_engines:
+        return "decoder"
     return "cpu threads" if feed.cores_busy >= BUSY * figures.workers else "decoder"
 
 
@@ -215,8 +221,9 @@ def _input_advice(figures: Figures, limit: Limit) -> Iterator[str]:
 
 def _best_loader(feeds: tuple[Feed, ...]) -> Iterator[str]:
     usable = [feed for feed in feeds if feed.name in FLAGS]
-    if len(usable) > 1:
-        best = max(usable, key=lambda feed: feed.training.median)
+    best = max(usable, key=lambda feed: feed.training.median, default=None)
+    others = [max(feed.training.windows) for feed in usable if feed is not best]
+    if best and others and min(best.training.windows) > max(others):
         yield f"Train with {FLAGS[best.name]}, the fastest of the trainer's loaders here."
 
 

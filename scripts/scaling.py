@@ -1,0 +1,166 @@
+#!/usr/bin/env python3
+"""Measure how training scales over the GPUs of this machine: train.py itself, on 1 and on more of them, in turns.
+
+    scripts/scaling.py --data-dir DIR --output-dir OUT --processes 1,2,4,8 --loaders dali,torch
+    scripts/scaling.py --data-dir DIR --output-dir OUT --processes 1,2 --cpus 8      # on 8 CPU threads in all
+
+DIR holds train/CLASS/*.jpg and val/CLASS/*.jpg. The files are linked as often as it takes to fill an epoch. A run is
+ended by a signal when its windows are measured; a run's first log intervals, in which it warms up, do not count.
+Prints a table and writes scaling.json and scaling.png to --output-dir, with the logs of the runs.
+"""
+
+import dataclasses
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parent.parent
+WARMUP = 3  # log intervals
+SPARE = 2  # log intervals in which the signal arrives
+
+
+@dataclasses.dataclass
+class Point:
+    """One loader on one number of processes; the lists have a value for each window."""
+
+    loader: str
+    processes: int
+    rates: list[float] = dataclasses.field(default_factory=list)  # images/s, of all processes
+    waits: list[float] = dataclasses.field(default_factory=list)  # data wait, 0 to 1
+
+    @property
+    def rate(self) -> float:
+        """Median images/s of all processes."""
+        return statistics.median(self.rates)
+
+
+def link_images(data_dir: Path, folder: Path, least: int) -> None:
+    """Fill `folder` with train/ and val/ of links into `data_dir`, train/ with at least `least`."""
+    for split, wanted in (("train", least), ("val", 0)):
+        files = sorted(path.absolute() for path in (data_dir / split).glob("*/*") if path.is_file())
+        if not files:
+            raise typer.BadParameter(f"{data_dir / split} holds no CLASS/IMAGE", param_hint="--data-dir")
+        for path in files:
+            (folder / split / path.parent.name).mkdir(parents=True, exist_ok=True)
+        for turn in range(max(1, -(-wanted // len(files)))):
+            for path in files:
+                (folder / split / path.parent.name / f"{turn:06}-{path.name}").symlink_to(path)
+
+
+def measure(point: Point, data_dir: Path, work: Path, flags: Sequence[str], cpus: int | None, windows: int) -> None:
+    """One run of train.py; adds its windows to `point`.
+
+    Raises:
+        RuntimeError: the run ended by itself.
+    """
+    output_dir = Path(tempfile.mkdtemp(dir=work))
+    launcher = [sys.executable]
+    if point.processes > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={point.processes}"]
+    words = [*launcher, ROOT / "train.py", "--data-dir", data_dir, "--output-dir", output_dir, "--loader", point.loader]
+    threads = sorted(os.sched_getaffinity(0))[:cpus]
+    log = work / f"{point.loader}-{point.processes}.log"
+    with log.open("a") as out:
+        process = subprocess.Popen(
+            [*map(str, words), "--epochs", "1", *flags],
+            stdout=out, stderr=out, preexec_fn=lambda: os.sched_setaffinity(0, threads),
+        )  # fmt: skip
+        metrics = output_dir / "metrics.jsonl"
+        try:
+            while len(lines := metrics.read_text().splitlines() if metrics.exists() else []) < WARMUP + windows:
+                if process.poll() is not None:
+                    raise RuntimeError(f"{point.loader} on {point.processes}: ended too early, see {log}")
+                time.sleep(0.1)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait()
+    for line in lines[WARMUP : WARMUP + windows]:
+        record: dict[str, Any] = json.loads(line)
+        point.rates.append(record["images_per_second"])
+        point.waits.append(record["data_wait"])
+
+
+def table(points: Sequence[Point]) -> str:
+    """A Markdown table; efficiency is against the same loader on the fewest processes, times their number."""
+    lines = ["| loader | processes | images/s | efficiency | data wait |", "|---|---|---|---|---|"]
+    for point in points:
+        spread = f"({min(point.rates):,.0f} to {max(point.rates):,.0f})"
+        lines.append(
+            f"| {point.loader} | {point.processes} | {point.rate:,.0f} {spread} | {efficiency(point, points):.3f} "
+            f"| {statistics.median(point.waits):.1%} |"
+        )
+    return "\n".join(lines)
+
+
+def efficiency(point: Point, points: Sequence[Point]) -> float:
+    """Rate per process over that of the same loader's smallest run."""
+    least = min((other for other in points if other.loader == point.loader), key=lambda other: other.processes)
+    return point.rate / point.processes / (least.rate / least.processes)
+
+
+def draw(path: Path, points: Sequence[Point], title: str) -> None:
+    """Images/s over processes, a line for each loader and a dashed one for DALI's perfect scaling."""
+    figure = Figure(figsize=(7, 4.5), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    for loader in dict.fromkeys(point.loader for point in points):
+        own = [point for point in points if point.loader == loader]
+        numbers, rates = [point.processes for point in own], [point.rate for point in own]
+        axes.plot(numbers, rates, marker="o", label=loader)
+        if loader == points[0].loader:
+            axes.plot(
+                numbers, [number * rates[0] / numbers[0] for number in numbers], "--", color="#888888", label="linear"
+            )
+        for number, rate in zip(numbers, rates, strict=True):
+            axes.annotate(f"{rate:,.0f}", (number, rate), textcoords="offset points", xytext=(0, 7), fontsize=8)
+    axes.set_xticks(sorted({point.processes for point in points}))
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("processes")
+    axes.set_ylabel("images/s")
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path, format="png")
+
+
+def main(
+    data_dir: Annotated[Path, typer.Option(help="Folder with train/ and val/.")],
+    output_dir: Annotated[Path, typer.Option(help="Where the results go.")],
+    processes: Annotated[str, typer.Option(help="Numbers of processes, one GPU each, ascending.")] = "1,2",
+    loaders: Annotated[str, typer.Option(help="Values of train.py's --loader.")] = "dali",
+    flags: Annotated[str, typer.Option(help="More flags of train.py.")] = "--arch resnet50 --batch-size 256",
+    batch_size: Annotated[int, typer.Option(help="Of `flags`: sizes the epoch.")] = 256,
+    cpus: Annotated[int | None, typer.Option(help="CPU threads for all together.", show_default="all")] = None,
+    log_steps: Annotated[int, typer.Option(help="Steps of a window.")] = 20,
+    windows: Annotated[int, typer.Option(help="Windows per run.")] = 5,
+    rounds: Annotated[int, typer.Option(help="Runs of each.")] = 2,
+) -> None:
+    """Train on more and more GPUs and say how well it scales."""
+    numbers = [int(word) for word in processes.split(",")]
+    points = [Point(loader, number) for loader in loaders.split(",") for number in numbers]
+    output_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="scaling-") as folder:
+        link_images(data_dir, Path(folder), (WARMUP + windows + SPARE) * log_steps * batch_size * max(numbers))
+        for turn in range(rounds):
+            for point in points:
+                words = [*flags.split(), "--log-steps", str(log_steps)]
+                measure(point, Path(folder), output_dir, words, cpus, windows)
+                print(f"round {turn + 1}: {point.loader} on {point.processes}: {point.rate:,.0f} images/s", flush=True)
+    found = [dataclasses.asdict(point) | {"efficiency": efficiency(point, points)} for point in points]
+    (output_dir / "scaling.json").write_text(json.dumps({"flags": flags, "cpus": cpus, "points": found}, indent=2))
+    draw(output_dir / "scaling.png", points, f"train.py {flags}")
+    print(table(points))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,44 @@
+"""scripts/scaling.py on real launches of train.py."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.conftest import ROOT, environment
+
+FLAGS = "--arch test_resnet --image-size 32 --val-resize 36 --workers 1 --device cpu --batch-size 4"
+
+
+@pytest.mark.dist
+def test_table_and_files(data: Path, tmp_path: Path) -> None:
+    words = [sys.executable, ROOT / "scripts" / "scaling.py", "--data-dir", data, "--output-dir", tmp_path / "out"]
+    sizes = ("--batch-size", "4", "--log-steps", "2", "--windows", "3", "--rounds", "1", "--cpus", "2")
+    done = subprocess.run(
+        [*map(str, words), "--flags", FLAGS, *sizes], capture_output=True, text=True, env=environment(), timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out" / "scaling.json").read_text())
+    one, two = found["points"]
+    assert (one["processes"], two["processes"]) == (1, 2)
+    assert len(one["rates"]) == len(two["rates"]) == 3
+    assert one["efficiency"] == 1
+    rates = [sorted(point["rates"])[1] for point in (one, two)]
+    assert two["efficiency"] == pytest.approx(rates[1] / rates[0] / 2)
+    assert f"| dali | 2 | {rates[1]:,.0f} (" in done.stdout
+    with Image.open(tmp_path / "out" / "scaling.png") as chart:
+        assert chart.size == (840, 540)
+    log = (tmp_path / "out" / "dali-2.log").read_text()
+    assert "8 = 4 images x 2 processes" in log
+    assert "stopped by a signal" in log
+
+
+def test_a_run_that_ends_by_itself_is_an_error(data: Path, tmp_path: Path) -> None:
+    words = [sys.executable, ROOT / "scripts" / "scaling.py", "--data-dir", data, "--output-dir", tmp_path, "--flags"]
+    done = subprocess.run([*map(str, words), "--arch nothing"], capture_output=True, text=True, env=environment())
+    assert done.returncode == 1
+    assert "dali on 1: ended too early, see" in done.stderr
+    assert "--arch nothing" in (tmp_path / "dali-1.log").read_text()
