@@ -308,7 +308,7 @@ def create_run(
     fingerprint = checkpoint.fingerprint(config, *manifests, env, pipelines.DALI_VERSION)
     if path is not None:
         check_resume(path, saved, fingerprint, env)
-    stop = StopRequest(env)
+    stop = StopRequest(config.time_limit)
     stack.callback(stop.close)
     if config.deterministic:
         make_deterministic()

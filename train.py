@@ -8,9 +8,10 @@ config.json, metrics.jsonl, last.pt, best.pt and summary.json in --output-dir.
 
 import contextlib
 import json
+import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,7 +35,7 @@ from run import (
 from utils.config import TrainConfig, parse
 from utils.dataset import Manifest
 from utils.distributed import DistEnv, average_buffers, process_group, read_launch
-from utils.errors import EXIT_DONE, EXIT_USER_ERROR, Stopped, UserError, one_line
+from utils.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, Stopped, UserError, one_line
 from utils.evaluate import evaluate
 from utils.machine import choose_common_feed, seconds_since_launch
 from utils.optim import check_optimizer
@@ -45,14 +46,16 @@ WORTH_ADVICE = 0.02  # data wait above which the user is told what to do
 
 
 def train_one_epoch(run: Run) -> None:
-    """Train from the state's step to the end of its epoch; nothing is left to do after a stop in evaluation.
+    """Train from the state's step to the end of its epoch, and save before evaluation can fail.
 
     Raises:
-        Stopped: a signal came; the checkpoint is written.
+        Stopped: the ranks agreed to stop; the checkpoint is written.
     """
     state, config = run.state, run.config
     end = (state.epoch + 1) * run.sampler.steps_per_epoch
     start = end - run.sampler.steps_per_epoch
+    if state.step == end:
+        return  # resumed before the evaluation
     state.model.train()
     run.log.start_epoch(state.epoch, state.step)
     state.meter.start()
@@ -61,12 +64,13 @@ def train_one_epoch(run: Run) -> None:
         run.log.advance()
         if run.seconds_to_first_step is None:
             note_first_step(run)
+            run.stop.arm(run.env)
         if (state.step - start) % config.log_steps == 0 or state.step == end:
             log_interval(run)
         if run.stop.agreed():
             run.save()
             raise_stopped(run)
-        if config.checkpoint_steps and state.step % config.checkpoint_steps == 0:
+        if state.step == end or (config.checkpoint_steps and state.step % config.checkpoint_steps == 0):
             run.save()
 
 
@@ -120,13 +124,18 @@ def log_interval(run: Run) -> None:
 
 def raise_stopped(run: Run) -> NoReturn:
     """End the run after its checkpoint."""
-    run.log.say(f"stopped by a signal at step {run.state.step}; the same command resumes here")
-    raise Stopped(run.stop.number)
+    run.log.say(f"stopped by {run.stop.reason} at step {run.state.step}; the same command resumes here")
+    raise Stopped
 
 
 def evaluate_epoch(run: Run) -> None:
-    """Evaluate, note the best, and save: the end of an epoch."""
+    """Evaluate, note the best, and save: the end of an epoch.
+
+    Raises:
+        Stopped: the ranks agreed to stop; the checkpoint from before the evaluation stands.
+    """
     state = run.state
+    run.stop.arm(run.env)
     result = evaluate_networks(run)
     top1 = max(result["val/top1"], result.get("val/ema_top1", 0.0))
     is_best = top1 > state.best_top1
@@ -143,9 +152,25 @@ def evaluate_networks(run: Run) -> dict[str, Any]:
     for name, module in run.state.modules().items():
         average_buffers(module, run.env)
         prefix = "val/" if name == "model" else "val/ema_"
-        found = evaluate(module, run.val_loader, run.augment.normalize, run.num_val, run.env, run.amp_dtype)
+        found = evaluate(module, val_batches(run), run.augment.normalize, run.num_val, run.env, run.amp_dtype)
         result |= {prefix + key: value for key, value in found.items()}
     return result
+
+
+def val_batches(run: Run) -> Iterator[pipelines.Batch]:
+    """This rank's validation images, once.
+
+    Raises:
+        Stopped: between two batches, on all ranks.
+    """
+    batches = iter(run.val_loader)
+    of_a_rank = math.ceil(run.num_val / run.env.world_size)  # at most; others have one less
+    for _ in range(math.ceil(of_a_rank / run.config.batch_size)):
+        batch = next(batches, None)
+        if batch is not None:
+            yield batch
+        if run.stop.agreed():
+            raise_stopped(run)
 
 
 def evaluate_checkpoint(
@@ -274,8 +299,8 @@ def main(argv: Sequence[str]) -> int:
     except UserError as error:
         report(error)
         return EXIT_USER_ERROR
-    except Stopped as stopped:
-        return stopped.status
+    except Stopped:
+        return EXIT_STOPPED
     return EXIT_DONE
 
 

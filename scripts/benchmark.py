@@ -44,7 +44,7 @@ from utils import dataset
 from utils.config import USAGE_ERROR, TrainConfig, number_option, validate
 from utils.dataset import Manifest
 from utils.distributed import DistEnv, process_group, read_launch
-from utils.errors import EXIT_DONE, EXIT_USER_ERROR, Stopped, UserError, one_line
+from utils.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, Stopped, UserError, one_line
 from utils.machine import choose_feed, inspect_machine
 from utils.report import benchmark_json, draw_chart, introduction, sentences, table
 from utils.verdict import TITLES, Figures, judge
@@ -194,7 +194,9 @@ def open_run(
     choice = choose_feed(config, inspect_machine(env), decoded=0)
     config = resolve(dataclasses.replace(config, output_dir=work), (manifest, manifest), env, choice)
     prepare_output(config, env)
-    return create_run(config, (manifest, manifest), env, stack, time.perf_counter(), None, {}), manifest
+    run = create_run(config, (manifest, manifest), env, stack, time.perf_counter(), None, {})
+    run.stop.arm(env)
+    return run, manifest
 
 
 def collect(facts: dict[str, Any], run: Run, loaders: Sequence[Loader], files: FilesReader) -> Figures:
@@ -333,8 +335,8 @@ def main(argv: Sequence[str]) -> int:
         return _refuse(f"{message}; benchmark.py --help lists all flags")
     except UserError as error:
         return _refuse(str(error))
-    except Stopped as stopped:
-        return stopped.status
+    except Stopped:
+        return EXIT_STOPPED
     return EXIT_DONE
 
 

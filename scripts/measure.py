@@ -292,7 +292,7 @@ def measure(contestants: Sequence[Contestant], run: Run, windows: int, window_se
             bar.set_description(contestant.name)
             window = _window(contestant, steps, device)
             if run.stop.agreed():
-                raise Stopped(run.stop.number)
+                raise Stopped
             return window
 
         def calibrate(contestant: Contestant) -> int:

@@ -33,7 +33,7 @@ def test_table_and_files(data: Path, tmp_path: Path) -> None:
         assert chart.size == (840, 540)
     log = (tmp_path / "out" / "dali-2.log").read_text()
     assert "8 = 4 images x 2 processes" in log
-    assert "stopped by a signal" in log
+    assert "stopped by SIGTERM" in log
 
 
 def test_a_run_that_ends_by_itself_is_an_error(data: Path, tmp_path: Path) -> None:

@@ -1,35 +1,96 @@
-"""Signals become a decision; real signals to this process."""
+"""Signals become a decision; real signals to real processes."""
 
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
-from tests.conftest import ROOT
+import pytest
+
+from tests.conftest import ROOT, TINY, Finished, assert_same, read_checkpoint, read_metrics, write_data
 from utils.distributed import DistEnv
 from utils.stop import StopRequest
 
+SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
 
-def test_a_signal_is_noted_and_its_repetition_ignored(cpu: DistEnv) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    stop = StopRequest(cpu)
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_a_signal_is_noted_and_its_repetition_ignored(cpu: DistEnv, name: str) -> None:
+    number = signal.Signals[name]
+    before = signal.getsignal(number)
+    stop = StopRequest()
+    stop.arm(cpu)
     assert not stop.agreed()
-    os.kill(os.getpid(), signal.SIGTERM)
-    os.kill(os.getpid(), signal.SIGTERM)  # as launchers do
+    os.kill(os.getpid(), number)
+    os.kill(os.getpid(), number)  # as launchers do
     assert stop.agreed()
-    assert stop.number == signal.SIGTERM
+    assert stop.reason == name
     stop.close()
-    assert signal.getsignal(signal.SIGTERM) == before
+    assert signal.getsignal(number) == before
+
+
+def run_program(lines: str) -> subprocess.CompletedProcess[str]:
+    begin = (
+        "import os, signal, time, torch, utils.stop; from utils.distributed import DistEnv\n"
+        "utils.stop.REPEAT_SECONDS = 0.2; stop = utils.stop.StopRequest()\n"
+    )
+    words = [sys.executable, "-c", begin + lines + "print('still here')\n"]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def test_a_late_second_signal_ends_at_once() -> None:
-    program = (
-        "import os, signal, time, torch, utils.stop; from utils.distributed import DistEnv\n"
-        "utils.stop.REPEAT_SECONDS = 0.2\n"
-        "stop = utils.stop.StopRequest(DistEnv(0, 0, 1, 1, torch.device('cpu')))\n"
+    done = run_program(
+        "stop.arm(DistEnv(0, 0, 1, 1, torch.device('cpu')))\n"
         "os.kill(os.getpid(), signal.SIGTERM); assert stop.agreed(); time.sleep(0.5)\n"
-        "os.kill(os.getpid(), signal.SIGTERM); time.sleep(0.5); print('still here')\n"
+        "os.kill(os.getpid(), signal.SIGTERM); time.sleep(0.5)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGTERM, done.stderr
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_before_the_first_step_a_signal_ends_at_once(name: str) -> None:
+    done = run_program(f"os.kill(os.getpid(), signal.{name}); time.sleep(0.5)\n")
+    assert done.returncode == 143
+    assert done.stdout == ""
+    assert done.stderr == f"stopped by {name} before the first step; nothing is lost\n"
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("processes", [1, 2])
+def test_time_limit(data: Path, tmp_path: Path, launch: Callable[..., Finished], processes: int) -> None:
+    flags = ("--data-dir", data, *TINY, "--epochs", 1000, "--batch-size", 4, "--output-dir", tmp_path)
+    done = launch(*flags, "--time-limit", "0.5", processes=processes)  # over when the first step is done
+    assert "stopped by the time limit at step" in done.out or "stopped by another rank at step" in done.out
+    assert read_checkpoint(tmp_path)["step"] <= 3
+    if processes == 1:
+        assert done.status == 143
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("processes", [1, 2])
+def test_stop_within_the_evaluation(
+    tmp_path: Path,
+    launch: Callable[..., Finished],
+    launch_and_end: Callable[..., int],
+    processes: int,
+) -> None:
+    """The evaluation is given up at once, and the resumed run makes it whole."""
+    data = write_data(tmp_path / "data", val=(501, 500, 500))
+    flags = ("--data-dir", data, *TINY, "--epochs", 1, "--batch-size", 8 // processes, "--deterministic")
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert launch(*flags, "--output-dir", whole, processes=processes).status == 0
+    saved = (cut / "last.pt").exists  # first at the end of the epoch's training
+    status = launch_and_end(*flags, "--output-dir", cut, when=saved, number=signal.SIGTERM, processes=processes)
+    if processes == 1:
+        assert status == 143
+    assert (read_checkpoint(cut)["step"], read_checkpoint(cut)["epoch"]) == (5, 0)
+    assert not any("val/top1" in record for record in read_metrics(cut))
+    again = launch(*flags, "--output-dir", cut, processes=processes)
+    assert again.status == 0, again.err
+    evaluations = [[r for r in read_metrics(folder) if "val/top1" in r] for folder in (whole, cut)]
+    assert evaluations[0] == evaluations[1]
+    assert evaluations[1][0]["val/count"] == 1501
+    assert_same(read_checkpoint(whole)["model"], read_checkpoint(cut)["model"])

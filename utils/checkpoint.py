@@ -37,6 +37,7 @@ _FREE_FLAGS = (
     "workers",
     "log_steps",
     "checkpoint_steps",
+    "time_limit",
     "tensorboard",
 )
 

@@ -95,6 +95,7 @@ class TrainConfig:
     deterministic: bool = _option(False, SWITCHES, "Same bits in every run; slower.")
     log_steps: int = _option(50, RUN, "Steps between two lines of metrics.jsonl.")
     tensorboard: bool = _option(False, SWITCHES, "Also write TensorBoard events.")
+    time_limit: float = _option(0.0, RUN, "Seconds after the launch at which to save and stop; 0 is off.")
     timeout: float = _option(600.0, RUN, "Seconds to wait for another process.")
     config: Path | None = _option(None, RUN, "Recipe (YAML); the command line wins.", False)
 
@@ -117,7 +118,7 @@ def flag(name: str) -> str:
 _AT_LEAST: dict[str, float] = {
     "epochs": 1, "batch_size": 1, "image_size": 8, "val_resize": 8, "workers": 1, "num_classes": 1,
     "grad_accum_steps": 1, "prefetch": 1, "checkpoint_steps": 0, "log_steps": 1, "seed": 0, "weight_decay": 0,
-    "warmup_epochs": 0, "mixup": 0, "cutmix": 0, "clip_grad": 0,
+    "warmup_epochs": 0, "mixup": 0, "cutmix": 0, "clip_grad": 0, "time_limit": 0,
 }  # fmt: skip
 _BELOW_ONE = ("momentum", "label_smoothing", "ema_decay")
 _ABOVE_ZERO = ("lr", "timeout")

@@ -3,7 +3,7 @@
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
-EXIT_SIGNAL = 128  # plus the signal's number, as a shell reports it: 143 for SIGTERM
+EXIT_STOPPED = 143  # as a shell reports SIGTERM, whatever asked for the stop
 
 
 class UserError(Exception):
@@ -19,15 +19,7 @@ class UserError(Exception):
 
 
 class Stopped(Exception):
-    """A signal asked for the end and the checkpoint has been written.
-
-    Attributes:
-        status: exit status of the process.
-    """
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by signal {number}")
-        self.status = EXIT_SIGNAL + number
+    """A signal or the time limit asked for the end, and the checkpoint has been written."""
 
 
 def one_line(text: str) -> str:

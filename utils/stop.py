@@ -1,5 +1,6 @@
-"""StopRequest: a signal to one rank becomes one decision of all ranks at a step's boundary."""
+"""StopRequest: a signal to one rank, or the end of the time, becomes one decision of all ranks at a step's boundary."""
 
+import os
 import signal
 import time
 from types import FrameType
@@ -8,47 +9,66 @@ import torch
 import torch.distributed as dist
 
 from utils.distributed import DistEnv
+from utils.errors import EXIT_STOPPED
+from utils.machine import seconds_since_launch
 
 REPEAT_SECONDS = 3.0  # launchers send the same signal to a process twice: to its group, and to itself
 
 
 class StopRequest:
-    """Collects SIGTERM and SIGINT; one that comes seconds after the first ends the process at once.
+    """Collects SIGTERM, SIGINT and SIGUSR1; one that comes seconds after the first ends the process at once.
 
-    The ranks agree through a sum that travels while the step runs and is read one step later, so that asking costs
-    the device nothing.
+    Until `arm`, a signal ends the process at once too: compilation can outlast a launcher's patience, and nothing is
+    lost. Then the ranks agree through a sum that travels while the step runs and is read one step later, so that
+    asking costs the device nothing.
 
-    Attributes:
-        number: the signal that this rank received; SIGTERM on a rank that learnt of it from another.
+    Args:
+        time_limit: seconds since the launch of this process after which to stop; 0 is off.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT)
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
-    def __init__(self, env: DistEnv) -> None:
-        self.number: int = signal.SIGTERM
-        self._env = env
-        self._received_at: float | None = None
+    def __init__(self, time_limit: float = 0.0) -> None:
+        self._env: DistEnv | None = None
+        self._time_limit = time_limit
+        self._reason: str | None = None
+        self._received_at = 0.0
         self._flag = torch.zeros((), dtype=torch.int64)
         self._pending: dist.Work | None = None
         self._previous = {number: signal.signal(number, self._receive) for number in self.SIGNALS}
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self._received_at is None:
-            self.number, self._received_at = number, time.monotonic()
+        name = signal.Signals(number).name
+        if self._env is None:
+            os.write(2, f"stopped by {name} before the first step; nothing is lost\n".encode())
+            os._exit(EXIT_STOPPED)
+        if self._reason is None:
+            self._reason, self._received_at = name, time.monotonic()
         elif time.monotonic() - self._received_at > REPEAT_SECONDS:
             self.close()
             signal.raise_signal(number)
 
+    def arm(self, env: DistEnv) -> None:
+        """From now on there is something to lose, and a request waits for `agreed`. On all ranks at the same step."""
+        self._env = env
+
+    @property
+    def reason(self) -> str:
+        """The signal that this rank received, "the time limit", or "another rank"."""
+        return self._reason or "another rank"
+
     def agreed(self) -> bool:
         """Whether any rank has been asked to stop; the same answer on all ranks. A collective, once a step."""
-        received = self._received_at is not None
+        assert self._env is not None, "armed"
+        if self._reason is None and 0 < self._time_limit <= seconds_since_launch():
+            self._reason = "the time limit"
         if self._env.world_size == 1:
-            return received
+            return self._reason is not None
         if self._pending is not None:
             self._pending.wait()
         if self._flag.item() > 0:
             return True
-        self._flag.fill_(int(received))
+        self._flag.fill_(int(self._reason is not None))
         self._pending = dist.all_reduce(self._flag, async_op=True)
         return False
 
