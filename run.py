@@ -2,7 +2,10 @@
 
 import contextlib
 import dataclasses
+import fcntl
 import inspect
+import os
+import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,6 +38,7 @@ from utils.state import TrainState
 from utils.stop import StopRequest
 
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "none": torch.float32}
+LOCK_SECONDS = 10.0
 SYNTHETIC_TRAIN, SYNTHETIC_VAL, SYNTHETIC_CLASSES = 128_000, 5_000, 1_000  # of --loader synthetic without --data-dir
 
 # torch 2.15 renamed the option; 2.11 to 2.14 know the old name only.
@@ -66,12 +70,18 @@ class Run:
     log: Log
     stop: StopRequest
     seconds_to_first_step: float | None = None  # of this launch, from the start of the process
+    unsaved: str | None = None  # why the last save failed; known to rank 0 alone
 
     def save(self, is_best: bool = False) -> None:
-        """Write last.pt (and best.pt) as of now. A collective."""
+        """Write last.pt (and best.pt) as of now; if that fails, say so and let the run go on. A collective."""
         with self.state.meter.paused():
             loader = self.train_loader.state()
-            checkpoint.save(self.state, loader, self.config, self.fingerprint, self.classes, is_best)
+            self.unsaved = checkpoint.save(self.state, loader, self.config, self.fingerprint, self.classes, is_best)
+        if self.unsaved is not None:
+            self.log.say(
+                f"warning: no checkpoint at step {self.state.step} ({self.unsaved}); make room in "
+                f"{self.config.output_dir}: the next save tries again"
+            )
 
 
 def read_data(config: TrainConfig) -> tuple[Manifest, Manifest]:
@@ -148,6 +158,36 @@ def prepare_output(config: TrainConfig, env: DistEnv) -> None:
     raise_together(error, env)
 
 
+def lock_output(config: TrainConfig, env: DistEnv, stack: contextlib.ExitStack) -> None:
+    """Keep other runs out of the output folder for as long as this process lives. A collective.
+
+    The lock is the kernel's, on the folder itself: it leaves no file and ends with the process, however that ends.
+
+    Raises:
+        UserError: on all ranks, if another run holds it for 10 seconds, more than the workers of a dead one live.
+    """
+    error = None
+    if env.is_main:
+        folder = os.open(config.output_dir, os.O_RDONLY)
+        stack.callback(os.close, folder)
+        deadline = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    error = UserError(
+                        f"--output-dir {config.output_dir}: another run is writing there; wait for its end or give "
+                        "another folder"
+                    )
+                    break
+                time.sleep(0.2)
+            except OSError:  # a file system without locks
+                break
+    raise_together(error, env)
+
+
 def create_sampler(config: TrainConfig, manifest: Manifest, env: DistEnv) -> Sampler:
     """The order of the training images.
 
@@ -177,13 +217,18 @@ def open_checkpoint(config: TrainConfig, env: DistEnv) -> tuple[Path | None, dic
     Raises:
         UserError: on all ranks: missing, damaged, or not the same for all ranks.
     """
-    path, saved, error = None, {}, None
+    path: Path | None = None
+    saved: dict[str, Any] = {}
+    skipped: list[str] = []
+    error = None
     try:
-        path = checkpoint.find(config)
-        saved = checkpoint.load(path) if path is not None else {}
+        path, saved, skipped = checkpoint.load_newest(checkpoint.find(config))
     except UserError as found:
         error = found
     raise_together(error, env)
+    if env.is_main:
+        for line in skipped:
+            print(line, flush=True)
     if len(set(gather(saved.get("step"), env))) > 1:
         raise UserError(
             f"--output-dir {config.output_dir}: not the same checkpoint on all ranks; use a shared folder", common=True

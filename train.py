@@ -27,6 +27,7 @@ from run import (
     create_model,
     create_run,
     introduce,
+    lock_output,
     open_checkpoint,
     prepare_output,
     read_data,
@@ -35,7 +36,7 @@ from run import (
 from utils.config import TrainConfig, parse
 from utils.dataset import Manifest
 from utils.distributed import DistEnv, average_buffers, process_group, read_launch
-from utils.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, Stopped, UserError, one_line
+from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR, RunFailed, Stopped, UserError, one_line
 from utils.evaluate import evaluate
 from utils.machine import choose_common_feed, seconds_since_launch
 from utils.optim import check_optimizer
@@ -124,8 +125,18 @@ def log_interval(run: Run) -> None:
 
 def raise_stopped(run: Run) -> NoReturn:
     """End the run after its checkpoint."""
+    require_saved(run)
     run.log.say(f"stopped by {run.stop.reason} at step {run.state.step}; the same command resumes here")
     raise Stopped
+
+
+def require_saved(run: Run) -> None:
+    """Raise RunFailed, on rank 0, if the run is about to end and its last checkpoint could not be written."""
+    if run.unsaved is not None:
+        raise RunFailed(
+            f"--output-dir {run.config.output_dir}: the checkpoint of step {run.state.step} could not be written "
+            f"({run.unsaved}); make room and start again, from the checkpoint before it"
+        )
 
 
 def evaluate_epoch(run: Run) -> None:
@@ -280,6 +291,7 @@ def train(config: TrainConfig) -> None:
         if config.evaluate:
             evaluate_checkpoint(config, manifests, env, path, saved)
             return
+        lock_output(config, env, stack)
         run = create_run(config, manifests, env, stack, started, path, saved)
         introduce(run, manifests, feed)
         if run.state.epoch >= config.epochs and (config.output_dir / SUMMARY).is_file():
@@ -290,6 +302,7 @@ def train(config: TrainConfig) -> None:
             if run.state.epoch < config.epochs and run.stop.agreed():
                 raise_stopped(run)
         write_summary(run)
+        require_saved(run)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -299,6 +312,9 @@ def main(argv: Sequence[str]) -> int:
     except UserError as error:
         report(error)
         return EXIT_USER_ERROR
+    except RunFailed as failure:
+        print(f"train.py: {one_line(str(failure))}", file=sys.stderr, flush=True)
+        return EXIT_FAILED
     except Stopped:
         return EXIT_STOPPED
     return EXIT_DONE

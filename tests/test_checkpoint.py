@@ -1,11 +1,21 @@
 """What is on the disk is whole, also after a crash at the worst instant."""
 
 import os
+import resource
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.conftest import TINY, Finished, read_checkpoint
-from utils.checkpoint import LAST, write_temporary
+import pytest
+
+from tests.conftest import ROOT, TINY, Finished, environment, read_checkpoint, read_metrics
+from utils.checkpoint import EARLIER, LAST, find, load_newest, write_temporary
+from utils.config import TrainConfig
+from utils.errors import UserError
+
+FLAGS = (*TINY, "--batch-size", "8", "--deterministic")
 
 
 def test_best_is_not_written_over_after_a_crash_between_two_names(tmp_path: Path) -> None:
@@ -26,3 +36,108 @@ def test_a_run_goes_on_from_such_a_crash(data: Path, tmp_path: Path, launch: Cal
     best = read_checkpoint(tmp_path, "best.pt")
     assert best["best_top1"] == best["result"]["val/top1"]
     assert not list(tmp_path.glob(".*.tmp"))
+
+
+@pytest.fixture(scope="module")
+def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of two epochs of five steps."""
+    folder = tmp_path_factory.mktemp("trained")
+    words = [sys.executable, ROOT / "train.py", "--data-dir", data, *FLAGS, "--epochs", 2, "--output-dir", folder]
+    subprocess.run(list(map(str, words)), check=True, env=environment(), capture_output=True)
+    return folder
+
+
+def test_the_last_three_are_kept(trained: Path) -> None:
+    kept = [read_checkpoint(trained, name) for name in (LAST, *EARLIER)]
+    assert [(saved["epoch"], saved["step"]) for saved in kept] == [(2, 10), (1, 10), (1, 5)]
+
+
+def damage(path: Path, how: str) -> None:
+    content = bytearray(path.read_bytes())
+    if how == "truncated":
+        path.write_bytes(content[: len(content) // 2])
+    if how == "a bit flipped":
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    if how == "missing":
+        path.unlink()
+
+
+@pytest.mark.parametrize("how", ["truncated", "a bit flipped", "missing"])
+def test_the_newest_whole_checkpoint_is_used(trained: Path, tmp_path: Path, how: str) -> None:
+    for name in (LAST, *EARLIER, "best.pt"):
+        (tmp_path / name).write_bytes((trained / name).read_bytes())
+    config, steps = TrainConfig(output_dir=tmp_path), []
+    for name in (LAST, *EARLIER):
+        damage(tmp_path / name, how)
+        path, saved, skipped = load_newest(find(config))
+        assert path is not None
+        steps.append((path.name, saved["epoch"]))
+        assert how == "missing" or f"{name}: damaged" in skipped[-1]
+    best = read_checkpoint(trained, "best.pt")["epoch"]
+    assert steps == [(EARLIER[0], 1), (EARLIER[1], 1), ("best.pt", best)]
+    damage(tmp_path / "best.pt", how)
+    if how == "missing":
+        assert load_newest(find(config)) == (None, {}, [])
+    else:
+        with pytest.raises(UserError, match=r"none of its 4 checkpoints is whole; --resume none starts from scratch"):
+            load_newest(find(config))
+
+
+def test_a_resume_says_what_it_skips(
+    data: Path, trained: Path, tmp_path: Path, launch: Callable[..., Finished]
+) -> None:
+    for name in (LAST, EARLIER[0]):
+        (tmp_path / name).write_bytes((trained / name).read_bytes())
+    damage(tmp_path / LAST, "truncated")
+    done = launch("--data-dir", data, *FLAGS, "--epochs", "2", "--output-dir", tmp_path)
+    assert done.status == 0, done.err
+    assert f"skipped: --resume {tmp_path / LAST}: damaged" in done.out
+    assert read_checkpoint(tmp_path)["result"] == read_checkpoint(trained)["result"]
+
+
+def limited(*flags: str | Path) -> subprocess.CompletedProcess[str]:
+    """train.py with files of at most 100 KB, a limit of the kernel's, which a checkpoint passes and no other file."""
+
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+
+    words = [sys.executable, str(ROOT / "train.py"), *map(str, flags)]
+    return subprocess.run(
+        words, capture_output=True, text=True, env=environment(), preexec_fn=limit, check=False, timeout=200
+    )
+
+
+def test_a_failed_save_is_told_and_tried_again(data: Path, tmp_path: Path, launch: Callable[..., Finished]) -> None:
+    flags = ("--data-dir", data, *FLAGS, "--output-dir", tmp_path)
+    assert launch(*flags, "--epochs", "1").status == 0
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("*.pt")}
+    done = limited(*flags, "--epochs", "2")
+    assert done.returncode == 1
+    assert done.stdout.count("warning: no checkpoint at step 10 (File too large)") == 2
+    assert "the checkpoint of step 10 could not be written (File too large)" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("*.pt")} == before
+    assert not list(tmp_path.glob(".*.tmp"))
+    assert [record["step"] for record in read_metrics(tmp_path) if "val/top1" in record] == [5, 10]
+    again = launch(*flags, "--epochs", "2")
+    assert again.status == 0
+    assert read_checkpoint(tmp_path)["epoch"] == 2
+
+
+def test_a_second_run_in_the_folder_is_refused(data: Path, tmp_path: Path, launch: Callable[..., Finished]) -> None:
+    flags = ("--data-dir", data, *FLAGS, "--epochs", "100000", "--output-dir", tmp_path)
+    words = [sys.executable, str(ROOT / "train.py"), *map(str, flags)]
+    first = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, text=True)
+    try:
+        assert first.stdout is not None
+        next(line for line in first.stdout if "first step" in line)
+        second = launch(*flags)
+        assert second.status == 2
+        assert f"--output-dir {tmp_path}: another run is writing there" in second.err
+        assert first.poll() is None
+    finally:
+        first.kill()
+        first.communicate()
+    assert launch(*flags, "--epochs", "1", "--resume", "none").status == 0, "the lock ends with the process"

@@ -1,4 +1,4 @@
-"""Atomic save and restore of last.pt and best.pt, and the fingerprint that guards a resume."""
+"""Atomic save and restore of last.pt, the two before it and best.pt, and the fingerprint that guards a resume."""
 
 import contextlib
 import os
@@ -18,6 +18,7 @@ from utils.errors import UserError
 from utils.state import TrainState, mean_buffers
 
 LAST, BEST = "last.pt", "best.pt"
+EARLIER = ("last-1.pt", "last-2.pt")  # what last.pt was, newest first
 FORMAT = 1
 _PARTS = {
     "format", "config", "fingerprint", "classes", "ranks", "model", "optimizer", "scaler", "epoch", "step", "best_top1",
@@ -78,8 +79,8 @@ def changes(saved: dict[str, Any], config: TrainConfig) -> list[str]:
     return [f"{flag(name)} {saved.get(name)} -> {now[name]}" for name in names]
 
 
-def find(config: TrainConfig) -> Path | None:
-    """The checkpoint that `--resume` means, or None to start from scratch (or from `--pretrained`).
+def find(config: TrainConfig) -> list[Path]:
+    """The checkpoints that `--resume` means, newest first; none to start from scratch (or from `--pretrained`).
 
     Raises:
         UserError: a path was given that does not exist, or `--evaluate` has nothing to evaluate.
@@ -88,15 +89,35 @@ def find(config: TrainConfig) -> Path | None:
         path = Path(config.resume)
         if not os.path.isfile(path):  # unlike Path.is_file, False for what may not be looked at
             raise UserError(f"--resume {path}: no such checkpoint; give an existing file, auto or none")
-        return path
-    if config.evaluate and config.pretrained is not None:
-        return None
-    path = config.output_dir / (BEST if config.evaluate and os.path.isfile(config.output_dir / BEST) else LAST)
-    if config.resume == "auto" and os.path.isfile(path):
-        return path
-    if config.evaluate:
+        return [path]
+    if config.resume == "none" or (config.evaluate and config.pretrained is not None):
+        return []
+    names = (BEST, LAST, *EARLIER) if config.evaluate else (LAST, *EARLIER, BEST)
+    paths = [config.output_dir / name for name in names if os.path.isfile(config.output_dir / name)]
+    if config.evaluate and not paths:
         raise UserError(f"--evaluate: no checkpoint in --output-dir {config.output_dir}; give --resume PATH")
-    return None
+    return paths
+
+
+def load_newest(paths: Sequence[Path]) -> tuple[Path | None, dict[str, Any], list[str]]:
+    """The first of `paths` that is whole, its content, and a line for each that was skipped; (None, {}, []) for none.
+
+    Raises:
+        UserError: there are some, but none is whole: nobody is to lose a run by starting from scratch unasked.
+    """
+    skipped: list[str] = []
+    for path in paths:
+        try:
+            return path, load(path), skipped
+        except UserError as error:
+            if len(paths) == 1:
+                raise
+            skipped.append(f"skipped: {error}")
+    if skipped:
+        raise UserError(
+            f"{paths[0].parent}: none of its {len(paths)} checkpoints is whole; --resume none starts from scratch"
+        )
+    return None, {}, []
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -131,8 +152,10 @@ def save(
     fingerprint: dict[str, Any],
     classes: Sequence[str],
     is_best: bool = False,
-) -> None:
+) -> str | None:
     """Write last.pt, and best.pt with the same content if `is_best`. A collective; rank 0 writes.
+
+    What last.pt was becomes last-1.pt, and that last-2.pt.
 
     Args:
         state: the run.
@@ -141,10 +164,13 @@ def save(
         fingerprint: see `fingerprint`.
         classes: class names in label order.
         is_best: whether the evaluation that this checkpoint holds is the best so far.
+
+    Returns:
+        Why it could not be written (a full disk, say), or None; what was there before then stands.
     """
     ranks = gather_main(state.own(loader), state.env)
     if ranks is None:
-        return
+        return None
     checkpoint = state.shared() | {
         "format": FORMAT,
         "config": config.to_dict(),
@@ -154,17 +180,39 @@ def save(
     }
     for name in state.modules():
         checkpoint[name] = checkpoint[name] | mean_buffers([own["buffers"][name] for own in ranks])
-    # Each name is, at any instant and after a crash, the old content or the new one, whole. best.pt goes first, as
-    # last.pt already says that this is the best.
-    written = write_temporary(checkpoint, config.output_dir / LAST)
+    try:
+        _write(checkpoint, config.output_dir, is_best)
+    except (OSError, RuntimeError) as error:  # the latter from torch's writer, which hides the former
+        for name in (LAST, *EARLIER, BEST):
+            with contextlib.suppress(OSError):
+                _temporary(config.output_dir / name).unlink(missing_ok=True)
+        cause = next(
+            (cause for cause in (error, error.__cause__, error.__context__) if isinstance(cause, OSError)), error
+        )
+        return getattr(cause, "strerror", None) or str(cause).splitlines()[0]
+    return None
+
+
+def _write(checkpoint: dict[str, Any], folder: Path, is_best: bool) -> None:
+    # Each name is, at any instant and after a crash, the old content or the new one, whole; last.pt is always there.
+    # best.pt goes before it, as last.pt already says that this is the best.
+    written = write_temporary(checkpoint, folder / LAST)
     if is_best:
-        _rename(_link(written, config.output_dir / BEST), config.output_dir / BEST)
-    _rename(written, config.output_dir / LAST)
+        _rename(_link(written, folder / BEST), folder / BEST)
+    if (folder / EARLIER[0]).exists():
+        (folder / EARLIER[0]).replace(folder / EARLIER[1])
+    if (folder / LAST).exists():
+        _rename(_link(folder / LAST, folder / EARLIER[0]), folder / EARLIER[0])
+    _rename(written, folder / LAST)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.tmp")
 
 
 def write_temporary(checkpoint: dict[str, Any], path: Path) -> Path:
     """Write beside `path`, down to the disk, and return where; `path` itself stays as it is."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = _temporary(path)
     temporary.unlink(missing_ok=True)  # after a crash it can be another name of best.pt
     with temporary.open("wb") as file:
         torch.save(checkpoint, file)
@@ -174,7 +222,7 @@ def write_temporary(checkpoint: dict[str, Any], path: Path) -> Path:
 
 
 def _link(source: Path, path: Path) -> Path:
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = _temporary(path)
     temporary.unlink(missing_ok=True)
     try:
         os.link(source, temporary)

@@ -18,6 +18,10 @@ class UserError(Exception):
         self.common = common
 
 
+class RunFailed(Exception):
+    """A failure in the run that one line explains; exit status 1."""
+
+
 class Stopped(Exception):
     """A signal or the time limit asked for the end, and the checkpoint has been written."""
 

@@ -1,6 +1,8 @@
 """What people and scripts see: rank 0's console, progress bar, metrics.jsonl, TensorBoard."""
 
+import contextlib
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ class Log:
         self._path = output_dir / METRICS
         self._active = env.is_main
         self._epochs, self._steps_per_epoch = epochs, steps_per_epoch
+        self._unwritten = ""  # lines of metrics.jsonl
         self._bar: tqdm[Any] | None = None
         self._events: Any = None
         if tensorboard and self._active:
@@ -59,8 +62,16 @@ class Log:
         """Append one object to metrics.jsonl, and its numbers to TensorBoard."""
         if not self._active:
             return
-        with self._path.open("a") as file:
-            file.write(json.dumps(values) + "\n")
+        self._unwritten += json.dumps(values) + "\n"
+        size = self._path.stat().st_size if self._path.exists() else 0
+        try:
+            with self._path.open("a") as file:
+                file.write(self._unwritten)
+            self._unwritten = ""
+        except OSError as error:  # a full disk must not end the run; the lines wait for the next record
+            self.say(f"warning: {self._path}: not written ({error.strerror})")
+            with contextlib.suppress(OSError):
+                os.truncate(self._path, size)  # not half a line
         if self._events is not None:
             for name in values.keys() - {"epoch", "step"}:
                 self._events.add_scalar(name, values[name], values["step"])
