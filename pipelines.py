@@ -46,6 +46,7 @@ TRANSLATE = 150 / 331  # AutoAugment's largest shift, of the side (arXiv:1805.09
 TRIVIAL_TRANSLATE = 32  # TrivialAugment's largest shift, pixels (arXiv:2103.10158, table 1)
 READ_THREADS = 4  # at least, of each reader; they mostly wait for the disk
 KEPT = ("gpu", "host")  # values of --cache with which images are decoded once
+CHUNK = 2**28  # bytes; torch rounds pinned memory up to a power of two
 TURNS = 2  # pipelines that take turns at the training batches
 
 
@@ -121,7 +122,7 @@ def create_val_loader(config: TrainConfig, manifest: Manifest, env: DistEnv) -> 
 # DALI graphs
 
 
-def _random_crops(jpegs: Any, config: TrainConfig, device: str) -> Any:
+def _random_crops(source: Any, config: TrainConfig, device: str) -> Any:
     """uint8 HWC (image_size, image_size, 3): random resized crop of encoded (or cached) images, mirrored at random.
 
     Mirroring is a resize of the crop from right to left: fn.flip would launch a kernel for every image.
@@ -134,10 +135,10 @@ def _random_crops(jpegs: Any, config: TrainConfig, device: str) -> Any:
     }
     mirror = fn.cast(fn.random.coin_flip(probability=config.hflip), dtype=types.FLOAT)
     if config.decode == "fused":
-        images = fn.decoders.image_random_crop(jpegs, random_area=area, random_aspect_ratio=ratio, **decoder)
+        images = fn.decoders.image_random_crop(source, random_area=area, random_aspect_ratio=ratio, **decoder)
         top, bottom, left, right = (mirror * zero + one for zero, one in ((0, 0), (0, 1), (1, 0), (-1, 1)))
     else:
-        images = jpegs if config.cache in KEPT else fn.decoders.image(jpegs, **decoder)
+        images = source if config.cache in KEPT else fn.decoders.image(source, **decoder)
         anchor, shape = fn.random_crop_generator(images.shape()[:2], random_area=area, random_aspect_ratio=ratio)
         start, length = (fn.cast(corner, dtype=types.FLOAT) for corner in (anchor, shape))
         top, bottom = start[0], start[0] + length[0]
@@ -172,8 +173,8 @@ def _apply_policy(images: Any, policy: str, image_size: int) -> Any:
     return images
 
 
-def _train_images(jpegs: Any, config: TrainConfig, device: str) -> Any:
-    return _auto_augment(_random_crops(jpegs, config, device), config.augment, config.image_size)
+def _train_images(source: Any, config: TrainConfig, device: str) -> Any:
+    return _auto_augment(_random_crops(source, config, device), config.augment, config.image_size)
 
 
 def _on_device(targets: Any, device: str) -> Any:
@@ -186,8 +187,8 @@ def train_pipeline(source: Callable[[BatchInfo], Any], config: TrainConfig, devi
 
     `source` gives encoded files, as `_FileReader`, or decoded images, as `_DecodedImages`, by `config.cache`.
     """
-    jpegs, targets = _decoded(source, config, device) if config.cache in KEPT else _encoded(source)
-    return _train_images(jpegs, config, device), _on_device(targets, device)
+    images, targets = _decoded(source, config, device) if config.cache in KEPT else _encoded(source)
+    return _train_images(images, config, device), _on_device(targets, device)
 
 
 @dali.pipeline_def(exec_dynamic=True, enable_conditionals=True)  # type: ignore[untyped-decorator]
@@ -352,8 +353,9 @@ class _DecodedImages:
     def __init__(self, config: TrainConfig, manifest: Manifest, env: DistEnv) -> None:
         self._labels = manifest.labels[:, None]
         self._device = env.device
-        self._memory: list[Tensor] = []
-        self._images: list[Any] = []  # DALI's views of it
+        self._chunks: list[Tensor] = []
+        self._free = torch.empty(0, dtype=torch.uint8)  # what is left of the newest chunk
+        self._images: list[Any] = []  # DALI's views of the chunks
         batches = [
             np.arange(at, min(at + config.batch_size, len(manifest)))
             for at in range(0, len(manifest), config.batch_size)
@@ -363,28 +365,27 @@ class _DecodedImages:
             lambda info: reader.take(info.iteration), config, _dali_device(env), **_pipeline_options(config, env)
         )
         pipeline.build()
-        for _ in tqdm(batches, "decoding", unit="batch", leave=False, disable=not env.is_main):
+        for _ in tqdm(batches, "decoding", unit="batch", leave=False, disable=None if env.is_main else True):
             self._append(_outputs(pipeline, env.device)[0], config)
         if env.device.type == "cuda":
             torch.cuda.synchronize(env.device)
 
     def _append(self, decoded: Any, config: TrainConfig) -> None:
-        images = [from_dlpack(decoded[index]) for index in range(len(decoded))]
         on_gpu = config.cache == "gpu"
-        memory = torch.empty(
-            sum(image.numel() for image in images),
-            dtype=torch.uint8,
-            device=self._device if on_gpu else "cpu",
-            pin_memory=not on_gpu and self._device.type == "cuda",
-        )
-        self._memory.append(memory)
         wrap = dali.tensors.TensorGPU if on_gpu else dali.tensors.TensorCPU
-        start = 0
-        for image in images:
-            place = memory[start : start + image.numel()].view(image.shape)
+        for index in range(len(decoded)):
+            image = from_dlpack(decoded[index])
+            if image.numel() > len(self._free):
+                self._free = torch.empty(
+                    max(CHUNK, image.numel()),
+                    dtype=torch.uint8,
+                    device=self._device if on_gpu else "cpu",
+                    pin_memory=not on_gpu and self._device.type == "cuda",
+                )
+                self._chunks.append(self._free)
+            place, self._free = self._free[: image.numel()].view(image.shape), self._free[image.numel() :]
             place.copy_(image)
             self._images.append(wrap(place if on_gpu else place.numpy(), "HWC"))
-            start += image.numel()
 
     def __getitem__(self, indices: NDArray[np.int64]) -> tuple[list[Any], NDArray[np.int64]]:
         return [self._images[index] for index in indices], self._labels[indices]
@@ -415,10 +416,9 @@ class DaliTrainLoader:
         self._taken = first_batch - self._origin
         self._device = env.device
         self._images = _DecodedImages(config, manifest, env) if config.cache in KEPT else None
-        blobs = [None] * min(TURNS, config.workers or 1) if state is None else state["dali"]
+        blobs = [None] * TURNS if state is None else state["dali"]
         self._pipelines = [
-            self._create_pipeline(config, manifest, sampler, env, turn, len(blobs), blob)
-            for turn, blob in enumerate(blobs)
+            self._create_pipeline(config, manifest, sampler, env, turn, blob) for turn, blob in enumerate(blobs)
         ]
 
     def _create_pipeline(
@@ -428,26 +428,25 @@ class DaliTrainLoader:
         sampler: Sampler,
         env: DistEnv,
         turn: int,
-        turns: int,
         blob: Tensor | None,
     ) -> Any:
-        """The pipeline that makes batches `turn`, `turn + turns`, ... since the origin; `blob` is its checkpoint."""
-        workers, prefetch = ((config.workers or 1) + turn) // turns, -(-(config.prefetch or 1) // turns)
+        """The pipeline that makes batches `turn`, `turn + TURNS`, ... since the origin; `blob` is its checkpoint."""
+        workers, prefetch = ((config.workers or 1) + turn) // TURNS, -(-(config.prefetch or 1) // TURNS)
         config = dataclasses.replace(config, workers=max(1, workers), prefetch=prefetch)
         first = self._origin + turn
-        taken = -((turn - self._taken) // turns)  # by this pipeline
+        taken = -((turn - self._taken) // TURNS)  # by this pipeline
         images = self._images
         if images is None:
-            reader = _FileReader(manifest, lambda number: sampler.indices(first + number * turns), config, taken)
+            reader = _FileReader(manifest, lambda number: sampler.indices(first + number * TURNS), config, taken)
             source = lambda info: reader.take(info.iteration)  # noqa: E731
         else:
-            source = lambda info: images[sampler.indices(first + info.iteration * turns)]  # noqa: E731
+            source = lambda info: images[sampler.indices(first + info.iteration * TURNS)]  # noqa: E731
         pipeline = train_pipeline(
             source,
             config,
             _dali_device(env),
             checkpoint=None if blob is None else bytes(blob.numpy()),
-            **_pipeline_options(config, env) | {"seed": config.seed + env.rank * turns + turn},
+            **_pipeline_options(config, env) | {"seed": config.seed + env.rank * TURNS + turn},
         )
         pipeline.build()
         return pipeline

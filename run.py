@@ -407,7 +407,8 @@ def introduce(run: Run, manifests: tuple[Manifest, Manifest], feed: FeedChoice) 
     where = torch.cuda.get_device_name(env.device) if env.device.type == "cuda" else "CPU"
     loader: str = config.loader
     if config.loader in ("dali", "proxy"):
-        loader = f"{loader}, DALI {pipelines.DALI_VERSION}, {config.decode} decode, {config.prefetch} batches ahead"
+        how = f"kept decoded ({config.cache})" if config.cache in pipelines.KEPT else f"{config.decode} decode"
+        loader = f"{loader}, DALI {pipelines.DALI_VERSION}, {how}, {config.prefetch} batches ahead"
     ways = {"compiled": config.compile, "fused layers": config.fused_layers, "as a CUDA graph": config.cuda_graph}
     compiled = "".join(f", {way}" for way, used in ways.items() if used)
     start = "from scratch"

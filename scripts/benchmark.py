@@ -117,7 +117,7 @@ def describe(options: Options, run: Run, manifest: Manifest, argv: Sequence[str]
     """What was measured, and on what: the part of benchmark.json that holds no figures."""
     config = run.config
     width, height, size = sample_images(manifest)
-    on_cuda = run.env.device.type == "cuda"
+    on_cuda, machine = run.env.device.type == "cuda", inspect_machine(run.env)
     return {
         "command": shlex.join(["scripts/benchmark.py", *argv]),
         "arch": config.arch,
@@ -131,7 +131,8 @@ def describe(options: Options, run: Run, manifest: Manifest, argv: Sequence[str]
         "workers": config.workers,
         "device": config.device,
         "device_name": torch.cuda.get_device_name(run.env.device) if on_cuda else cpu_name(),
-        "jpeg_engines": inspect_machine(run.env).jpeg_engines,
+        "jpeg_engines": machine.jpeg_engines,
+        "kept": choose_feed(TrainConfig(), machine, dataset.decoded_bytes(manifest)).cache != "none",
         "cores": len(os.sched_getaffinity(0)),
         "versions": {
             "dali": pipelines.DALI_VERSION,
@@ -211,6 +212,7 @@ def collect(facts: dict[str, Any], run: Run, loaders: Sequence[Loader], files: F
         workers=facts["workers"],
         on_gpu=facts["device"] == "cuda",
         jpeg_engines=facts["jpeg_engines"],
+        kept=facts["kept"],
         unused=unused_flags(run.config),
         synthetic=synthetic,
         files=read,

@@ -19,7 +19,7 @@ import typer
 
 BENCHMARK = Path(__file__).with_name("benchmark.py")
 DALI = "dali-full,dali-fused"
-RUNS = {  # 4 decoding and 4 reading threads are at most 8
+RUNS = {  # besides the decoding threads, eight read files, and mostly wait
     "resnet50": ("--arch", "resnet50", "--workers", "4", "--loaders", DALI),
     "resnet50-128": ("--arch", "resnet50", "--workers", "4", "--loaders", "dali-full", "--batch-size", "128"),
     "efficientnet_b0": ("--arch", "efficientnet_b0", "--workers", "4", "--loaders", DALI),

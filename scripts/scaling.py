@@ -4,14 +4,16 @@
     scripts/scaling.py --data-dir DIR --output-dir OUT --processes 1,2,4,8 --loaders dali,torch
     scripts/scaling.py --data-dir DIR --output-dir OUT --processes 1,2 --cpus 8      # on 8 CPU threads in all
 
-DIR holds train/CLASS/*.jpg and val/CLASS/*.jpg. The files are linked as often as it takes to fill an epoch. A run is
-ended by a signal when its windows are measured; a run's first log intervals, in which it warms up, do not count.
-Prints a table and writes scaling.json and scaling.png to --output-dir, with the logs of the runs.
+DIR holds train/CLASS/*.jpg and val/CLASS/*.jpg. The files are linked as often as it takes to fill an epoch, and are not
+kept decoded, as a large data set could not be. A run is ended by a signal when its windows are measured; its first log
+intervals, in which it warms up, do not count. Prints a table and writes scaling.json, scaling.png and the logs of the
+runs to --output-dir.
 """
 
 import dataclasses
 import json
 import os
+import shlex
 import signal
 import statistics
 import subprocess
@@ -25,9 +27,11 @@ from typing import Annotated, Any
 import typer
 from matplotlib.figure import Figure
 
+LOADERS = ("dali", "proxy", "torch", "synthetic")
 ROOT = Path(__file__).resolve().parent.parent
 WARMUP = 3  # log intervals
 SPARE = 2  # log intervals in which the signal arrives
+END_SECONDS = 60  # for a run to save and end
 
 
 @dataclasses.dataclass
@@ -53,9 +57,10 @@ def link_images(data_dir: Path, folder: Path, least: int) -> None:
             raise typer.BadParameter(f"{data_dir / split} holds no CLASS/IMAGE", param_hint="--data-dir")
         for path in files:
             (folder / split / path.parent.name).mkdir(parents=True, exist_ok=True)
-        for turn in range(max(1, -(-wanted // len(files)))):
-            for path in files:
-                (folder / split / path.parent.name / f"{turn:06}-{path.name}").symlink_to(path)
+        for number in range(max(len(files), wanted)):
+            turn, index = divmod(number, len(files))
+            path = files[index]
+            (folder / split / path.parent.name / f"{turn:06}-{path.name}").symlink_to(path)
 
 
 def measure(point: Point, data_dir: Path, work: Path, flags: Sequence[str], cpus: int | None, windows: int) -> None:
@@ -64,19 +69,21 @@ def measure(point: Point, data_dir: Path, work: Path, flags: Sequence[str], cpus
     Raises:
         RuntimeError: the run ended by itself.
     """
-    output_dir = Path(tempfile.mkdtemp(dir=work))
+    output_dir = data_dir / "runs" / f"{point.loader}-{point.processes}"
     launcher = [sys.executable]
     if point.processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={point.processes}"]
-    words = [*launcher, ROOT / "train.py", "--data-dir", data_dir, "--output-dir", output_dir, "--loader", point.loader]
+    words = [*launcher, ROOT / "train.py", "--data-dir", data_dir, "--output-dir", output_dir, "--resume", "none"]
+    words += ["--loader", point.loader, "--epochs", "1", "--cache", "none"]
     threads = sorted(os.sched_getaffinity(0))[:cpus]
     log = work / f"{point.loader}-{point.processes}.log"
     with log.open("a") as out:
         process = subprocess.Popen(
-            [*map(str, words), "--epochs", "1", *flags],
+            [*map(str, words), *flags],
             stdout=out, stderr=out, preexec_fn=lambda: os.sched_setaffinity(0, threads),
         )  # fmt: skip
         metrics = output_dir / "metrics.jsonl"
+        metrics.unlink(missing_ok=True)
         try:
             while len(lines := metrics.read_text().splitlines() if metrics.exists() else []) < WARMUP + windows:
                 if process.poll() is not None:
@@ -84,7 +91,11 @@ def measure(point: Point, data_dir: Path, work: Path, flags: Sequence[str], cpus
                 time.sleep(0.1)
         finally:
             process.send_signal(signal.SIGTERM)
-            process.wait()
+            try:
+                process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise RuntimeError(f"{point.loader} on {point.processes}: did not end, see {log}") from None
     for line in lines[WARMUP : WARMUP + windows]:
         record: dict[str, Any] = json.loads(line)
         point.rates.append(record["images_per_second"])
@@ -138,22 +149,28 @@ def main(
     output_dir: Annotated[Path, typer.Option(help="Where the results go.")],
     processes: Annotated[str, typer.Option(help="Numbers of processes, one GPU each, ascending.")] = "1,2",
     loaders: Annotated[str, typer.Option(help="Values of train.py's --loader.")] = "dali",
-    flags: Annotated[str, typer.Option(help="More flags of train.py.")] = "--arch resnet50 --batch-size 256",
-    batch_size: Annotated[int, typer.Option(help="Of `flags`: sizes the epoch.")] = 256,
-    cpus: Annotated[int | None, typer.Option(help="CPU threads for all together.", show_default="all")] = None,
-    log_steps: Annotated[int, typer.Option(help="Steps of a window.")] = 20,
-    windows: Annotated[int, typer.Option(help="Windows per run.")] = 5,
-    rounds: Annotated[int, typer.Option(help="Runs of each.")] = 2,
+    batch_size: Annotated[int, typer.Option(help="Images per process and step.", min=1)] = 256,
+    flags: Annotated[str, typer.Option(help="More flags of train.py.")] = "--arch resnet50",
+    cpus: Annotated[int | None, typer.Option(help="CPU threads for all together.", show_default="all", min=1)] = None,
+    log_steps: Annotated[int, typer.Option(help="Steps of a window.", min=1)] = 20,
+    windows: Annotated[int, typer.Option(help="Windows per run.", min=1)] = 5,
+    rounds: Annotated[int, typer.Option(help="Runs of each.", min=1)] = 2,
 ) -> None:
     """Train on more and more GPUs and say how well it scales."""
-    numbers = [int(word) for word in processes.split(",")]
+    if not all(word.isdigit() and int(word) > 0 for word in processes.split(",")):
+        raise typer.BadParameter(f"{processes!r} must be whole numbers, such as 1,2,4", param_hint="--processes")
+    for loader in loaders.split(","):
+        if loader not in LOADERS:
+            raise typer.BadParameter(f"{loader!r} is not one of {', '.join(LOADERS)}", param_hint="--loaders")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run under way is ended, too
+    numbers = sorted(int(word) for word in processes.split(","))
     points = [Point(loader, number) for loader in loaders.split(",") for number in numbers]
     output_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="scaling-") as folder:
         link_images(data_dir, Path(folder), (WARMUP + windows + SPARE) * log_steps * batch_size * max(numbers))
         for turn in range(rounds):
             for point in points:
-                words = [*flags.split(), "--log-steps", str(log_steps)]
+                words = [*shlex.split(flags), "--batch-size", str(batch_size), "--log-steps", str(log_steps)]
                 measure(point, Path(folder), output_dir, words, cpus, windows)
                 print(f"round {turn + 1}: {point.loader} on {point.processes}: {point.rate:,.0f} images/s", flush=True)
     found = [dataclasses.asdict(point) | {"efficiency": efficiency(point, points)} for point in points]

@@ -44,7 +44,7 @@ from utils.verdict import Verdict, judge
 LOADERS = ("dali_fused", "dali_full", "torch", "timm")
 FACTS = {
     "num_images": 41, "generated": False, "image_width": 56.0, "image_height": 56.0, "image_size": 32, "workers": 1,
-    "device": "cpu", "jpeg_engines": 0, "windows": 1, "window_seconds": 0.1,
+    "device": "cpu", "jpeg_engines": 0, "kept": False, "windows": 1, "window_seconds": 0.1,
 }  # fmt: skip
 TINY = TrainConfig(
     loader="synthetic", resume="none", arch="test_resnet", image_size=32, batch_size=8, workers=1, device="cpu"
@@ -91,6 +91,8 @@ def numbers(value: Any) -> Iterator[float]:
 def test_json_has_every_figure(finished: tuple[dict[str, Any], Path, str]) -> None:
     result, _, _ = finished
     assert all(math.isfinite(number) and number >= 0 for number in numbers(result))
+    assert result["kept"] is True
+    assert any("--cache auto" in line for line in result["warnings"])
     for name, kind in {
         "command": str, "arch": str, "batch_size": int, "image_size": int, "amp": str, "compile": bool,
         "fused_layers": bool, "cuda_graph": bool, "workers": int,

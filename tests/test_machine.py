@@ -17,7 +17,15 @@ from utils.config import TrainConfig
 from utils.dataset import scan, scan_splits
 from utils.distributed import DistEnv
 from utils.errors import UserError
-from utils.machine import Machine, choose_common_feed, choose_feed, cpu_share, inspect_machine, seconds_since_launch
+from utils.machine import (
+    Machine,
+    choose_common_feed,
+    choose_feed,
+    cpu_share,
+    free_memory,
+    inspect_machine,
+    seconds_since_launch,
+)
 
 GB = 10**9
 
@@ -54,19 +62,17 @@ def test_flags_win_over_the_machine_and_give_no_reason() -> None:
     assert choose_feed(TrainConfig(workers=3), machine(16, gpu=True, jpeg_engines=7), 0).decode == "full"
 
 
-@pytest.mark.parametrize(
-    ("gpu", "decoded", "cache"),
-    [(True, 10 * GB, "gpu"), (True, 10 * GB + 1, "none"), (False, 20 * GB, "host"), (False, 20 * GB + 1, "none")],
-)
-def test_small_images_are_kept_decoded(gpu: bool, decoded: int, cache: str) -> None:
-    choice = choose_feed(TrainConfig(), machine(16, gpu, jpeg_engines=0), decoded)
+@pytest.mark.parametrize(("decoded", "cache"), [(20 * GB, "host"), (20 * GB + 1, "none")])
+def test_small_images_are_kept_decoded_on_the_cpu(decoded: int, cache: str) -> None:
+    choice = choose_feed(TrainConfig(), machine(16, gpu=False, jpeg_engines=0), decoded)
     assert (choice.cache, choice.decode) == (cache, "fused" if cache == "none" else "full")
-    assert f"{decoded / 1e9:.1f} GB; {80 if gpu else 160}.0 GB are free" in choice.reasons["cache"]
+    assert "take 20.0 GB; 160.0 GB are free" in choice.reasons["cache"]
+    assert choose_feed(TrainConfig(), machine(16, gpu=True, jpeg_engines=7), decoded).cache == "none"
 
 
-@pytest.mark.parametrize("values", [{"decode": "fused"}, {"loader": "torch"}, {"cache": "none"}])
+@pytest.mark.parametrize("values", [{"decode": "fused"}, {"cache": "none"}])
 def test_images_are_not_kept_against_a_flag(values: dict[str, Any]) -> None:
-    choice = choose_feed(TrainConfig(**values), machine(16, gpu=True, jpeg_engines=7), 1)
+    choice = choose_feed(TrainConfig(**values), machine(16, gpu=False, jpeg_engines=0), 1)
     assert choice.cache == "none"
     assert "cache" not in choice.reasons
 
@@ -81,7 +87,11 @@ def test_a_resume_keeps_the_pixels_of_its_checkpoint(data: Path, cpu: DistEnv) -
         choice = choose_common_feed(TrainConfig(), cpu, {"config": {"decode": decode, "cache": cache}}, train)
         assert (choice.decode, choice.cache) == (decode, cache)
         assert choice.reasons["decode"] == choice.reasons["cache"] == "as in the checkpoint"
-    saved = {"config": {"decode": "full", "cache": "host"}}
+    saved = {"config": {"decode": "full", "cache": "gpu"}}
+    assert choose_common_feed(TrainConfig(evaluate=True), cpu, saved, train).cache == "none"
+    assert choose_common_feed(TrainConfig(loader="torch"), cpu, {}, train).cache == "none"
+    with pytest.raises(UserError, match=r"--cache gpu without a GPU: .* checkpoint was trained so: .* --resume none"):
+        choose_common_feed(TrainConfig(), cpu, saved, train)
     asked = choose_common_feed(TrainConfig(decode="fused", cache="none"), cpu, saved, train)
     assert (asked.decode, asked.cache) == ("fused", "none"), "which the fingerprint then refuses"
     assert set(asked.reasons) == {"workers"}
@@ -94,8 +104,24 @@ def test_images_that_do_not_fit_are_refused(tmp_path: Path, cpu: DistEnv) -> Non
     many = dataclasses.replace(train, files=train.files * 10**5, labels=np.tile(train.labels, 10**5))
     with pytest.raises(UserError, match=r"--cache host: .* take [\d.]+ GB, and [\d.]+ GB are free.* use --cache none"):
         choose_common_feed(TrainConfig(cache="host"), cpu, {}, many)
-    with pytest.raises(UserError, match=r"--cache gpu without a GPU"):
+    with pytest.raises(UserError, match=r"--cache gpu without a GPU: .*; use --cache none"):
         choose_common_feed(TrainConfig(cache="gpu"), cpu, {}, train)
+
+
+def test_free_memory_is_that_of_the_control_group(tmp_path: Path) -> None:
+    # An outer group of 3 GB, 2 used, 1.5 of them page cache; an inner one without a limit.
+    own = tmp_path / "cgroup"
+    own.write_text("0::/slurm/job\n")
+    outer, inner = tmp_path / "fs" / "slurm", tmp_path / "fs" / "slurm" / "job"
+    inner.mkdir(parents=True)
+    for folder, limit in ((outer, "3000000000"), (inner, "max")):
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text("2000000000\n")
+        (folder / "memory.stat").write_text("anon 1\ninactive_file 1500000000\n")
+    assert free_memory(tmp_path / "fs", own) == 2.5 * GB
+    (inner / "memory.max").write_text("2500000000\n")
+    assert free_memory(tmp_path / "fs", own) == 2 * GB
+    assert free_memory(tmp_path / "nothing", tmp_path / "none") > 2.5 * GB, "of this machine"
 
 
 def test_cpu_threads_are_shared_by_the_processes_of_a_machine(cpu: DistEnv) -> None:

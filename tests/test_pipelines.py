@@ -79,6 +79,37 @@ def test_dali_continues_bit_for_bit(data: Path, cpu: DistEnv, decode: str, cache
             assert torch.equal(next(resumed).images, expected.images), cut
 
 
+def test_another_number_of_threads_changes_nothing(data: Path, cpu: DistEnv) -> None:
+    train, _ = scan_splits(data)
+    sampler = Sampler(len(train), 8)
+    streams = [
+        pipelines.create_train_loader(config_for(workers=workers, prefetch=prefetch), train, sampler, cpu)
+        for workers, prefetch in ((1, 1), (2, 6), (5, 3))
+    ]
+    for _ in range(3):
+        images = [next(stream).images for stream in streams]
+        assert torch.equal(images[0], images[1])
+        assert torch.equal(images[0], images[2])
+    resumed = pipelines.create_train_loader(config_for(workers=3), train, sampler, cpu, 3, streams[0].state())
+    for _ in range(4):
+        assert torch.equal(next(resumed).images, next(streams[1]).images)
+
+
+@pytest.mark.parametrize(
+    ("workers", "prefetch", "threads", "depths"),
+    [(5, 6, [2, 3], [3, 3]), (1, 1, [1, 1], [1, 1]), (2, 3, [1, 1], [2, 2])],
+)
+def test_pipelines_share_threads_and_queue(
+    data: Path, cpu: DistEnv, workers: int, prefetch: int, threads: list[int], depths: list[int]
+) -> None:
+    train, _ = scan_splits(data)
+    config = config_for(workers=workers, prefetch=prefetch)
+    stream = pipelines.create_train_loader(config, train, Sampler(len(train), 8), cpu)
+    assert isinstance(stream, pipelines.DaliTrainLoader)
+    assert [pipeline.num_threads for pipeline in stream._pipelines] == threads
+    assert [pipeline.prefetch_queue_depth for pipeline in stream._pipelines] == depths
+
+
 def test_kept_images_are_those_of_the_files(data: Path, cpu: DistEnv) -> None:
     train, _ = scan_splits(data)
     files, kept = (

@@ -404,6 +404,7 @@ OTHER_RUNS: dict[str, tuple[str, ...]] = {
     "--seed 7": ("--seed: 0 then, 7 now",),
     "--seed 7 --hflip 0": ("--seed: 0 then, 7 now; --hflip: 0.5 then, 0.0 now",),
     "--arch test_vit": ("--arch: test_resnet then, test_vit now",),
+    "--cache host": ("--cache: none then, host now",),
     "--loader torch": ("--loader: dali then, torch now", "DALI version: "),
     "--num-classes 5": ("--num-classes: 3 then, 5 now",),
     "--ema-decay 0.9": ("--ema-decay",),

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from PIL import Image
 
 from tests.conftest import ROOT, environment
 
-FLAGS = "--arch test_resnet --image-size 32 --val-resize 36 --workers 1 --device cpu --batch-size 4"
+FLAGS = "--arch test_resnet --image-size 32 --val-resize 36 --workers 1 --device cpu"
 
 
 @pytest.mark.dist
@@ -34,6 +35,35 @@ def test_table_and_files(data: Path, tmp_path: Path) -> None:
     log = (tmp_path / "out" / "dali-2.log").read_text()
     assert "8 = 4 images x 2 processes" in log
     assert "stopped by SIGTERM" in log
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--processes", "a"), "--processes"), (("--processes", "0"), "--processes"), (("--rounds", "0"), "--rounds"),
+        (("--loaders", "foo"), "'foo' is not one of dali"),
+    ],
+)  # fmt: skip
+def test_refusals(data: Path, tmp_path: Path, flags: tuple[str, ...], named: str) -> None:
+    words = [sys.executable, ROOT / "scripts" / "scaling.py", "--data-dir", data, "--output-dir", tmp_path, *flags]
+    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, env=environment())
+    assert done.returncode == 2
+    assert named in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.dist
+def test_a_signal_ends_the_run_under_way(data: Path, tmp_path: Path) -> None:
+    words = [sys.executable, ROOT / "scripts" / "scaling.py", "--data-dir", data, "--output-dir", tmp_path / "out"]
+    sizes = ("--batch-size", "4", "--log-steps", "1", "--windows", "2000", "--processes", "2")
+    process = subprocess.Popen([*map(str, words), "--flags", FLAGS, *sizes], env=environment())
+    log = tmp_path / "out" / "dali-2.log"
+    while not (log.exists() and "first step" in log.read_text()):
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.terminate()
+    assert process.wait(60) == 143
+    assert "stopped by" in log.read_text()
 
 
 def test_a_run_that_ends_by_itself_is_an_error(data: Path, tmp_path: Path) -> None:

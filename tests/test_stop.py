@@ -62,7 +62,9 @@ def test_before_the_first_step_a_signal_ends_at_once(name: str) -> None:
 @pytest.mark.parametrize("processes", [1, 2])
 def test_time_limit(data: Path, tmp_path: Path, launch: Callable[..., Finished], processes: int) -> None:
     flags = ("--data-dir", data, *TINY, "--epochs", 1000, "--batch-size", 4, "--output-dir", tmp_path)
-    done = launch(*flags, "--time-limit", "0.5", processes=processes)  # over when the first step is done
+    # Over when the first step is done. And a launch as users make it, which keeps so few images decoded.
+    done = launch(*flags, "--cache", "auto", "--time-limit", "0.5", processes=processes)
+    assert "--cache host: decoded, the training images take" in done.out
     assert "stopped by the time limit at step" in done.out or "stopped by another rank at step" in done.out
     assert read_checkpoint(tmp_path)["step"] <= 3
     if processes == 1:

@@ -30,6 +30,7 @@ def figures(*feeds: Feed, **values: Any) -> Figures:
         workers=8,
         on_gpu=True,
         jpeg_engines=0,
+        kept=False,
         unused=(),
         synthetic=rate(1000),
         files=rate(50_000),
@@ -124,6 +125,7 @@ def test_words_fit_the_side() -> None:
 def test_the_fastest_of_our_own_loaders_is_advised() -> None:
     dali, torch, timm = feed("dali-full", 900, 500), feed("torch", 900, 800), feed("timm", 900, 900)
     assert judge(figures(dali, torch, timm)).advice[0].startswith("Train with --loader torch,")
+    assert not any("--loader" in line for line in judge(figures(dali, torch, timm, kept=True)).advice)
     near = dataclasses.replace(dali, training=Rate((700.0, 790.0, 801.0)))
     torch = dataclasses.replace(torch, training=Rate((800.0, 800.0, 800.0)))
     assert not any("--loader" in line for line in judge(figures(near, torch)).advice)  # not clearly faster
@@ -157,6 +159,7 @@ def test_warnings() -> None:
     assert judge(figures(calm)).warnings == ()
     assert judge(figures(calm, num_images=100)).warnings == ()
     assert "99 images: the figures mean little" in judge(figures(calm, num_images=99)).warnings[0]
+    assert "keep these images decoded" in judge(figures(calm, kept=True)).warnings[0]
     assert "generated" in judge(figures(calm, generated=True)).warnings[0]
     assert "differ by up to 30%" in judge(figures(calm, synthetic=rate(1000, 0.3))).warnings[0]
 

@@ -19,7 +19,7 @@ from utils.state import TrainState, mean_buffers
 
 LAST, BEST = "last.pt", "best.pt"
 EARLIER = ("last-1.pt", "last-2.pt")  # what last.pt was, newest first
-FORMAT = 1
+FORMAT = 2
 _PARTS = {
     "format", "config", "fingerprint", "classes", "ranks", "model", "optimizer", "scaler", "epoch", "step", "best_top1",
     "result", "seconds",
@@ -49,7 +49,7 @@ def fingerprint(config: TrainConfig, train: Manifest, val: Manifest, env: DistEn
     flags = {flag(name): getattr(config, name) for name in _FINGERPRINT_FLAGS}
     return flags | {
         "--decode": config.decode if uses_dali else None,
-        "--cache": config.cache,
+        "--cache": config.cache if config.loader == "dali" else None,
         "--ema-decay above 0": config.ema_decay > 0,
         "files of train/": train.fingerprint,
         "files of val/": val.fingerprint,

@@ -106,14 +106,15 @@ def decoded_bytes(manifest: Manifest, sample: int = 256) -> int:
         return 0
     chosen = random.Random(0).sample(range(len(manifest)), min(sample, len(manifest)))
     sizes = []
-    warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # a size is read, nothing is decoded
-    for index in chosen:
-        # Whoever decodes it will say what is wrong with a file.
-        with (
-            contextlib.suppress(OSError, ValueError, Image.DecompressionBombError),
-            Image.open(manifest.path(index)) as image,
-        ):
-            sizes.append(3 * image.width * image.height)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # a size is read, nothing is decoded
+        for index in chosen:
+            # Whoever decodes it will say what is wrong with a file.
+            with (
+                contextlib.suppress(OSError, ValueError, Image.DecompressionBombError),
+                Image.open(manifest.path(index)) as image,
+            ):
+                sizes.append(3 * image.width * image.height)
     return round(len(manifest) * sum(sizes) / len(sizes)) if sizes else 0
 
 

@@ -112,11 +112,13 @@ class CapturedGradients:
             # Threads of DALI call CUDA all the time; only this thread's calls may spoil the recording.
             with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
                 self._loss = self._gradients(self._images, self._targets, 0)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             # Going on would be unsafe: torch leaves its random generator and allocator in the midst of the recording.
             reason = str(error.__context__ or error).strip().splitlines()[0]
             raise UserError(
-                f"--cuda-graph: this network's step cannot be recorded ({reason}); use --no-cuda-graph", common=True
+                f"--cuda-graph: this network's step cannot be recorded ({reason}); use --no-cuda-graph"
             ) from error
         return graph
 

@@ -17,7 +17,7 @@ from utils.distributed import DistEnv, gather, raise_together
 from utils.errors import UserError
 
 PREFETCH = 6  # batches
-SMALL = 1 / 8  # of the free memory: decoded images that take no more are kept there unasked
+SMALL = 1 / 8  # of the free memory: decoded images that take no more are kept there unasked, on the CPU
 LARGEST = 0.8  # of the free memory, for images that are to be kept
 
 
@@ -62,21 +62,26 @@ def inspect_machine(env: DistEnv) -> Machine:
         gpu=gpu,
         jpeg_engines=_jpeg_engines() if gpu else 0,
         gpu_memory=torch.cuda.mem_get_info(env.device)[0] if gpu else 0,
-        host_memory=_free_memory() // len(neighbours),
+        host_memory=free_memory() // len(neighbours),
     )
 
 
-def _free_memory() -> int:
-    """Bytes that this machine, or the control group that this process is in, has left."""
+def free_memory(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Bytes that this machine, and every control group around this process, has left; page cache counts as free.
+
+    https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files
+    """
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free = 1024 * int(lines["MemAvailable"].split()[0])
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        with contextlib.suppress(OSError, ValueError):  # the other version's file; "max" for no limit
-            groups = Path("/sys/fs/cgroup")
-            free = min(free, int((groups / limit).read_text()) - int((groups / used).read_text()))
+    paths = [line[3:] for line in own.read_text().splitlines() if line.startswith("0::")] if own.exists() else []
+    group = groups / (paths[0].strip("/") if paths else "")
+    for folder in (group, *group.parents):
+        with contextlib.suppress(OSError, ValueError):  # no such file at the root; "max" for no limit
+            limit, used = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
+            statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            free = min(free, limit - used + int(statistics["inactive_file"]))
+        if folder == groups:
+            break
     return max(free, 0)
 
 
@@ -98,10 +103,12 @@ def choose_common_feed(config: TrainConfig, env: DistEnv, saved: dict[str, Any],
     Raises:
         UserError: on all ranks, if images are to be kept that do not fit on one of them.
     """
-    machine, decoded = inspect_machine(env), decoded_bytes(manifest)
+    machine = inspect_machine(env)
+    keeps = config.loader == "dali" and config.cache != "none" and not config.evaluate
+    decoded = decoded_bytes(manifest) if keeps else 0
     choice = choose_feed(config, machine, decoded)
     pixels, reasons = gather(({"decode": choice.decode, "cache": choice.cache}, choice.reasons), env)[0]
-    if saved:
+    if saved and not config.evaluate:
         pixels = {name: saved["config"].get(name, "none") for name in pixels}
         reasons = dict.fromkeys(pixels, "as in the checkpoint")
     open_names = [name for name in pixels if getattr(config, name) == "auto"]
@@ -110,7 +117,10 @@ def choose_common_feed(config: TrainConfig, env: DistEnv, saved: dict[str, Any],
         machine,
         decoded,
     )
-    raise_together(_misfit(choice.cache, machine, decoded), env)
+    remedy = "use --cache none"
+    if saved and "cache" in open_names:
+        remedy = "its checkpoint was trained so: resume where they fit, or start anew with --resume none"
+    raise_together(_misfit(choice.cache, machine, decoded, remedy), env)
     shown = {name: reasons[name] for name in open_names if name in reasons}
     return dataclasses.replace(choice, reasons=choice.reasons | shown)
 
@@ -130,11 +140,10 @@ def choose_feed(config: TrainConfig, machine: Machine, decoded: int) -> FeedChoi
     cache: Literal["none", "gpu", "host"] = "none"
     if config.cache != "auto":
         cache = config.cache
-    elif config.loader == "dali" and config.decode != "fused" and decoded:
-        memory = machine.gpu_memory if machine.gpu else machine.host_memory
-        if decoded <= SMALL * memory:
-            cache = "gpu" if machine.gpu else "host"
-        reasons["cache"] = f"decoded, the training images take {_gigabytes(decoded)}; {_gigabytes(memory)} are free"
+    elif config.decode != "fused" and decoded and not machine.gpu:
+        cache = "host" if decoded <= SMALL * machine.host_memory else "none"
+        free = _gigabytes(machine.host_memory)
+        reasons["cache"] = f"decoded, the training images take {_gigabytes(decoded)}; {free} are free"
     decode: Literal["fused", "full"] = "fused"
     if config.decode != "auto":
         decode = config.decode
@@ -155,15 +164,15 @@ def choose_feed(config: TrainConfig, machine: Machine, decoded: int) -> FeedChoi
     return FeedChoice(workers, decode, load, cache, prefetch, reasons)
 
 
-def _misfit(cache: str, machine: Machine, decoded: int) -> UserError | None:
+def _misfit(cache: str, machine: Machine, decoded: int, remedy: str) -> UserError | None:
     memory = {"none": None, "gpu": machine.gpu_memory, "host": machine.host_memory}[cache]
     if memory is None or decoded <= LARGEST * memory:
         return None
     if cache == "gpu" and not machine.gpu:
-        return UserError("--cache gpu without a GPU: there is none to keep images on; use --cache host")
+        return UserError(f"--cache gpu without a GPU: there is none to keep images on; {remedy}")
     return UserError(
         f"--cache {cache}: decoded, the training images take {_gigabytes(decoded)}, and {_gigabytes(memory)} are free "
-        "for each process; use --cache none"
+        f"for each process; {remedy}"
     )
 
 

@@ -13,7 +13,7 @@ rate over that of the same step on synthetic images; the noise is the larger spr
 Where compute-bound, the limit is the GPU, or the CPU threads of a machine without one. Elsewhere it is the disk if
 reading the files without decoding them is less than 1.2 times as fast as the loader; else the CPU threads if 0.8 of
 them or more are busy while the loader runs alone; else the decoder. With full decode on a GPU that has hardware
-decoders it is always these: nine images in ten are theirs, and CPU threads that look busy wait for them. A claim about
+decoders it is always these: nine JPEGs in ten are theirs, and CPU threads that look busy wait for them. A claim about
 DALI is made where the windows of two loaders do not overlap, or where what was measured once differs by 1.2 times or
 more.
 """
@@ -94,6 +94,7 @@ class Figures:
         on_gpu: whether the step runs on a GPU.
         jpeg_engines: hardware JPEG decoders of that GPU.
         unused: flags that are not in use and would make the step faster.
+        kept: whether train.py would keep the images decoded, which no loader here does.
         synthetic: the training step without a feed.
         files: reading the files without decoding them.
         feeds: at least one.
@@ -108,6 +109,7 @@ class Figures:
     on_gpu: bool
     jpeg_engines: int
     unused: tuple[str, ...]
+    kept: bool
     synthetic: Rate
     files: Rate
     feeds: tuple[Feed, ...]
@@ -147,7 +149,7 @@ def judge(figures: Figures) -> Verdict:
         limit=limit,
         feed=feed.name,
         summary=(_outcome(feed, bound, share), reason),
-        advice=(*_best_loader(figures.feeds), *advice),
+        advice=(*_best_loader(figures), *advice),
         where_dali_wins=tuple(text for wins, text in claims if wins) or nowhere,
         where_dali_loses=tuple(text for wins, text in claims if not wins) or nowhere,
         warnings=tuple(_warnings(figures, feed)),
@@ -219,8 +221,8 @@ def _input_advice(figures: Figures, limit: Limit) -> Iterator[str]:
         )
 
 
-def _best_loader(feeds: tuple[Feed, ...]) -> Iterator[str]:
-    usable = [feed for feed in feeds if feed.name in FLAGS]
+def _best_loader(figures: Figures) -> Iterator[str]:
+    usable = [feed for feed in figures.feeds if feed.name in FLAGS and not figures.kept]
     best = max(usable, key=lambda feed: feed.training.median, default=None)
     others = [max(feed.training.windows) for feed in usable if feed is not best]
     if best and others and min(best.training.windows) > max(others):
@@ -256,6 +258,8 @@ def _claims(dali: Feed, feeds: tuple[Feed, ...]) -> Iterator[tuple[bool, str]]:
 def _warnings(figures: Figures, feed: Feed) -> Iterator[str]:
     if figures.num_images < FEW_IMAGES:
         yield f"Only {figures.num_images} images: the figures mean little; give {FEW_IMAGES} or more."
+    if figures.kept:
+        yield "train.py would keep these images decoded in memory (--cache auto), which no loader here does."
     if figures.generated:
         yield "The images are generated: give --data-dir to learn about yours."
     spread = max(feed.training.spread, figures.synthetic.spread)

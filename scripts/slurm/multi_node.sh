@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# All GPUs of several nodes; --output-dir and --data-dir must mean the same folders on all of them.
+#
+#   sbatch --nodes=4 scripts/slurm/multi_node.sh --data-dir /data/imagenet --output-dir runs/resnet50
+#SBATCH --job-name=brisk
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=12
+#SBATCH --time=24:00:00
+#SBATCH --signal=USR1@180
+set -euo pipefail
+
+# The processes meet on the first node, at a port that follows from the job's number.
+srun --kill-on-bad-exit=1 python train.py "$@"

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# A job that may be taken away at any time: it saves, puts itself back into the queue, and goes on from its checkpoint.
+#
+#   sbatch scripts/slurm/preemptible.sh --data-dir /data/imagenet --output-dir runs/resnet50
+#SBATCH --job-name=brisk
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=12
+#SBATCH --time=24:00:00
+#SBATCH --signal=USR1@180
+#SBATCH --requeue
+#SBATCH --open-mode=append
+set -euo pipefail
+
+# Slurm sends SIGTERM to this script too when it preempts the job; srun's processes answer it, not the script.
+trap '' TERM
+status=0
+srun --kill-on-bad-exit=1 python train.py "$@" || status=$?
+if [[ $status -eq 143 ]]; then # stopped, with a checkpoint
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# All GPUs of one node. Stops itself, with a checkpoint, before the time is over; the same command goes on from there.
+#
+#   sbatch scripts/slurm/single_node.sh --data-dir /data/imagenet --output-dir runs/resnet50
+#SBATCH --job-name=brisk
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=12
+#SBATCH --time=24:00:00
+#SBATCH --signal=USR1@180
+set -euo pipefail
+
+# srun starts a process per GPU and passes the signal to each of them; torchrun is not needed.
+srun --kill-on-bad-exit=1 python train.py "$@"
