@@ -73,8 +73,15 @@ class Run:
     unsaved: str | None = None  # why the last save failed; known to rank 0 alone
 
     def save(self, is_best: bool = False) -> None:
-        """Write last.pt (and best.pt) as of now; if that fails, say so and let the run go on. A collective."""
+        """Write last.pt (and best.pt) as of now; if that fails, say so and let the run go on. A collective.
+
+        Weights that gave a loss which is not finite are not worth a checkpoint, nor the one before it.
+        """
         with self.state.meter.paused():
+            if not self.state.meter.is_finite():
+                self.unsaved = "the loss is not finite"
+                self.log.say(f"warning: no checkpoint at step {self.state.step}: {self.unsaved}; the one before stands")
+                return
             loader = self.train_loader.state()
             self.unsaved = checkpoint.save(self.state, loader, self.config, self.fingerprint, self.classes, is_best)
         if self.unsaved is not None:

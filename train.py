@@ -43,6 +43,7 @@ from utils.optim import check_optimizer
 from utils.state import SHARED_MODULES
 
 SUMMARY = "summary.json"
+LEAST_SCALE = 1e-3  # of the loss in fp16: 26 steps that overflow, from torch's first scale
 WORTH_ADVICE = 0.02  # data wait above which the user is told what to do
 
 
@@ -109,7 +110,11 @@ def note_first_step(run: Run) -> None:
 
 
 def log_interval(run: Run) -> None:
-    """Read the meter and write a line of metrics. A collective."""
+    """Read the meter and write a line of metrics. A collective.
+
+    Raises:
+        RunFailed: the loss has not been finite for too many steps, or fp16 finds no scale for it.
+    """
     interval = run.state.meter.read()
     run.log.train(
         {
@@ -121,6 +126,12 @@ def log_interval(run: Run) -> None:
             "data_wait": round(interval.data_wait, 4),
         }
     )
+    where = f"at step {run.state.step}, lr {run.state.optimizer.param_groups[0]['lr']:.4g}"
+    remedy = "lower --lr, set --clip-grad 1, or warm up longer; the last good checkpoint stands"
+    if 0 < run.config.max_bad_steps <= interval.bad_steps:
+        raise RunFailed(f"{where}: the loss has not been finite for {interval.bad_steps} steps in a row; {remedy}")
+    if run.config.max_bad_steps and run.state.scaler.is_enabled() and run.state.scaler.get_scale() < LEAST_SCALE:
+        raise RunFailed(f"{where}: fp16 gradients overflow at any scale of the loss; use --amp bf16, or {remedy}")
 
 
 def raise_stopped(run: Run) -> NoReturn:
@@ -313,7 +324,8 @@ def main(argv: Sequence[str]) -> int:
         report(error)
         return EXIT_USER_ERROR
     except RunFailed as failure:
-        print(f"train.py: {one_line(str(failure))}", file=sys.stderr, flush=True)
+        if read_launch().rank == 0:
+            print(f"train.py: {one_line(str(failure))}", file=sys.stderr, flush=True)
         return EXIT_FAILED
     except Stopped:
         return EXIT_STOPPED

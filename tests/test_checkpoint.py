@@ -141,3 +141,19 @@ def test_a_second_run_in_the_folder_is_refused(data: Path, tmp_path: Path, launc
         first.kill()
         first.communicate()
     assert launch(*flags, "--epochs", "1", "--resume", "none").status == 0, "the lock ends with the process"
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_that_diverges_ends_and_keeps_its_last_good_checkpoint(
+    data: Path, tmp_path: Path, launch: Callable[..., Finished], processes: int
+) -> None:
+    flags = ("--data-dir", data, *FLAGS, "--batch-size", 8 // processes, "--output-dir", tmp_path)
+    assert launch(*flags, "--epochs", "2", processes=processes).status == 0
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("*.pt")}
+    wild = ("--epochs", "9", "--lr", "1e30", "--warmup-epochs", "0", "--checkpoint-steps", "3", "--max-bad-steps", "4")
+    done = launch(*flags, *wild, processes=processes)
+    assert done.status == 1
+    assert done.err.count("the loss has not been finite for 4 steps in a row; lower --lr") == 1
+    assert "the loss is not finite; the one before stands" in done.out
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("*.pt")} == before

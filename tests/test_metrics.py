@@ -57,3 +57,12 @@ def test_totals_leave_out_the_first_interval_if_they_can(cpu: DistEnv) -> None:
     later = Meter(cpu)
     later.load_state_dict(meter.state_dict())
     assert later.totals.images == 7
+
+
+def test_bad_steps_are_counted_in_a_row(cpu: DistEnv) -> None:
+    meter = Meter(cpu)
+    for values, bad in (([1.0, float("nan"), float("inf")], 2), ([float("nan")], 3), ([float("nan"), 2.0], 0)):
+        for value in values:
+            meter.update(torch.tensor(value), 4)
+        assert meter.is_finite() == (bad == 0)
+        assert meter.read().bad_steps == bad

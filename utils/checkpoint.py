@@ -39,6 +39,7 @@ _FREE_FLAGS = (
     "log_steps",
     "checkpoint_steps",
     "time_limit",
+    "max_bad_steps",
     "tensorboard",
 )
 

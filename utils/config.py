@@ -82,6 +82,10 @@ class TrainConfig:
     ema_decay: float = _option(0.0, OPTIMISATION, "Moving average of the weights, e.g. 0.9999; 0 is off.")
     clip_grad: float = _option(0.0, OPTIMISATION, "Largest norm of the gradient; 0 is off.")
 
+    max_bad_steps: int = _option(
+        10, OPTIMISATION, "Steps in a row with a loss that is not finite that end the run; 0: none."
+    )
+
     grad_compression: Literal["none", "bf16"] = _option(
         "none", PRECISION, "What processes exchange gradients in; bf16 halves the traffic."
     )
@@ -118,7 +122,7 @@ def flag(name: str) -> str:
 _AT_LEAST: dict[str, float] = {
     "epochs": 1, "batch_size": 1, "image_size": 8, "val_resize": 8, "workers": 1, "num_classes": 1,
     "grad_accum_steps": 1, "prefetch": 1, "checkpoint_steps": 0, "log_steps": 1, "seed": 0, "weight_decay": 0,
-    "warmup_epochs": 0, "mixup": 0, "cutmix": 0, "clip_grad": 0, "time_limit": 0,
+    "warmup_epochs": 0, "mixup": 0, "cutmix": 0, "clip_grad": 0, "time_limit": 0, "max_bad_steps": 0,
 }  # fmt: skip
 _BELOW_ONE = ("momentum", "label_smoothing", "ema_decay")
 _ABOVE_ZERO = ("lr", "timeout")

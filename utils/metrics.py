@@ -21,11 +21,13 @@ class Interval:
         images_per_second: over all ranks, by wall time.
         data_wait: share of the wall time, 0 to 1, in which the device had nothing to do because input was late; the
             mean over the ranks.
+        bad_steps: how many steps in a row, up to now, had a loss that is not finite.
     """
 
     loss: float
     images_per_second: float
     data_wait: float
+    bad_steps: int
 
 
 @dataclasses.dataclass
@@ -55,6 +57,7 @@ class Meter:
         self._cold_totals = Totals()  # of each launch's first interval: compilation, the filling of the queues
         self._env = env
         self._loss = torch.zeros((), dtype=torch.float64, device=env.device)  # sum over images
+        self._bad_steps = torch.zeros((), dtype=torch.int64, device=env.device)
         self._images = 0
         self._waits: list[tuple[Any, Any]] = []
         self._timed_images = 0
@@ -94,8 +97,13 @@ class Meter:
     def update(self, loss: Tensor, images: int) -> None:
         """Add one batch; `loss` is its mean, a scalar on the device, and is not waited for."""
         self._loss += loss.detach() * images
+        self._bad_steps.add_(1).mul_(~torch.isfinite(loss.detach()))
         self._images += images
         self._timed_images += images
+
+    def is_finite(self) -> bool:
+        """Whether the last loss was, on every rank. Waits for the device; a collective."""
+        return all_reduce_sum(self._bad_steps.clamp(max=1).cpu()).item() == 0
 
     def read(self) -> Interval:
         """Sum over all ranks and begin the next interval. Waits for the device; a collective."""
@@ -106,8 +114,8 @@ class Meter:
         else:
             wait = sum(end - start for start, end in self._waits)
         seconds = time.perf_counter() - self._started
-        own = torch.tensor([self._images, self._timed_images, wait / seconds], dtype=torch.float64)
-        loss, images, timed, share = all_reduce_sum(torch.cat([self._loss.cpu().view(1), own])).tolist()
+        own = torch.tensor([self._images, self._timed_images, wait / seconds, self._bad_steps], dtype=torch.float64)
+        loss, images, timed, share, bad = all_reduce_sum(torch.cat([self._loss.cpu().view(1), own])).tolist()
         share /= self._env.world_size
         totals = self._warm_totals if self._warm else self._cold_totals
         totals.images += timed
@@ -117,7 +125,7 @@ class Meter:
         self._loss.zero_()
         self._images = 0
         self.start()
-        return Interval(loss / images, timed / seconds, share)
+        return Interval(loss / images, timed / seconds, share, round(bad / self._env.world_size))
 
     def _mark(self) -> Any:
         if self._env.device.type != "cuda":
