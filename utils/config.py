@@ -47,9 +47,7 @@ class TrainConfig:
     hw_decoder_load: float | None = _option(
         None, DATA, "Share of a batch that the GPU's JPEG engines decode.", "for --decode"
     )
-    cache: Literal["auto", "none", "gpu", "host"] = _option(
-        "auto", DATA, "Memory that keeps all training images decoded; auto: if they are small beside it."
-    )
+    cache: Literal["auto", "none", "gpu", "host"] = _option("auto", DATA, "Memory that keeps training images decoded.")
     prefetch: int | None = _option(None, DATA, "Batches that DALI prepares ahead.", "6")
     image_size: int = _option(224, DATA, "Side of the network's input, pixels.")
     val_resize: int | None = _option(None, DATA, "Shorter side before the centre crop, pixels.", "image size x 8/7")
@@ -82,9 +80,7 @@ class TrainConfig:
     ema_decay: float = _option(0.0, OPTIMISATION, "Moving average of the weights, e.g. 0.9999; 0 is off.")
     clip_grad: float = _option(0.0, OPTIMISATION, "Largest norm of the gradient; 0 is off.")
 
-    max_bad_steps: int = _option(
-        10, OPTIMISATION, "Steps in a row with a loss that is not finite that end the run; 0: none."
-    )
+    max_bad_steps: int = _option(10, OPTIMISATION, "Steps with no finite loss that end the run; 0: none.")
 
     grad_compression: Literal["none", "bf16"] = _option(
         "none", PRECISION, "What processes exchange gradients in; bf16 halves the traffic."
@@ -99,7 +95,7 @@ class TrainConfig:
     deterministic: bool = _option(False, SWITCHES, "Same bits in every run; slower.")
     log_steps: int = _option(50, RUN, "Steps between two lines of metrics.jsonl.")
     tensorboard: bool = _option(False, SWITCHES, "Also write TensorBoard events.")
-    time_limit: float = _option(0.0, RUN, "Seconds after the launch at which to save and stop; 0 is off.")
+    time_limit: float = _option(0.0, RUN, "Seconds until a save and stop; 0 is off.")
     timeout: float = _option(600.0, RUN, "Seconds to wait for another process.")
     config: Path | None = _option(None, RUN, "Recipe (YAML); the command line wins.", False)
 
