@@ -122,17 +122,21 @@ def create_val_loader(config: TrainConfig, manifest: Manifest, env: DistEnv) -> 
 # DALI graphs
 
 
+def _decoder_options(config: TrainConfig, device: str) -> dict[str, Any]:
+    return {
+        "device": "mixed" if device == "gpu" else "cpu",
+        "output_type": types.RGB,
+        "hw_decoder_load": config.hw_decoder_load,
+    }
+
+
 def _random_crops(source: Any, config: TrainConfig, device: str) -> Any:
     """uint8 HWC (image_size, image_size, 3): random resized crop of encoded (or cached) images, mirrored at random.
 
     Mirroring is a resize of the crop from right to left: fn.flip would launch a kernel for every image.
     """
     area, ratio = [config.crop_scale, 1.0], list(RATIO)
-    decoder = {
-        "device": "mixed" if device == "gpu" else "cpu",
-        "output_type": types.RGB,
-        "hw_decoder_load": config.hw_decoder_load,
-    }
+    decoder = _decoder_options(config, device)
     mirror = fn.cast(fn.random.coin_flip(probability=config.hflip), dtype=types.FLOAT)
     if config.decode == "fused":
         images = fn.decoders.image_random_crop(source, random_area=area, random_aspect_ratio=ratio, **decoder)
@@ -266,13 +270,7 @@ def _decoded(source: Callable[[BatchInfo], Any], config: TrainConfig, device: st
 def decode_pipeline(source: Callable[[BatchInfo], Any], config: TrainConfig, device: str) -> Any:
     """Whole images, uint8 HWC of their own sizes, and their targets."""
     jpegs, targets = _encoded(source)
-    images = fn.decoders.image(
-        jpegs,
-        device="mixed" if device == "gpu" else "cpu",
-        output_type=types.RGB,
-        hw_decoder_load=config.hw_decoder_load,
-    )
-    return images, targets
+    return fn.decoders.image(jpegs, **_decoder_options(config, device)), targets
 
 
 @dali.pipeline_def(exec_dynamic=True)  # type: ignore[untyped-decorator]

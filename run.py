@@ -75,10 +75,11 @@ class Run:
     def save(self, is_best: bool = False) -> None:
         """Write last.pt (and best.pt) as of now; if that fails, say so and let the run go on. A collective.
 
-        Weights that gave a loss which is not finite are not worth a checkpoint, nor the one before it.
+        Weights that gave a loss which is not finite are not worth the checkpoint before them. In fp16 they are still
+        good, as the scaler has skipped that step.
         """
         with self.state.meter.paused():
-            if not self.state.meter.is_finite():
+            if not self.state.scaler.is_enabled() and not self.state.meter.is_finite():
                 self.unsaved = "the loss is not finite"
                 self.log.say(f"warning: no checkpoint at step {self.state.step}: {self.unsaved}; the one before stands")
                 return

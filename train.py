@@ -146,7 +146,7 @@ def require_saved(run: Run) -> None:
     if run.unsaved is not None:
         raise RunFailed(
             f"--output-dir {run.config.output_dir}: the checkpoint of step {run.state.step} could not be written "
-            f"({run.unsaved}); make room and start again, from the checkpoint before it"
+            f"({run.unsaved}); the same command goes on from the one before it"
         )
 
 

@@ -77,13 +77,13 @@ def measure(point: Point, data_dir: Path, work: Path, flags: Sequence[str], cpus
     words += ["--loader", point.loader, "--epochs", "1", "--cache", "none"]
     threads = sorted(os.sched_getaffinity(0))[:cpus]
     log = work / f"{point.loader}-{point.processes}.log"
+    metrics = output_dir / "metrics.jsonl"
+    metrics.unlink(missing_ok=True)  # of the round before
     with log.open("a") as out:
         process = subprocess.Popen(
             [*map(str, words), *flags],
             stdout=out, stderr=out, preexec_fn=lambda: os.sched_setaffinity(0, threads),
         )  # fmt: skip
-        metrics = output_dir / "metrics.jsonl"
-        metrics.unlink(missing_ok=True)
         try:
             while len(lines := metrics.read_text().splitlines() if metrics.exists() else []) < WARMUP + windows:
                 if process.poll() is not None:
