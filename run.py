@@ -7,7 +7,7 @@ import inspect
 import os
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from timm.scheduler.cosine_lr import CosineLRScheduler
@@ -21,7 +21,7 @@ import models
 import pipelines
 from utils import checkpoint, dataset
 from utils.augment import BatchAugment, Normalize
-from utils.compiler import keep_results
+from utils.compiler import compile_network
 from utils.config import TrainConfig, flag
 from utils.dataset import Manifest
 from utils.distributed import DistEnv, gather, raise_together
@@ -269,10 +269,7 @@ def distribute(model: nn.Module, config: TrainConfig, env: DistEnv, stream: torc
             )
         if config.grad_compression == "bf16":
             net.register_comm_hook(None, bf16_compress_hook)
-    if not config.compile:
-        return net
-    keep_results()
-    return cast(nn.Module, torch.compile(net))
+    return compile_network(net) if config.compile else net
 
 
 def create_gradients(

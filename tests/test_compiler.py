@@ -31,11 +31,10 @@ FRESH_PROCESS = """
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
-from utils.compiler import keep_results
+from utils.compiler import compile_network
 from utils.layers import accelerate
 
-keep_results()
-network = torch.compile(accelerate(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))))
+network = compile_network(accelerate(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))))
 network(torch.ones(2, 3, 8, 8)).sum().backward()
 print(counters["aot_autograd"]["autograd_cache_hit"], counters["inductor"]["fxgraph_cache_hit"])
 """

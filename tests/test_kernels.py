@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tests.conftest import ROOT
 from utils import layers
+from utils.compiler import compile_network
 from utils.layers import accelerate
 
 NORMS = [(2, 3, 5, 7), (4, 24, 7, 7), (3, 40, 9, 5), (8, 64, 1, 1)]
@@ -395,7 +396,7 @@ def test_compiled_bf16_step_is_as_exact_as_the_plain_one(arch: str) -> None:
     errors = []
     for model in (copy.deepcopy(made).float().cuda(), accelerate(made.float().cuda())):
         torch.compiler.reset()
-        found = outcome(cast(nn.Module, torch.compile(model, fullgraph=True)), x, amp=True)
+        found = outcome(compile_network(model), x, amp=True)
         gradients = {name.replace("_orig_mod.", ""): value for name, value in found.items()}
         errors.append([error(gradients[name], reference[name]) for name in names])
     plain, fast = (sum(each) / len(each) for each in errors)
