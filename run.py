@@ -24,8 +24,8 @@ from utils.augment import BatchAugment, Normalize
 from utils.compiler import compile_network
 from utils.config import TrainConfig, flag
 from utils.dataset import Manifest
-from utils.distributed import DistEnv, gather, raise_together
-from utils.errors import UserError
+from utils.distributed import DistEnv, diverged_parameters, gather, raise_together
+from utils.errors import RunFailed, UserError
 from utils.gradients import CapturedGradients, Gradients, on_stream, recording_stream
 from utils.layers import accelerate
 from utils.log import Log
@@ -75,12 +75,16 @@ class Run:
     def save(self, is_best: bool = False) -> None:
         """Write last.pt (and best.pt) as of now; if that fails, say so and let the run go on. A collective.
 
-        Weights that gave a loss which is not finite are not worth the checkpoint before them. In fp16 they are still
-        good, as the scaler has skipped that step.
+        Weights that are not finite, or gave such a loss, are not worth the checkpoint before them. In fp16 the loss
+        may be, as the scaler has skipped that step.
+
+        Raises:
+            RunFailed: on all ranks, if their weights are not the same.
         """
         with self.state.meter.paused():
-            if not self.state.scaler.is_enabled() and not self.state.meter.is_finite():
-                self.unsaved = "the loss is not finite"
+            self._check_ranks()
+            self.unsaved = self._unfit()
+            if self.unsaved is not None:
                 self.log.say(f"warning: no checkpoint at step {self.state.step}: {self.unsaved}; the one before stands")
                 return
             loader = self.train_loader.state()
@@ -90,6 +94,24 @@ class Run:
                 f"warning: no checkpoint at step {self.state.step} ({self.unsaved}); make room in "
                 f"{self.config.output_dir}: the next save tries again"
             )
+
+    def _check_ranks(self) -> None:
+        diverged = diverged_parameters(self.state.model, self.env)
+        if diverged:
+            rank, names = next(iter(diverged.items()))
+            ranks = ", ".join(map(str, diverged))
+            raise RunFailed(
+                f"at step {self.state.step}: the weights of rank {ranks} are no longer those of rank 0 ({names[0]} and "
+                f"{len(names) - 1} more on rank {rank}), which points to a faulty GPU or memory; nothing was saved "
+                "since the last checkpoint, which the same command resumes"
+            )
+
+    def _unfit(self) -> str | None:
+        """Why the weights are not worth saving, the same on all ranks; None if they are."""
+        if not self.state.scaler.is_enabled() and not self.state.meter.is_finite():
+            return "the loss is not finite"
+        norm = nn.utils.get_total_norm([value.detach() for value in self.state.model.parameters()])
+        return None if norm.isfinite() else "the weights are not finite"
 
 
 def read_data(config: TrainConfig) -> tuple[Manifest, Manifest]:

@@ -40,7 +40,7 @@ from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR, 
 from utils.evaluate import evaluate
 from utils.machine import choose_common_feed, seconds_since_launch
 from utils.optim import check_optimizer
-from utils.state import SHARED_MODULES
+from utils.state import SHARED_MODULES, TrainState
 
 SUMMARY = "summary.json"
 LEAST_SCALE = 1e-3  # of the loss in fp16: 26 steps that overflow, from torch's first scale
@@ -95,10 +95,21 @@ def optimizer_step(run: Run) -> None:
     if config.clip_grad > 0:
         state.scaler.unscale_(state.optimizer)
         nn.utils.clip_grad_norm_(state.model.parameters(), config.clip_grad)
-    state.scaler.step(state.optimizer)
-    state.scaler.update()
+    update_weights(state)
     if state.ema is not None:
         state.ema.update(state.model, step=state.step)
+
+
+def update_weights(state: TrainState) -> None:
+    """The optimizer's step; of fp16, unless a gradient overflowed, which is counted without waiting for the device."""
+    if not state.scaler.is_enabled():
+        state.optimizer.step()
+        return
+    one = torch.ones((), device=state.env.device)
+    scale = state.scaler.scale(one)
+    state.scaler.step(state.optimizer)
+    state.scaler.update()
+    state.meter.count_skipped(state.scaler.scale(one) < scale)
 
 
 def note_first_step(run: Run) -> None:
@@ -125,6 +136,7 @@ def log_interval(run: Run) -> None:
             "images_per_second": round(interval.images_per_second, 1),
             "data_wait": round(interval.data_wait, 4),
         }
+        | ({"skipped_steps": interval.skipped_steps} if run.state.scaler.is_enabled() else {})
     )
     where = f"at step {run.state.step}, lr {run.state.optimizer.param_groups[0]['lr']:.4g}"
     remedy = "lower --lr, set --clip-grad 1, or warm up longer; the last good checkpoint stands"
@@ -262,6 +274,7 @@ def write_summary(run: Run) -> None:
         f"top-1 {summary['top1']:.2f} %  top-5 {summary['top5']:.2f} %  best top-1 {summary['best_top1']:.2f} %  "
         f"{state.seconds:.0f} s  {totals.images_per_second:,.0f} images/s\n"
         f"{describe_wait(totals.data_wait, config)}\n"
+        f"{describe_skipped(state)}"
         f"{config.output_dir}: {SUMMARY}, metrics.jsonl, best.pt, last.pt"
     )
 
@@ -273,6 +286,12 @@ def describe_wait(data_wait: float, config: TrainConfig) -> str:
         return sentence
     where = f"scripts/benchmark.py --data-dir {config.data_dir} --arch {config.arch}"
     return f"{sentence}; {where} finds what limits it; more --workers (now {config.workers}) help where the CPU does"
+
+
+def describe_skipped(state: TrainState) -> str:
+    """A line on the steps that fp16 skipped; nothing if there were none."""
+    skipped = state.meter.skipped_steps
+    return f"fp16 skipped {skipped:,} of {state.step:,} steps, whose gradients overflowed\n" if skipped else ""
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:

@@ -1,12 +1,16 @@
 """Meter: sums of an interval, and what a resume needs of them."""
 
+import math
 import time
 
 import pytest
 import torch
+from torch.amp.grad_scaler import GradScaler
 
+from train import update_weights
 from utils.distributed import DistEnv
 from utils.metrics import Meter
+from utils.state import TrainState
 
 
 def feed(meter: Meter, losses: list[float], images: int = 4) -> None:
@@ -66,3 +70,25 @@ def test_bad_steps_are_counted_in_a_row(cpu: DistEnv) -> None:
             meter.update(torch.tensor(value), 4)
         assert meter.is_finite() == (bad == 0)
         assert meter.read().bad_steps == bad
+
+
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.*")
+def test_steps_that_fp16_skips_are_counted(cpu: DistEnv) -> None:
+    weight = torch.nn.Parameter(torch.ones(1))
+    meter = Meter(cpu)
+    state = TrainState(
+        model=torch.nn.ParameterList([weight]), optimizer=torch.optim.SGD([weight], lr=1.0),
+        scaler=GradScaler("cpu"), ema=None, meter=meter, env=cpu, started=0.0,
+    )  # fmt: skip
+    for gradient in (1.0, math.inf, math.nan, 1.0):
+        state.scaler.scale(torch.zeros(()))  # as before a backward pass
+        weight.grad = torch.tensor([gradient])
+        update_weights(state)
+        meter.update(torch.tensor(1.0), 4)
+    resumed = Meter(cpu)
+    resumed.load_state_dict(meter.state_dict())
+    for one in (meter, resumed):
+        assert one.read().skipped_steps == 2
+        feed(one, [1.0])
+        assert one.read().skipped_steps == 0
+        assert one.skipped_steps == 2

@@ -19,7 +19,7 @@ from utils.state import TrainState, mean_buffers
 
 LAST, BEST = "last.pt", "best.pt"
 EARLIER = ("last-1.pt", "last-2.pt")  # what last.pt was, newest first
-FORMAT = 2
+FORMAT = 3
 _PARTS = {
     "format", "config", "fingerprint", "classes", "ranks", "model", "optimizer", "scaler", "epoch", "step", "best_top1",
     "result", "seconds",

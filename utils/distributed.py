@@ -178,6 +178,24 @@ def raise_together(error: UserError | None, env: DistEnv) -> None:
 
 
 @torch.no_grad()
+def diverged_parameters(module: nn.Module, env: DistEnv) -> dict[int, list[str]]:
+    """By rank, the names of the parameters that are not bit for bit those of rank 0. A collective.
+
+    Compares a sum of each parameter's bits, read as integers.
+    """
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    parameters = dict(module.named_parameters())
+    if env.world_size == 1 or not parameters:
+        return {}
+    sums = [value.view(integers[value.element_size()]).sum(dtype=torch.int64) for value in parameters.values()]
+    first, *others = gather(torch.stack(sums).tolist(), env)
+    unlike = [
+        [name for name, own, right in zip(parameters, each, first, strict=True) if own != right] for each in others
+    ]
+    return {rank: names for rank, names in enumerate(unlike, start=1) if names}
+
+
+@torch.no_grad()
 def average_buffers(module: nn.Module, env: DistEnv) -> None:
     """Replace floating-point buffers (batch norm's running statistics) by their mean over the ranks.
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -59,10 +60,11 @@ class Log:
         temporary.replace(self._path)
 
     def record(self, values: dict[str, Any]) -> None:
-        """Append one object to metrics.jsonl, and its numbers to TensorBoard."""
+        """Append one object to metrics.jsonl, and its numbers to TensorBoard; JSON has null for what is not finite."""
         if not self._active:
             return
-        self._unwritten += json.dumps(values) + "\n"
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._unwritten += json.dumps(finite, allow_nan=False) + "\n"
         size = self._path.stat().st_size if self._path.exists() else 0
         try:
             with self._path.open("a") as file:

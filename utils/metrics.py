@@ -22,12 +22,14 @@ class Interval:
         data_wait: share of the wall time, 0 to 1, in which the device had nothing to do because input was late; the
             mean over the ranks.
         bad_steps: how many steps in a row, up to now, had a loss that is not finite.
+        skipped_steps: steps whose fp16 gradients overflowed, so that the scaler left the weights alone.
     """
 
     loss: float
     images_per_second: float
     data_wait: float
     bad_steps: int
+    skipped_steps: int
 
 
 @dataclasses.dataclass
@@ -50,14 +52,20 @@ class Totals:
 
 
 class Meter:
-    """Sums of loss, images and waiting time between two reads."""
+    """Sums of loss, images and waiting time between two reads.
+
+    Attributes:
+        skipped_steps: those of `Interval`, of the whole run, up to the last read.
+    """
 
     def __init__(self, env: DistEnv) -> None:
+        self.skipped_steps = 0
         self._warm_totals = Totals()
         self._cold_totals = Totals()  # of each launch's first interval: compilation, the filling of the queues
         self._env = env
         self._loss = torch.zeros((), dtype=torch.float64, device=env.device)  # sum over images
         self._bad_steps = torch.zeros((), dtype=torch.int64, device=env.device)
+        self._skipped = torch.zeros((), dtype=torch.int64, device=env.device)
         self._images = 0
         self._waits: list[tuple[Any, Any]] = []
         self._timed_images = 0
@@ -101,6 +109,10 @@ class Meter:
         self._images += images
         self._timed_images += images
 
+    def count_skipped(self, skipped: Tensor) -> None:
+        """Add a step that the fp16 scaler skipped, if `skipped`, a boolean scalar on the device, is true."""
+        self._skipped += skipped
+
     def is_finite(self) -> bool:
         """Whether the last loss was, on every rank. Waits for the device; a collective."""
         return all_reduce_sum(self._bad_steps.clamp(max=1).cpu()).item() == 0
@@ -122,10 +134,13 @@ class Meter:
         totals.seconds += seconds
         totals.wait += share * seconds
         self._warm = True
+        skipped = int(self._skipped)  # the same on all ranks, as they exchange gradients first
+        self.skipped_steps += skipped
         self._loss.zero_()
+        self._skipped.zero_()
         self._images = 0
         self.start()
-        return Interval(loss / images, timed / seconds, share, round(bad / self._env.world_size))
+        return Interval(loss / images, timed / seconds, share, round(bad / self._env.world_size), skipped)
 
     def _mark(self) -> Any:
         if self._env.device.type != "cuda":
@@ -137,11 +152,14 @@ class Meter:
     def state_dict(self) -> dict[str, Any]:
         """The interval under way on this rank, and the totals."""
         totals = {"warm": dataclasses.asdict(self._warm_totals), "cold": dataclasses.asdict(self._cold_totals)}
-        return {"loss": self._loss.item(), "images": self._images, "totals": totals}
+        skipped = {"interval": int(self._skipped), "run": self.skipped_steps}
+        return {"loss": self._loss.item(), "images": self._images, "totals": totals, "skipped_steps": skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Undo of `state_dict`."""
         self._loss.fill_(state["loss"])
         self._images = state["images"]
+        self._skipped.fill_(state["skipped_steps"]["interval"])
+        self.skipped_steps = state["skipped_steps"]["run"]
         self._warm_totals = Totals(**state["totals"]["warm"])
         self._cold_totals = Totals(**state["totals"]["cold"])
