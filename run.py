@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import inspect
 import os
@@ -39,6 +40,8 @@ from utils.stop import StopRequest
 
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "none": torch.float32}
 LOCK_SECONDS = 10.0
+OUTPUTS = ("config.json", "metrics.jsonl", "last.pt", "best.pt", "summary.json", "evaluation.json")
+PROBE_BYTES = 100_000  # more than the small files take: a full disk is found before the run
 SYNTHETIC_TRAIN, SYNTHETIC_VAL, SYNTHETIC_CLASSES = 128_000, 5_000, 1_000  # of --loader synthetic without --data-dir
 
 # torch 2.15 renamed the option; 2.11 to 2.14 know the old name only.
@@ -181,8 +184,13 @@ def prepare_output(config: TrainConfig, env: DistEnv) -> None:
         probe = config.output_dir / ".write-test"
         try:
             config.output_dir.mkdir(parents=True, exist_ok=True)
-            probe.write_bytes(b"")
-            probe.unlink()
+            try:
+                probe.write_bytes(bytes(PROBE_BYTES))
+            finally:
+                probe.unlink(missing_ok=True)
+            for name in OUTPUTS:
+                if (config.output_dir / name).is_dir():
+                    raise IsADirectoryError(errno.EISDIR, f"{name} in it is a folder")
         except OSError as reason:
             error = UserError(f"--output-dir {config.output_dir}: cannot be written ({reason.strerror}); give another")
     raise_together(error, env)

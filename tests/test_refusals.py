@@ -145,6 +145,12 @@ def test_output_below_a_file(refused: Refused, good: list[str], tmp_path: Path) 
     assert (tmp_path / "file").read_text() == "kept"
 
 
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "last.pt", "best.pt", "summary.json"])
+def test_folder_in_place_of_an_output(refused: Refused, good: list[str], tmp_path: Path, name: str) -> None:
+    (tmp_path / "run" / name).mkdir(parents=True)
+    refused(*good, "--resume", "none")(f"--output-dir {tmp_path}/run:", f"{name} in it is a folder", "give another")
+
+
 @pytest.mark.parametrize("flag", ["--arch", "--optimizer", "--resume", "--pretrained", "--data-dir", "--output-dir"])
 def test_line_break_in_a_value_keeps_one_line(refused: Refused, good: list[str], tmp_path: Path, flag: str) -> None:
     (tmp_path / "file").write_text("")
@@ -280,6 +286,12 @@ RECIPES: dict[str, tuple[str | bytes, tuple[str, ...]]] = {
     "choice": ("loader: foo", ("'--loader'", "'foo'", "dali, proxy, torch, synthetic")),
     "no as a choice": ("amp: no", ("amp: False is not allowed", "give one value")),
     "range": ("lr: -1", ("--lr -1.0:", "more than 0")),
+    "false": ("false", (*MAPPING, "not bool")),
+    "twice": ("lr: 1\nlr: 2", ("'lr' is given twice", "keep one")),
+    "twice, spelt differently": ("ema-decay: 0.9\nema_decay: 0.5", ("'ema-decay' is given twice", "keep one")),
+    "tag that does not fit": ("lr: !!bool x", CANNOT),
+    "nested too deep": ("[" * 5000, CANNOT),
+    "too long": ("lr: 1 #" + "x" * 1_000_000, (*CANNOT, "more than 1,000,000 characters")),
     "unclosed": ("lr: [1", CANNOT),
     "two colons": ("lr: 1: 2", CANNOT),
     "two documents": ("lr: 1\n---\nlr: 2", CANNOT),

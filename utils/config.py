@@ -120,6 +120,7 @@ _AT_LEAST: dict[str, float] = {
     "grad_accum_steps": 1, "prefetch": 1, "checkpoint_steps": 0, "log_steps": 1, "seed": 0, "weight_decay": 0,
     "warmup_epochs": 0, "mixup": 0, "cutmix": 0, "clip_grad": 0, "time_limit": 0, "max_bad_steps": 0,
 }  # fmt: skip
+LONGEST_RECIPE = 1_000_000
 _BELOW_ONE = ("momentum", "label_smoothing", "ema_decay")
 _ABOVE_ZERO = ("lr", "timeout")
 
@@ -317,17 +318,26 @@ def read_recipe(path: Path) -> dict[str, Any]:
     """Field name -> value of a YAML (or JSON) recipe; keys may use dashes or underscores.
 
     Raises:
-        UserError: unreadable file, unknown key (the closest one is named), or a value that is no scalar.
+        UserError: unreadable file, unknown key (the closest one is named), a key given twice, or a value that is no
+            scalar.
     """
     try:
-        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        with path.open(encoding="utf-8") as file:
+            text = file.read(LONGEST_RECIPE + 1)  # not more: /dev/zero has no end
+        if len(text) > LONGEST_RECIPE:
+            raise ValueError(f"more than {LONGEST_RECIPE:,} characters")
+        recipe = yaml.safe_load(text)
+        keys = _top_level_keys(text)
+    except Exception as error:  # PyYAML raises what its constructors meet, from KeyError to RecursionError
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"--config {path}: cannot be read ({reason}); give a YAML file of flags") from None
-    if not isinstance(recipe or {}, dict):
+    if not isinstance(recipe, dict | None):
         raise UserError(f"--config {path}: must be a mapping like 'lr: 0.5', not {type(recipe).__name__}")
     fields = {field.name: field for field in dataclasses.fields(TrainConfig) if field.name != "config"}
     values: dict[str, Any] = {}
+    for key in keys:
+        if keys.count(key) > 1:  # YAML would take the last and say nothing
+            raise UserError(f"--config {path}: '{key.replace('_', '-')}' is given twice; keep one")
     for key, value in (recipe or {}).items():
         name = str(key).replace("-", "_")
         if name not in fields:
@@ -338,11 +348,19 @@ def read_recipe(path: Path) -> dict[str, Any]:
     return values
 
 
+def _top_level_keys(text: str) -> list[str]:
+    """As they stand in the file, where a mapping would hold the last of two that are the same."""
+    node = yaml.compose(text, Loader=yaml.SafeLoader)
+    if not isinstance(node, yaml.MappingNode):
+        return []
+    return [str(key.value).replace("-", "_") for key, _ in node.value]
+
+
 def _recipe_value(path: Path, key: str, value: Any, kinds: tuple[Any, ...]) -> Any:
     if key == "pretrained" and value is True:
         return "timm"
     if not isinstance(value, str | int | float) or isinstance(value, bool) != (bool in kinds):
         wanted = "true or false" if bool in kinds else "one value"
-        raise UserError(f"--config {path}: {key}: {value!r} is not allowed; give {wanted}")
+        raise UserError(f"--config {path}: {key}: {value!r:.80} is not allowed; give {wanted}")
     # As text, so that a recipe is held to the same types as the command line (2.5 is no batch size).
     return value if isinstance(value, bool) else str(value)
