@@ -252,7 +252,11 @@ def load_weights(model: nn.Module, saved: dict[str, Any], name: str, config: Tra
 
 
 def write_summary(run: Run) -> None:
-    """summary.json and the closing lines."""
+    """summary.json and the closing lines.
+
+    Raises:
+        RunFailed: on rank 0, if the file cannot be written.
+    """
     state, config = run.state, run.config
     totals = state.meter.totals
     summary = {
@@ -269,7 +273,13 @@ def write_summary(run: Run) -> None:
     if state.ema is not None:
         summary |= {"ema_top1": state.result["val/ema_top1"], "ema_top5": state.result["val/ema_top5"]}
     if run.env.is_main:
-        write_json(config.output_dir / SUMMARY, summary)
+        try:
+            write_json(config.output_dir / SUMMARY, summary)
+        except OSError as error:
+            raise RunFailed(
+                f"--output-dir {config.output_dir}: {SUMMARY} could not be written ({error.strerror}); the same "
+                "command tries again"
+            ) from error
     run.log.say(
         f"top-1 {summary['top1']:.2f} %  top-5 {summary['top5']:.2f} %  best top-1 {summary['best_top1']:.2f} %  "
         f"{state.seconds:.0f} s  {totals.images_per_second:,.0f} images/s\n"
@@ -331,8 +341,8 @@ def train(config: TrainConfig) -> None:
             evaluate_epoch(run)
             if run.state.epoch < config.epochs and run.stop.agreed():
                 raise_stopped(run)
-        write_summary(run)
         require_saved(run)
+        write_summary(run)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tests.conftest import ROOT, TINY, Finished, environment, read_checkpoint, read_metrics
+from tests.conftest import ROOT, TINY, Finished, assert_same, environment, read_checkpoint, read_metrics
 from utils.checkpoint import EARLIER, LAST, find, load_newest, write_temporary
 from utils.config import TrainConfig
 from utils.errors import UserError
@@ -82,6 +83,30 @@ def test_the_newest_whole_checkpoint_is_used(trained: Path, tmp_path: Path, how:
     else:
         with pytest.raises(UserError, match=r"none of its 4 checkpoints is whole; --resume none starts from scratch"):
             load_newest(find(config))
+
+
+def test_no_damage_goes_unnoticed(trained: Path, tmp_path: Path) -> None:
+    """Truncated at every 10 %, and 200 bits flipped, one at a time: what is used is whole, and the newest that is."""
+    whole = (trained / LAST).read_bytes()
+    contents = {name: read_checkpoint(trained, name) for name in (LAST, EARLIER[0])}
+    for name in (LAST, *EARLIER):
+        (tmp_path / name).write_bytes((trained / name).read_bytes())
+    random = np.random.default_rng(0)
+    damaged = [whole[: len(whole) * tenths // 10] for tenths in range(10)]
+    for bit in random.integers(8 * len(whole), size=200):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        damaged.append(bytes(flipped))
+    outcomes = {LAST: 0, EARLIER[0]: 0}
+    for content in damaged:
+        (tmp_path / LAST).write_bytes(content)
+        path, saved, skipped = load_newest(find(TrainConfig(output_dir=tmp_path)))
+        assert path is not None
+        assert_same(saved, contents[path.name])
+        assert bool(skipped) == (path.name != LAST)
+        outcomes[path.name] += 1
+    print(f"{len(damaged)} damaged files: {outcomes}")
+    assert outcomes[EARLIER[0]] > 150, "a bit between two records of the archive is nobody's; few are"
 
 
 def test_a_resume_says_what_it_skips(
