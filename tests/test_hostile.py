@@ -23,7 +23,21 @@ WORDS = (
     "local-dir:/nowhere", "../resnet50", "resnet50.a1_in1k", "resnet50.nonsense", "sgd", "adamw", "lamb", "lbfgs", "dali", "host",
     "fused", "-", "--", "--epochs", "'; rm -rf /", "$(reboot)", "\x00"[1:] + "\x1b]0;x\x07", "a\nb", "ünïcode", "名前", "x" * 5000,
 )  # fmt: skip
-PATHS = ("", ".", "/", "..", "/dev/null", "/dev/zero", "/dev/full", "/proc/self/mem", "nowhere", "x" * 300, "a\nb", "-", "~")
+PATHS = (
+    "",
+    ".",
+    "/",
+    "..",
+    "/dev/null",
+    "/dev/zero",
+    "/dev/full",
+    "/proc/self/mem",
+    "nowhere",
+    "x" * 300,
+    "a\nb",
+    "-",
+    "~",
+)
 RECIPES = (
     "", "null", "[]", "false", "0", "text", "[1, 2]", "- lr", "lr", "lr:", "lr: 0.1", "lr: fast", "lr: .nan", "lr: -.inf", "lr: [0.1]",
     "lr: {a: 1}", "lr: 2020-01-01", "lr: 0.1\nlr: 0.2", "learning-rate: 1", "epochs: 1.5", "epochs: 1e1", "epochs: '1'", "epochs: yes",
@@ -39,7 +53,18 @@ NUMERIC = (
     "--random-erase", "--hflip", "--crop-scale", "--seed", "--checkpoint-steps", "--log-steps", "--timeout", "--time-limit",
     "--max-bad-steps", "--prefetch", "--hw-decoder-load",
 )  # fmt: skip
-NAMED = ("--arch", "--optimizer", "--loader", "--augment", "--amp", "--device", "--decode", "--cache", "--grad-compression", "--resume")
+NAMED = (
+    "--arch",
+    "--optimizer",
+    "--loader",
+    "--augment",
+    "--amp",
+    "--device",
+    "--decode",
+    "--cache",
+    "--grad-compression",
+    "--resume",
+)
 PLACES = ("--data-dir", "--output-dir", "--resume", "--config", "--pretrained")
 SWITCHES = (
     "--evaluate", "--no-evaluate", "--compile=1", "--deterministic", "--no-deterministic", "--tensorboard", "--cuda-graph",
