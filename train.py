@@ -27,12 +27,14 @@ from run import (
     create_model,
     create_run,
     introduce,
+    leave_out_bad,
     lock_output,
     open_checkpoint,
     prepare_output,
     read_data,
     resolve,
 )
+from utils.alarm import shared_alarm
 from utils.config import TrainConfig, parse
 from utils.dataset import Manifest
 from utils.distributed import DistEnv, average_buffers, process_group, read_launch
@@ -293,16 +295,18 @@ def train(config: TrainConfig) -> None:
     check_optimizer(config.optimizer)
     models.check_arch(config.arch)
     manifests = read_data(config)
-    with process_group(config.device, config.timeout) as env, contextlib.ExitStack() as stack:
+    with process_group(config.device, config.timeout) as env, shared_alarm(env), contextlib.ExitStack() as stack:
         path, saved = open_checkpoint(config, env)
         feed = choose_common_feed(config, env, saved, manifests[0])
         config = resolve(config, manifests, env, feed)
         check_files(config, manifests, env)
         prepare_output(config, env)
         if config.evaluate:
+            manifests = leave_out_bad(config, manifests, env)
             evaluate_checkpoint(config, manifests, env, path, saved)
             return
         lock_output(config, env, stack)
+        manifests = leave_out_bad(config, manifests, env)
         run = create_run(config, manifests, env, stack, started, path, saved)
         introduce(run, manifests, feed)
         if run.state.epoch >= config.epochs and (config.output_dir / SUMMARY).is_file():
