@@ -12,7 +12,6 @@ can start at any batch of a run. What differs is who decodes: DALI (`dali`), DAL
 import contextlib
 import dataclasses
 import functools
-import gc
 import io
 import itertools
 import os
@@ -44,6 +43,7 @@ from utils.config import TrainConfig
 from utils.dataset import Manifest
 from utils.distributed import DistEnv
 from utils.errors import BadFile
+from utils.fork import safe_fork
 from utils.inspection import Decoder, Picture, Undecodable, inspect
 from utils.sampler import Sampler, shard
 from utils.stop import StopRequest
@@ -678,20 +678,6 @@ def _torch_val_transform(config: TrainConfig) -> Callable[[Image.Image], Tensor]
     steps = [v2.Resize(config.val_resize), v2.CenterCrop(config.image_size), v2.PILToTensor()]
     transform: Callable[[Image.Image], Tensor] = v2.Compose(steps)
     return transform
-
-
-@contextlib.contextmanager
-def safe_fork() -> Iterator[None]:
-    """Around the start of worker processes: no garbage of this process may be collected in them.
-
-    A worker that frees a DALI pipeline which it inherited waits for threads that it did not, and aborts.
-    """
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _outlive_signals(worker: int) -> None:

@@ -123,7 +123,9 @@ def leave_out_bad(config: TrainConfig, manifests: tuple[Manifest, Manifest], env
     ]
     entries += [FileEntry(f"{split}/{name}", 0, 0, bad) for split in splits for name, bad in splits[split].bad.items()]
     decoder = pipelines.decoder_of(config.loader)
-    known = survey(config.data_dir.absolute(), entries, decoder, config.output_dir, config.workers, env)
+    known = survey(
+        config.data_dir.absolute(), entries, decoder, config.output_dir, config.workers, env, config.evaluate
+    )
     bad = broadcast({} if known is None else bad_files(known), env)
     kept = {
         split: manifest.without({name[len(split) + 1 :]: bad[name] for name in bad if name.startswith(f"{split}/")})
@@ -132,11 +134,15 @@ def leave_out_bad(config: TrainConfig, manifests: tuple[Manifest, Manifest], env
     return kept.get("train", train_images), kept["val"]
 
 
-def describe_skipped(manifest: Manifest, split: str) -> str:
-    """How many files of a split were left out, in all and of each class."""
-    classes = collections.Counter(name.split("/")[0] for name in manifest.bad)
-    counts = ", ".join(f"{name} {count:,}" for name, count in sorted(classes.items()))
-    return f"{len(manifest.bad):,} of {len(manifest) + len(manifest.bad):,} {split} files ({counts})"
+def describe_skipped(config: TrainConfig, manifests: tuple[Manifest, Manifest]) -> str:
+    """How many files were left out, in all and of each class; "" for none."""
+    parts = []
+    for manifest, split in zip(manifests, ("train", "val"), strict=True):
+        if manifest.bad:
+            classes = collections.Counter(name.split("/")[0] for name in manifest.bad)
+            counts = ", ".join(f"{name} {count:,}" for name, count in sorted(classes.items()))
+            parts.append(f"{len(manifest.bad):,} of {len(manifest) + len(manifest.bad):,} {split} files ({counts})")
+    return f"{'; '.join(parts)}: {config.output_dir / BAD_FILES}" if parts else ""
 
 
 def check_files(config: TrainConfig, manifests: tuple[Manifest, Manifest], env: DistEnv) -> None:
@@ -477,9 +483,8 @@ def introduce(run: Run, manifests: tuple[Manifest, Manifest], feed: FeedChoice) 
     if feed.reasons and config.loader != "synthetic":
         chosen = (f"{flag(name)} {getattr(config, name)}: {reason}" for name, reason in feed.reasons.items())
         facts["chosen"] = "; ".join(chosen)
-    if manifests[0].bad or manifests[1].bad:
-        counts = [describe_skipped(*split) for split in zip(manifests, ("train", "val"), strict=True) if split[0].bad]
-        facts["skipped"] = f"{'; '.join(counts)}: {config.output_dir / BAD_FILES}"
+    if skipped := describe_skipped(config, manifests):
+        facts["skipped"] = skipped
     if run.changes:
         facts["changed"] = ", ".join(run.changes)
     for name, fact in facts.items():

@@ -26,6 +26,7 @@ from run import (
     check_files,
     create_model,
     create_run,
+    describe_skipped,
     introduce,
     leave_out_bad,
     lock_output,
@@ -225,6 +226,8 @@ def evaluate_checkpoint(
         found = evaluate(model, loader, normalize, len(manifests[1]), env, AMP_DTYPES[config.amp])
         result |= {("" if name == "model" else "ema_") + key: value for key, value in found.items()}
     if env.is_main:
+        if skipped := describe_skipped(config, manifests):
+            print(f"skipped {skipped}", flush=True)
         write_json(config.output_dir / "evaluation.json", result)
         print("  ".join(f"{key} {value}" for key, value in result.items()), flush=True)
 

@@ -186,6 +186,18 @@ def test_what_was_bad_is_decoded_again(survey_of: SurveyOf) -> None:
     assert survey_of() == []
 
 
+def test_a_part_of_a_data_set_does_not_forget_the_rest(survey_of: SurveyOf, cpu: DistEnv) -> None:
+    (survey_of.root / "red" / "red-001.jpg").write_bytes(b"x")
+    assert survey_of() == ["red/red-001.jpg"]
+    one = stat_file(str(survey_of.root / "blue" / "blue-001.jpg"))._replace(name="blue/blue-001.jpg")
+    decoder, out = pipelines.decoder_of("dali"), survey_of.output_dir
+    assert list(survey(survey_of.root, [one], decoder, out, 1, cpu, partial=True) or {}) == ["blue/blue-001.jpg"]
+    assert "red/red-001.jpg" in (out / "bad_files.json").read_text()
+    assert len(load_manifest(out / "manifest.json", decoder.name)) == 12
+    assert list(survey(survey_of.root, [one], decoder, out, 1, cpu) or {}) == ["blue/blue-001.jpg"]
+    assert len(load_manifest(out / "manifest.json", decoder.name)) == 1
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"format": 1}', b"\xff\xfe", None])
 def test_without_a_whole_manifest_of_the_same_decoder_all_is_decoded(
     survey_of: SurveyOf, content: bytes | None

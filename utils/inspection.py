@@ -26,6 +26,7 @@ from tqdm import tqdm
 from utils.dataset import FileEntry, stat_file
 from utils.distributed import DistEnv, broadcast, gather, gather_main, raise_together
 from utils.errors import UserError
+from utils.fork import safe_fork
 
 MANIFEST, BAD_FILES = "manifest.json", "bad_files.json"
 FORMAT = 1
@@ -119,9 +120,14 @@ def _inspect_alone(path: str, decode: Callable[[bytes], Picture]) -> tuple[str, 
             return path, Found(size, mtime, "its decoding ends the process (a crash, or no memory left)")
 
 
-def _pool(workers: int) -> ProcessPoolExecutor:
+@contextlib.contextmanager
+def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
     # Forked: a fresh interpreter would import the trainer for seconds.
-    return ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _start_worker, (os.getpid(),))
+    fork = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(workers, fork, _start_worker, (os.getpid(),)) as pool:
+        with safe_fork():
+            pool.submit(os.getpid)  # all processes start with the first task
+        yield pool
 
 
 def _start_worker(parent: int) -> None:
@@ -174,7 +180,7 @@ def survey(
     output_dir: Path,
     workers: int,
     env: DistEnv,
-    flag: str = "--output-dir",
+    partial: bool = False,
 ) -> dict[str, Found] | None:
     """Know all files of a listing: from the manifest of an earlier survey, and those that changed by decoding them.
 
@@ -189,6 +195,7 @@ def survey(
         output_dir: of manifest.json and bad_files.json.
         workers: processes of this rank.
         env: this process.
+        partial: whether the data set has more files; what the manifest knows of them is kept.
 
     Returns:
         On rank 0, what is known of each file, in the order of `entries`; None on the others.
@@ -207,7 +214,7 @@ def survey(
     pending = broadcast(pending, env)
     prefix = os.path.join(root, "")
     share = [prefix + entries[index].name for index in pending[env.rank :: env.world_size]]
-    saver = _Saver(root, output_dir, decoder, flag)
+    saver = _Saver(root, output_dir, decoder)
     left = len(share)
     shown = env.is_main and len(pending) > 0
     with (
@@ -224,9 +231,9 @@ def survey(
     if not env.is_main:
         raise_together(None, env)
         return None
-    known = {entry.name: known[entry.name] for entry in entries}
-    raise_together(saver.save_all(known), env)
-    return known
+    current = {entry.name: known[entry.name] for entry in entries}
+    raise_together(saver.save_all(known if partial else current), env)
+    return current
 
 
 def _for_seconds(stream: Iterator[_T], seconds: float) -> Iterator[_T]:
@@ -241,8 +248,8 @@ def _for_seconds(stream: Iterator[_T], seconds: float) -> Iterator[_T]:
 class _Saver:
     """Writes manifest.json now and then, and both files at the end. Errors are returned, for all ranks to raise."""
 
-    def __init__(self, root: Path, output_dir: Path, decoder: Decoder, flag: str) -> None:
-        self._root, self._output_dir, self._decoder, self._flag = root, output_dir, decoder, flag
+    def __init__(self, root: Path, output_dir: Path, decoder: Decoder) -> None:
+        self._root, self._output_dir, self._decoder = root, output_dir, decoder
         self._next = time.monotonic() + SAVE_SECONDS
 
     def save_at_times(self, known: Mapping[str, Found]) -> UserError | None:
@@ -279,7 +286,9 @@ class _Saver:
         except OSError as error:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
-            return UserError(f"{self._flag} {self._output_dir}: {name} cannot be written ({error.strerror})")
+            return UserError(
+                f"--output-dir {self._output_dir}: {name} cannot be written ({error.strerror}); give another"
+            )
         return None
 
 
