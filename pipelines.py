@@ -11,19 +11,24 @@ can start at any batch of a run. What differs is who decodes: DALI (`dali`), DAL
 
 import contextlib
 import dataclasses
-import gc
+import functools
+import io
+import itertools
 import os
 import signal
+import time
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import nvidia.dali as dali
+import PIL
 import torch
 import torch.utils.data
 from numpy.typing import NDArray
+from nvidia import nvimgcodec
 from nvidia.dali import fn, types
 from nvidia.dali.auto_aug import auto_augment, rand_augment, trivial_augment
 from nvidia.dali.plugin.pytorch.experimental import proxy
@@ -37,6 +42,9 @@ from tqdm import tqdm
 from utils.config import TrainConfig
 from utils.dataset import Manifest
 from utils.distributed import DistEnv
+from utils.errors import BadFile
+from utils.fork import safe_fork
+from utils.inspection import Decoder, Picture, Undecodable, inspect
 from utils.sampler import Sampler, shard
 from utils.stop import StopRequest
 
@@ -47,6 +55,9 @@ TRIVIAL_TRANSLATE = 32  # TrivialAugment's largest shift, pixels (arXiv:2103.101
 READ_THREADS = 4  # at least, of each reader; they mostly wait for the disk
 KEPT = ("gpu", "host")  # values of --cache with which images are decoded once
 CHUNK = 2**28  # bytes; torch rounds pinned memory up to a power of two
+CPU_ONLY_DEVICE = -99999  # NVIMGCODEC_DEVICE_CPU_ONLY: CUDA is not even looked for
+BLAME_SECONDS = 5.0  # for finding the file that a loader failed on
+READ_AHEAD = 2  # batches of files, besides those that are being decoded
 TURNS = 2  # pipelines that take turns at the training batches
 
 
@@ -325,7 +336,8 @@ class _FileReader:
             num_threads=max(READ_THREADS, (config.workers or 0) // 2),
             device_id=None,
             seed=0,  # draws nothing
-            prefetch_queue_depth=2 + (config.prefetch or 0),  # a slow file must not hold up the training thread
+            prefetch_queue_depth=READ_AHEAD
+            + (config.prefetch or 0),  # a slow file must not hold up the training thread
         )
         self._pipeline.build()
 
@@ -363,8 +375,10 @@ class _DecodedImages:
             lambda info: reader.take(info.iteration), config, _dali_device(env), **_pipeline_options(config, env)
         )
         pipeline.build()
-        for _ in tqdm(batches, "decoding", unit="batch", leave=False, disable=None if env.is_main else True):
-            self._append(_outputs(pipeline, env.device)[0], config)
+        bar = tqdm(batches, "decoding", unit="batch", leave=False, disable=None if env.is_main else True)
+        for number, _ in enumerate(bar):
+            with _naming_bad_files(config, manifest, env, itertools.islice(batches, number, None)):
+                self._append(_outputs(pipeline, env.device)[0], config)
         if env.device.type == "cuda":
             torch.cuda.synchronize(env.device)
 
@@ -413,6 +427,8 @@ class DaliTrainLoader:
         self._origin = first_batch if state is None else int(state["origin"])
         self._taken = first_batch - self._origin
         self._device = env.device
+        self._naming = functools.partial(_naming_bad_files, config, manifest, env)
+        self._sampler = sampler
         self._images = _DecodedImages(config, manifest, env) if config.cache in KEPT else None
         blobs = [None] * TURNS if state is None else state["dali"]
         self._pipelines = [
@@ -451,8 +467,10 @@ class DaliTrainLoader:
 
     def __next__(self) -> Batch:
         pipeline = self._pipelines[self._taken % len(self._pipelines)]
+        with self._naming(map(self._sampler.indices, itertools.count(self._origin + self._taken))):
+            batch = _run(pipeline, self._device)
         self._taken += 1
-        return _run(pipeline, self._device)
+        return batch
 
     def state(self) -> dict[str, Any]:
         # As tensors, because bytes are not among the types that weights_only loading admits everywhere.
@@ -469,8 +487,9 @@ class DaliValLoader:
     def __init__(self, config: TrainConfig, manifest: Manifest, env: DistEnv) -> None:
         indices = shard(len(manifest), env.rank, env.world_size)
         batches = [indices[at : at + config.batch_size] for at in range(0, len(indices), config.batch_size)]
-        self._num_batches = len(batches)
+        self._batches = batches
         self._device = env.device
+        self._naming = functools.partial(_naming_bad_files, config, manifest, env)
         if batches:
             reader = _FileReader(manifest, lambda position: batches[position % len(batches)], config)
             self._pipeline = val_pipeline(
@@ -482,8 +501,10 @@ class DaliValLoader:
             self._pipeline.build()
 
     def __iter__(self) -> Iterator[Batch]:
-        for _ in range(self._num_batches):
-            yield _run(self._pipeline, self._device)
+        for number in range(len(self._batches)):
+            with self._naming(itertools.islice(self._batches, number, None)):
+                batch = _run(self._pipeline, self._device)
+            yield batch
 
 
 def _dali_device(env: DistEnv) -> str:
@@ -509,6 +530,91 @@ def _run(pipeline: Any, device: torch.device) -> Batch:
 def _outputs(pipeline: Any, device: torch.device) -> Any:
     """A run of `pipeline`; on CUDA its outputs are ordered on the current stream."""
     return pipeline.run(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else pipeline.run()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which files the loaders take
+
+
+def decoder_of(loader: str) -> Decoder:
+    """What decides whether `--loader` can read a file, for `utils.inspection`."""
+    if loader == "torch":
+        return Decoder(f"Pillow {PIL.__version__}", pillow_decode)
+    return Decoder(f"DALI {DALI_VERSION}, nvImageCodec {nvimgcodec.__version__}", dali_decode)
+
+
+def dali_decode(content: bytes) -> Picture:
+    """Decode an image as DALI's decoders do on the CPU: by the library that they are made of.
+
+    A pipeline of DALI's own does not say which file of a batch it refused, and is of no use after.
+
+    Raises:
+        Undecodable: DALI's pipelines fail on such a file.
+    """
+    try:
+        stream = nvimgcodec.CodeStream(content)
+        codec = stream.codec_name
+    except RuntimeError:
+        raise Undecodable("no image that DALI reads") from None
+    image = _codec(os.getpid()).decode(stream)
+    if image is None:
+        raise Undecodable(f"a {codec} that DALI cannot decode")
+    return Picture(codec, image.width, image.height)
+
+
+@functools.cache
+def _codec(process: int) -> Any:
+    """The codec of this process: one that was inherited through a fork would wait for threads that were not."""
+    backends = [nvimgcodec.Backend(nvimgcodec.BackendKind.CPU_ONLY)]
+    return nvimgcodec.Decoder(device_id=CPU_ONLY_DEVICE, max_num_cpu_threads=1, backends=backends)
+
+
+def pillow_decode(content: bytes) -> Picture:
+    """Decode an image as `--loader torch` does.
+
+    Raises:
+        Undecodable: Pillow fails on such a file, in any of the many ways that it has.
+    """
+    try:
+        with Image.open(io.BytesIO(content)) as file:
+            codec = (file.format or "").lower()
+            image = _upright(file)
+    except PIL.UnidentifiedImageError:
+        raise Undecodable("no image that Pillow reads") from None
+    except Exception as error:
+        raise Undecodable(f"Pillow cannot decode it ({str(error) or type(error).__name__})") from None
+    return Picture(codec, image.width, image.height)
+
+
+def _upright(file: Image.Image) -> Image.Image:
+    return ImageOps.exif_transpose(file).convert("RGB")  # as DALI decodes
+
+
+@contextlib.contextmanager
+def _naming_bad_files(
+    config: TrainConfig, manifest: Manifest, env: DistEnv, upcoming: Iterable[NDArray[np.int64]]
+) -> Iterator[None]:
+    """Around the next batch: what fails for a bad file among the `upcoming` images, a batch each, names that file.
+
+    Neither DALI nor torch's DataLoader says which it was, at least not always. Both read ahead, so that it need not be
+    one of the next batch.
+
+    Raises:
+        BadFile: instead of the loader's own error.
+    """
+    try:
+        yield
+    except Exception as error:
+        ahead = itertools.islice(upcoming, 2 + READ_AHEAD + TURNS * (config.prefetch or 1))
+        paths = [manifest.path(int(index)) for indices in ahead for index in indices]
+        deadline = time.monotonic() + BLAME_SECONDS
+        with contextlib.closing(inspect(paths, decoder_of(config.loader).decode, config.workers or 1)) as stream:
+            for path, found in stream:
+                if found.bad is not None:
+                    raise BadFile(path, found.bad, env.rank) from error
+                if time.monotonic() > deadline:
+                    break
+        raise
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -542,7 +648,7 @@ class _TorchImages(torch.utils.data.Dataset[tuple[Tensor, int]]):
     def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int]:
         index, epoch = key
         with Image.open(self.manifest.path(index)) as file:
-            image = ImageOps.exif_transpose(file).convert("RGB")  # upright, as DALI decodes
+            image = _upright(file)
         if self.seed is None:
             return self.transform(image), int(self.manifest.labels[index])
         with torch.random.fork_rng(devices=[]):
@@ -574,20 +680,6 @@ def _torch_val_transform(config: TrainConfig) -> Callable[[Image.Image], Tensor]
     return transform
 
 
-@contextlib.contextmanager
-def safe_fork() -> Iterator[None]:
-    """Around the start of worker processes: no garbage of this process may be collected in them.
-
-    A worker that frees a DALI pipeline which it inherited waits for threads that it did not, and aborts.
-    """
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
 def _outlive_signals(worker: int) -> None:
     # torchrun signals whole sessions; the trainer needs its workers until the checkpoint is written.
     for number in StopRequest.SIGNALS:
@@ -603,6 +695,14 @@ def _worker_options(config: TrainConfig, env: DistEnv) -> dict[str, Any]:
     }
 
 
+def _end_workers(batches: Any) -> None:
+    """End what a DataLoader's iterator has started, now: the traceback of an error would keep it to the very end.
+
+    There the interpreter asks workers to end by a signal, which ours are deaf to, and waits for them.
+    """
+    batches._shutdown_workers()
+
+
 def _to_device(images: Tensor, targets: Tensor, device: torch.device) -> Batch:
     images = images.to(device, non_blocking=True).contiguous(memory_format=torch.channels_last)
     return Batch(images, targets.to(device, non_blocking=True))
@@ -615,6 +715,8 @@ class TorchTrainLoader:
         self, config: TrainConfig, manifest: Manifest, sampler: Sampler, env: DistEnv, first_batch: int
     ) -> None:
         self._device = env.device
+        self._sampler, self._next = sampler, first_batch
+        self._naming = functools.partial(_naming_bad_files, config, manifest, env)
         loader = torch.utils.data.DataLoader(
             _TorchImages(config, manifest, train=True),
             batch_sampler=_Order(sampler, first_batch),
@@ -624,14 +726,16 @@ class TorchTrainLoader:
             self._batches = iter(loader)
 
     def __next__(self) -> Batch:
-        images, targets = next(self._batches)
+        with self._naming(map(self._sampler.indices, itertools.count(self._next))):
+            images, targets = next(self._batches)
+        self._next += 1
         return _to_device(images, targets, self._device)
 
     def state(self) -> dict[str, Any]:
         return {}  # the order and every draw follow from the position
 
     def close(self) -> None:
-        del self._batches
+        _end_workers(self._batches)
 
 
 class TorchValLoader:
@@ -639,9 +743,11 @@ class TorchValLoader:
 
     def __init__(self, config: TrainConfig, manifest: Manifest, env: DistEnv) -> None:
         self._device = env.device
+        self._indices, self._batch_size = shard(len(manifest), env.rank, env.world_size), config.batch_size
+        self._naming = functools.partial(_naming_bad_files, config, manifest, env)
         self._loader = torch.utils.data.DataLoader(
             _TorchImages(config, manifest, train=False),
-            sampler=[(int(index), 0) for index in shard(len(manifest), env.rank, env.world_size)],
+            sampler=[(int(index), 0) for index in self._indices],
             batch_size=config.batch_size,
             **_worker_options(config, env),
         )
@@ -649,8 +755,13 @@ class TorchValLoader:
     def __iter__(self) -> Iterator[Batch]:
         with safe_fork():
             batches = iter(self._loader)
-        for images, targets in batches:
-            yield _to_device(images, targets, self._device)
+        try:
+            for start in range(0, len(self._indices), self._batch_size):
+                with self._naming([self._indices[start:]]):
+                    images, targets = next(batches)
+                yield _to_device(images, targets, self._device)
+        finally:
+            _end_workers(batches)
 
 
 class _ProxyImages(torch.utils.data.Dataset[tuple[Any, int]]):
@@ -679,9 +790,14 @@ class ProxyTrainLoader:
         self._config, self._manifest, self._sampler, self._env = config, manifest, sampler, env
         self._stopping = ThreadPoolExecutor(1)  # a server takes up to 5 s to stop, which the next epoch need not wait
         self._batches = self._stream(first_batch)
+        self._next = first_batch
 
     def __next__(self) -> Batch:
-        return next(self._batches)
+        upcoming = map(self._sampler.indices, itertools.count(self._next))
+        with _naming_bad_files(self._config, self._manifest, self._env, upcoming):
+            batch = next(self._batches)
+        self._next += 1
+        return batch
 
     def _stream(self, batch: int) -> Generator[Batch, None, None]:
         while True:
@@ -709,8 +825,11 @@ class ProxyTrainLoader:
         with safe_fork():
             batches = iter(loader)
         server.start_thread()  # after the fork: the workers must not inherit it in the midst of something
-        for images, targets in batches:
-            yield Batch(images.permute(0, 3, 1, 2), targets.to(self._env.device, non_blocking=True))
+        try:
+            for images, targets in batches:
+                yield Batch(images.permute(0, 3, 1, 2), targets.to(self._env.device, non_blocking=True))
+        finally:
+            _end_workers(batches)
 
     def state(self) -> dict[str, Any]:
         return {}

@@ -1,5 +1,6 @@
 """Run: everything that a training loop holds in its hands, put together from the flags, the data and the checkpoint."""
 
+import collections
 import contextlib
 import dataclasses
 import errno
@@ -24,10 +25,11 @@ from utils import checkpoint, dataset
 from utils.augment import BatchAugment, Normalize
 from utils.compiler import compile_network
 from utils.config import TrainConfig, flag
-from utils.dataset import Manifest
-from utils.distributed import DistEnv, diverged_parameters, gather, raise_together
+from utils.dataset import FileEntry, Manifest
+from utils.distributed import DistEnv, broadcast, diverged_parameters, gather, raise_together
 from utils.errors import RunFailed, UserError
 from utils.gradients import CapturedGradients, Gradients, on_stream, recording_stream
+from utils.inspection import BAD_FILES, bad_files, survey
 from utils.layers import accelerate
 from utils.log import Log
 from utils.machine import FeedChoice
@@ -122,7 +124,50 @@ def read_data(config: TrainConfig) -> tuple[Manifest, Manifest]:
     if config.data_dir is None:
         train_images = dataset.synthetic(SYNTHETIC_TRAIN, config.num_classes or SYNTHETIC_CLASSES)
         return train_images, dataset.synthetic(SYNTHETIC_VAL, config.num_classes or SYNTHETIC_CLASSES)
-    return dataset.scan_splits(config.data_dir)
+    return dataset.scan_splits(config.data_dir, skip_bad=config.bad_files == "skip")
+
+
+def leave_out_bad(config: TrainConfig, manifests: tuple[Manifest, Manifest], env: DistEnv) -> tuple[Manifest, Manifest]:
+    """`--bad-files skip`: the manifests without the files that the loader cannot read. A collective.
+
+    Every file is decoded once, by all ranks together; what was found is kept in the output folder, for the next launch
+    to decode no more than what has changed. `--evaluate` looks at val/ alone.
+
+    Raises:
+        UserError: on all ranks: a class would be left without images, or the output folder cannot be written.
+    """
+    if config.bad_files != "skip" or config.loader == "synthetic" or config.data_dir is None:
+        return manifests
+    assert config.workers is not None, "resolved"
+    train_images, val_images = manifests
+    splits = {"val": val_images} if config.evaluate else {"train": train_images, "val": val_images}
+    entries = [
+        FileEntry(f"{split}/{name}", int(size), int(mtime))
+        for split, manifest in splits.items()
+        for name, size, mtime in zip(manifest.files, manifest.sizes, manifest.mtimes, strict=True)
+    ]
+    entries += [FileEntry(f"{split}/{name}", 0, 0, bad) for split in splits for name, bad in splits[split].bad.items()]
+    decoder = pipelines.decoder_of(config.loader)
+    known = survey(
+        config.data_dir.absolute(), entries, decoder, config.output_dir, config.workers, env, config.evaluate
+    )
+    bad = broadcast({} if known is None else bad_files(known), env)
+    kept = {
+        split: manifest.without({name[len(split) + 1 :]: bad[name] for name in bad if name.startswith(f"{split}/")})
+        for split, manifest in splits.items()
+    }
+    return kept.get("train", train_images), kept["val"]
+
+
+def describe_skipped(config: TrainConfig, manifests: tuple[Manifest, Manifest]) -> str:
+    """How many files were left out, in all and of each class; "" for none."""
+    parts = []
+    for manifest, split in zip(manifests, ("train", "val"), strict=True):
+        if manifest.bad:
+            classes = collections.Counter(name.split("/")[0] for name in manifest.bad)
+            counts = ", ".join(f"{name} {count:,}" for name, count in sorted(classes.items()))
+            parts.append(f"{len(manifest.bad):,} of {len(manifest) + len(manifest.bad):,} {split} files ({counts})")
+    return f"{'; '.join(parts)}: {config.output_dir / BAD_FILES}" if parts else ""
 
 
 def check_files(config: TrainConfig, manifests: tuple[Manifest, Manifest], env: DistEnv) -> None:
@@ -465,6 +510,8 @@ def introduce(run: Run, manifests: tuple[Manifest, Manifest], feed: FeedChoice) 
     if feed.reasons and config.loader != "synthetic":
         chosen = (f"{flag(name)} {getattr(config, name)}: {reason}" for name, reason in feed.reasons.items())
         facts["chosen"] = "; ".join(chosen)
+    if skipped := describe_skipped(config, manifests):
+        facts["skipped"] = skipped
     if run.changes:
         facts["changed"] = ", ".join(run.changes)
     for name, fact in facts.items():

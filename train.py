@@ -26,13 +26,16 @@ from run import (
     check_files,
     create_model,
     create_run,
+    describe_skipped,
     introduce,
+    leave_out_bad,
     lock_output,
     open_checkpoint,
     prepare_output,
     read_data,
     resolve,
 )
+from utils.alarm import shared_alarm
 from utils.config import TrainConfig, parse
 from utils.dataset import Manifest
 from utils.distributed import DistEnv, average_buffers, process_group, read_launch
@@ -235,6 +238,8 @@ def evaluate_checkpoint(
         found = evaluate(model, loader, normalize, len(manifests[1]), env, AMP_DTYPES[config.amp])
         result |= {("" if name == "model" else "ema_") + key: value for key, value in found.items()}
     if env.is_main:
+        if skipped := describe_skipped(config, manifests):
+            print(f"skipped {skipped}", flush=True)
         write_json(config.output_dir / "evaluation.json", result)
         print("  ".join(f"{key} {value}" for key, value in result.items()), flush=True)
 
@@ -284,7 +289,7 @@ def write_summary(run: Run) -> None:
         f"top-1 {summary['top1']:.2f} %  top-5 {summary['top5']:.2f} %  best top-1 {summary['best_top1']:.2f} %  "
         f"{state.seconds:.0f} s  {totals.images_per_second:,.0f} images/s\n"
         f"{describe_wait(totals.data_wait, config)}\n"
-        f"{describe_skipped(state)}"
+        f"{describe_overflows(state)}"
         f"{config.output_dir}: {SUMMARY}, metrics.jsonl, best.pt, last.pt"
     )
 
@@ -298,7 +303,7 @@ def describe_wait(data_wait: float, config: TrainConfig) -> str:
     return f"{sentence}; {where} finds what limits it; more --workers (now {config.workers}) help where the CPU does"
 
 
-def describe_skipped(state: TrainState) -> str:
+def describe_overflows(state: TrainState) -> str:
     """A line on the steps that fp16 skipped; nothing if there were none."""
     skipped = state.meter.skipped_steps
     return f"fp16 skipped {skipped:,} of {state.step:,} steps, whose gradients overflowed\n" if skipped else ""
@@ -322,16 +327,18 @@ def train(config: TrainConfig) -> None:
     check_optimizer(config.optimizer)
     models.check_arch(config.arch)
     manifests = read_data(config)
-    with process_group(config.device, config.timeout) as env, contextlib.ExitStack() as stack:
+    with process_group(config.device, config.timeout) as env, shared_alarm(env), contextlib.ExitStack() as stack:
         path, saved = open_checkpoint(config, env)
         feed = choose_common_feed(config, env, saved, manifests[0])
         config = resolve(config, manifests, env, feed)
         check_files(config, manifests, env)
         prepare_output(config, env)
         if config.evaluate:
+            manifests = leave_out_bad(config, manifests, env)
             evaluate_checkpoint(config, manifests, env, path, saved)
             return
         lock_output(config, env, stack)
+        manifests = leave_out_bad(config, manifests, env)
         run = create_run(config, manifests, env, stack, started, path, saved)
         introduce(run, manifests, feed)
         if run.state.epoch >= config.epochs and (config.output_dir / SUMMARY).is_file():

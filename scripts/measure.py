@@ -35,6 +35,7 @@ from utils.augment import BatchAugment
 from utils.config import TrainConfig
 from utils.dataset import Manifest
 from utils.errors import Stopped
+from utils.fork import safe_fork
 from utils.machine import choose_feed, inspect_machine
 from utils.metrics import Meter
 from utils.sampler import Sampler
@@ -88,7 +89,7 @@ class TimmLoader:
             device=run.env.device,
         )
         batches = itertools.chain.from_iterable(itertools.repeat(loader))
-        with pipelines.safe_fork():
+        with safe_fork():
             first = next(batches)  # starts the workers
         self._batches: Iterator[Any] = itertools.chain([first], batches)
 
@@ -136,7 +137,7 @@ class FilesReader:
             prefetch_factor=PREFETCH,
             collate_fn=sum,
         )
-        with pipelines.safe_fork():
+        with safe_fork():
             self._batches: Iterator[int] = iter(loader)
 
     def __next__(self) -> int:

@@ -169,6 +169,40 @@ def test_fingerprint_of_the_same_content(small: Path, tmp_path: Path) -> None:
         assert after.root == root / "train"
 
 
+def test_bad_files_are_left_out_as_if_they_did_not_exist(small: Path) -> None:
+    """So that a run with --bad-files skip resumes as well after they are deleted."""
+    (small / "train" / "a" / "0.jpg").write_bytes(b"")
+    os.mkfifo(small / "train" / "b" / "9.jpg")
+    (small / "train" / "b" / "gone.jpg").symlink_to("nowhere")
+    (small / "train" / "b" / "round.jpg").symlink_to("round.jpg")
+    (small / "train" / "b" / "3.jpg").write_bytes(b"other content")
+    with pytest.raises(UserError, match=r"a/0\.jpg: an empty file, .*b/9\.jpg: not a regular file, .*b/gone\.jpg: "):
+        scan(small, "train")
+    listed = scan(small, "train", skip_bad=True)
+    assert list(listed.bad) == ["a/0.jpg", "b/9.jpg", "b/gone.jpg", "b/round.jpg"]
+    assert listed.bad["b/9.jpg"] == "not a regular file"
+    left = listed.without({"a/2.jpg": "damaged", "b/3.jpg": "damaged too"})
+    assert left.bad == {**listed.bad, "a/2.jpg": "damaged", "b/3.jpg": "damaged too"}
+    for name in left.bad:
+        (small / "train" / name).unlink()
+    clean = scan(small, "train")
+    assert left.files == clean.files == ("a/1.jpg", "b/1.jpg", "b/2.jpg")
+    assert left.fingerprint == clean.fingerprint != listed.fingerprint
+    for one, other in ((left.labels, clean.labels), (left.sizes, clean.sizes), (left.mtimes, clean.mtimes)):
+        assert one.tolist() == other.tolist()
+    assert clean.bad == {}
+
+
+def test_a_class_of_bad_files_alone_is_refused(small: Path) -> None:
+    (small / "train" / "a" / "1.jpg").write_bytes(b"")
+    listed = scan(small, "train", skip_bad=True)
+    with pytest.raises(UserError, match=r"train/a: a class without a readable image, its 1 files are bad"):
+        listed.without({"a/2.jpg": "damaged"})
+    (small / "train" / "a" / "2.jpg").write_bytes(b"")
+    with pytest.raises(UserError, match=r"train/a: a class without a readable image, its 2 files are bad"):
+        scan(small, "train", skip_bad=True)
+
+
 def test_splits_share_their_classes(small: Path) -> None:
     train, val = scan_splits(small)
     assert isinstance(train, Manifest)

@@ -90,6 +90,7 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
     ("--amp foo", ("'--amp'", "'foo'", "auto, bf16, fp16, none")),
     ("--device gpu", ("'--device'", "'gpu'", "auto, cuda, cpu")),
     # Combinations
+    ("--bad-files ignore", ("'--bad-files'", "'ignore'", "error, skip")),
     ("--image-size 64 --val-resize 60", ("--val-resize 60:", "--image-size 64", "try --val-resize 73")),
     ("--warmup-epochs 1", ("--warmup-epochs 1:", "less than --epochs 1", "lower it")),
     ("--warmup-epochs 3 --epochs 2", ("--warmup-epochs 3:", "less than --epochs 2")),
@@ -232,6 +233,16 @@ def _empty_file(root: Path) -> None:
     (root / "val" / "red" / "red-000.jpg").write_bytes(b"")
 
 
+def _pipe(root: Path) -> None:
+    os.mkfifo(root / "val" / "red" / "pipe.jpg")
+
+
+def _many_empty(root: Path) -> None:
+    for name, count in (("blue", 1), ("red", 50)):
+        for index in range(count):
+            (root / "train" / name / f"{index}.jpg").write_bytes(b"")
+
+
 TREES: list[tuple[Callable[[Path], None], tuple[str, ...]]] = [
     (_no_train, ("--data-dir {}:", "no train/ folder", "must hold train/ and val/")),
     (_no_val, ("--data-dir {}:", "no val/ folder", "must hold train/ and val/")),
@@ -245,7 +256,9 @@ TREES: list[tuple[Callable[[Path], None], tuple[str, ...]]] = [
     (_empty_class, ("{}/val/nothing:", "a class without images", "remove the folder or add files", ".jpg")),
     (_undecodable_class, ("{}/train/foreign:", "a class without images", ".jpg")),
     (_empty_file, ("{}/val/red/red-000.jpg:", "an empty file", "delete or replace it")),
-    (_dangling_link, ("{}/train/red/link.jpg:", "No such file or directory", "remove it or check its permissions")),
+    (_dangling_link, ("{}/train/red/link.jpg:", "No such file or directory", "delete or replace it")),
+    (_pipe, ("{}/val/red/pipe.jpg: not a regular file", "--bad-files skip")),
+    (_many_empty, ("{0}/train/blue/0.jpg: an empty file, {0}/train/red/0.jpg: an empty file", "and 31 more bad files")),
 ]
 
 

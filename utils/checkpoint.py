@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from utils.alarm import writing
 from utils.config import TrainConfig, flag
 from utils.dataset import Manifest
 from utils.distributed import DistEnv, gather_main
@@ -182,7 +183,8 @@ def save(
     for name in state.modules():
         checkpoint[name] = checkpoint[name] | mean_buffers([own["buffers"][name] for own in ranks])
     try:
-        _write(checkpoint, config.output_dir, is_best)
+        with writing:
+            _write(checkpoint, config.output_dir, is_best)
     except (OSError, RuntimeError) as error:  # the latter from torch's writer, which hides the former
         for name in (LAST, *EARLIER, BEST):
             with contextlib.suppress(OSError):

@@ -47,15 +47,16 @@ class TrainConfig:
     hw_decoder_load: float | None = _option(
         None, DATA, "Share of a batch that the GPU's JPEG engines decode.", "for --decode"
     )
-    cache: Literal["auto", "none", "gpu", "host"] = _option("auto", DATA, "Memory that keeps training images decoded.")
+    cache: Literal["auto", "none", "gpu", "host"] = _option("auto", DATA, "Where training images stay decoded.")
     prefetch: int | None = _option(None, DATA, "Batches that DALI prepares ahead.", "6")
+    bad_files: Literal["error", "skip"] = _option("error", DATA, "On an unreadable image.")
     image_size: int = _option(224, DATA, "Side of the network's input, pixels.")
     val_resize: int | None = _option(None, DATA, "Shorter side before the centre crop, pixels.", "image size x 8/7")
     workers: int | None = _option(None, DATA, "CPU threads (torch: workers) per process.", "its share of the cores")
     augment: Literal["none", "autoaugment", "randaugment", "trivialaugment"] = _option(
         "none", DATA, "Policy after crop and flip."
     )
-    crop_scale: float = _option(0.08, DATA, "Least share of the area that a random crop keeps.")
+    crop_scale: float = _option(0.08, DATA, "Least share of the area in a random crop.")
     hflip: float = _option(0.5, DATA, "Probability of mirroring a training image.")
     mixup: float = _option(0.0, DATA, "Mixup alpha; 0 is off.")
     cutmix: float = _option(0.0, DATA, "CutMix alpha; 0 is off.")

@@ -9,9 +9,12 @@ import dataclasses
 import hashlib
 import os
 import random
+import stat
 import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +24,23 @@ from utils.errors import UserError
 
 # What both DALI's decoder and Pillow read. GIF and AVIF are not among them: DALI rejects both.
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".pnm")
+NAMED = 20  # bad files that one line names; a data set can have thousands
+
+
+class FileEntry(NamedTuple):
+    """One file of a listing.
+
+    Attributes:
+        name: within its folder or, in a manifest, below the split's.
+        size: bytes.
+        mtime: of the last change, nanoseconds since 1970.
+        bad: why nobody can read it, as far as the listing can tell; None for the others.
+    """
+
+    name: str
+    size: int
+    mtime: int
+    bad: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +53,9 @@ class Manifest:
         files: paths relative to `root`, sorted within each class; empty for synthetic data.
         labels: int64 (num_images,), in [0, len(classes)).
         fingerprint: hex digest of class names, file names, file sizes and labels.
+        sizes: int64 (num_images,), bytes; as `mtimes`, of no images for synthetic data.
+        mtimes: int64 (num_images,), of the last change, nanoseconds since 1970.
+        bad: files that were left out, relative to `root`, and why.
     """
 
     root: Path | None
@@ -40,6 +63,9 @@ class Manifest:
     files: tuple[str, ...]
     labels: NDArray[np.int64]
     fingerprint: str
+    sizes: NDArray[np.int64] = dataclasses.field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    mtimes: NDArray[np.int64] = dataclasses.field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    bad: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -49,12 +75,29 @@ class Manifest:
         assert self.root is not None, "synthetic data has no files"
         return os.path.join(self.root, self.files[index])
 
+    def without(self, bad: Mapping[str, str]) -> "Manifest":
+        """The manifest that a listing would give if the files `bad` (relative to `root`, with a reason) did not exist.
 
-def scan(data_dir: Path, split: str) -> Manifest:
+        Raises:
+            UserError: a class would have no image left.
+        """
+        assert self.root is not None, "synthetic data has no files"
+        entries = [
+            FileEntry(name, int(size), int(mtime), bad.get(name))
+            for name, size, mtime in zip(self.files, self.sizes, self.mtimes, strict=True)
+        ]
+        return _manifest(self.root, self.classes, entries, self.labels, self.bad)
+
+
+def scan(data_dir: Path, split: str, skip_bad: bool = False) -> Manifest:
     """List the images of `data_dir/split`, one folder a class.
 
+    Empty files and what is no regular file are bad: refused, or left out with `skip_bad`. What a file holds is not
+    looked at here.
+
     Raises:
-        UserError: missing or unreadable folder, no class, an empty class, or images nested deeper than one folder.
+        UserError: missing or unreadable folder, no class, an empty class, images nested deeper than one folder, or
+            bad files.
     """
     root = data_dir / split
     try:
@@ -62,9 +105,9 @@ def scan(data_dir: Path, split: str) -> Manifest:
             raise UserError(f"--data-dir {data_dir}: no such folder; give the one that holds train/ and val/")
         if not root.is_dir():
             raise UserError(f"--data-dir {data_dir}: has no {split}/ folder; it must hold train/ and val/")
-        classes = sorted(entry.name for entry in _visible(root) if entry.is_dir())
+        classes = sorted(entry.name for entry in _visible(root) if is_folder(entry))
         if not classes:
-            loose = sum(_is_image(entry) for entry in _visible(root))
+            loose = sum(is_image(entry.name) for entry in _visible(root))
             found = f" ({loose} images lie there without one)" if loose else ""
             raise UserError(f"{root}: no class folders{found}; put the images of each class into a folder of its name")
         with ThreadPoolExecutor(16) as pool:  # on a network file system a scan waits, it does not compute
@@ -73,22 +116,69 @@ def scan(data_dir: Path, split: str) -> Manifest:
         raise UserError(
             f"{error.filename}: cannot be read ({error.strerror}); remove it or check its permissions"
         ) from None
-    files = [f"{name}/{file}" for name, listing in zip(classes, listings, strict=True) for file, _ in listing]
-    sizes = [size for listing in listings for _, size in listing]
+    entries = [
+        FileEntry(f"{name}/{entry.name}", *entry[1:])
+        for name, listing in zip(classes, listings, strict=True)
+        for entry in listing
+    ]
+    bad = {os.path.join(root, entry.name): entry.bad for entry in entries if entry.bad is not None}
+    if bad and not skip_bad:
+        raise UserError(
+            f"{describe(bad)}; delete or replace {'it' if len(bad) == 1 else 'them'}, or leave out all bad files with "
+            "--bad-files skip"
+        )
     labels = np.repeat(np.arange(len(classes), dtype=np.int64), [len(listing) for listing in listings])
+    return _manifest(root.absolute(), tuple(classes), entries, labels, {})
+
+
+def describe(bad: Mapping[str, str]) -> str:
+    """Path -> reason as a clause, which names the first `NAMED` and counts the rest."""
+    named = ", ".join(f"{path}: {reason}" for path, reason in list(bad.items())[:NAMED])
+    return named + (f", and {len(bad) - NAMED:,} more bad files" if len(bad) > NAMED else "")
+
+
+def _manifest(
+    root: Path,
+    classes: tuple[str, ...],
+    entries: Sequence[FileEntry],
+    labels: NDArray[np.int64],
+    bad: Mapping[str, str],
+) -> Manifest:
+    """The manifest of those `entries` that are good; `bad` were left out before."""
+    good = np.array([entry.bad is None for entry in entries], dtype=bool)
+    kept = [entry for entry in entries if entry.bad is None]
+    bare = set(range(len(classes))) - set(np.unique(labels[good]).tolist())
+    if bare:
+        raise UserError(
+            f"{root / classes[min(bare)]}: a class without a readable image, its {(labels == min(bare)).sum():,} files "
+            "are bad; replace them or remove the folder"
+        )
+    return Manifest(
+        root,
+        classes,
+        tuple(entry.name for entry in kept),
+        labels[good],
+        _fingerprint(kept),
+        np.array([entry.size for entry in kept], dtype=np.int64),
+        np.array([entry.mtime for entry in kept], dtype=np.int64),
+        {**bad, **{entry.name: entry.bad for entry in entries if entry.bad is not None}},
+    )
+
+
+def _fingerprint(entries: Iterable[FileEntry]) -> str:
     digest = hashlib.sha256()
-    for name, size in zip(files, sizes, strict=True):
-        digest.update(os.fsencode(name) + b"\0%d\0" % size)
-    return Manifest(root.absolute(), tuple(classes), tuple(files), labels, digest.hexdigest()[:32])
+    for entry in entries:
+        digest.update(os.fsencode(entry.name) + b"\0%d\0" % entry.size)
+    return digest.hexdigest()[:32]
 
 
-def scan_splits(data_dir: Path) -> tuple[Manifest, Manifest]:
+def scan_splits(data_dir: Path, skip_bad: bool = False) -> tuple[Manifest, Manifest]:
     """Manifests of `train/` and `val/`, whose classes must agree.
 
     Raises:
         UserError: as `scan`, and for classes that only one of the two has.
     """
-    train, val = scan(data_dir, "train"), scan(data_dir, "val")
+    train, val = scan(data_dir, "train", skip_bad), scan(data_dir, "val", skip_bad)
     for here, there, split, other in ((train, val, "val", "train"), (val, train, "train", "val")):
         only = sorted(set(here.classes) - set(there.classes))
         if only:
@@ -125,26 +215,35 @@ def synthetic(num_images: int, num_classes: int) -> Manifest:
     return Manifest(None, classes, (), labels, f"synthetic-{num_images}-{num_classes}")
 
 
-def _list_class(folder: Path) -> list[tuple[str, int]]:
+def _list_class(folder: Path) -> list[FileEntry]:
     listing = []
     for entry in _visible(folder):
-        if entry.is_dir():
+        if is_folder(entry):
             _refuse_nested(Path(entry.path))
-        elif _is_image(entry):
-            size = entry.stat().st_size
-            if size == 0:
-                raise UserError(f"{entry.path}: an empty file, which no decoder reads; delete or replace it")
-            listing.append((entry.name, size))
+        elif is_image(entry.name):
+            listing.append(stat_file(entry.path))
     if not listing:
         raise UserError(
             f"{folder}: a class without images; remove the folder or add files ending in {' '.join(IMAGE_SUFFIXES)}"
         )
-    return sorted(listing)
+    return sorted(listing, key=lambda entry: entry.name)
+
+
+def stat_file(path: str) -> FileEntry:
+    """Look at a file from outside. Nothing is opened: a pipe would wait for its writer for ever."""
+    name = os.path.basename(path)
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        return FileEntry(name, 0, 0, f"cannot be read ({error.strerror})")
+    if not stat.S_ISREG(found.st_mode):
+        return FileEntry(name, 0, found.st_mtime_ns, "not a regular file")
+    return FileEntry(name, found.st_size, found.st_mtime_ns, None if found.st_size else "an empty file")
 
 
 def _refuse_nested(folder: Path) -> None:
     for parent, _, names in os.walk(folder):
-        if any(name.lower().endswith(IMAGE_SUFFIXES) for name in names):
+        if any(map(is_image, names)):
             raise UserError(
                 f"{parent}: images nested deeper than train/CLASS/IMAGE; move them up, "
                 "the folder below train/ or val/ is the class"
@@ -156,5 +255,14 @@ def _visible(folder: Path) -> list[os.DirEntry[str]]:
         return [entry for entry in entries if not entry.name.startswith(".")]
 
 
-def _is_image(entry: os.DirEntry[str]) -> bool:
-    return entry.name.lower().endswith(IMAGE_SUFFIXES)
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether it is a folder or leads to one; a link that leads nowhere is none."""
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
+
+
+def is_image(name: str) -> bool:
+    """Whether a file of that name is taken for an image."""
+    return name.lower().endswith(IMAGE_SUFFIXES)

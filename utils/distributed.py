@@ -6,7 +6,7 @@ import datetime
 import os
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -159,6 +159,15 @@ def gather(value: T, env: DistEnv) -> list[T]:
     values: list[Any] = [None] * env.world_size
     dist.all_gather_object(values, value)
     return values
+
+
+def broadcast(value: T, env: DistEnv) -> T:
+    """Rank 0's `value`, on every rank."""
+    if env.world_size == 1:
+        return value
+    values: list[Any] = [value]
+    dist.broadcast_object_list(values, device=torch.device("cpu"))
+    return cast(T, values[0])
 
 
 def gather_main(value: T, env: DistEnv) -> list[T] | None:

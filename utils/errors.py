@@ -18,6 +18,15 @@ class UserError(Exception):
         self.common = common
 
 
+class BadFile(UserError):
+    """A file that its loader cannot read, met by one rank while the others may be waiting for it."""
+
+    def __init__(self, path: str, reason: str, rank: int) -> None:
+        super().__init__(
+            f"rank {rank}: {path}: {reason}; delete or replace it, or leave out all bad files with --bad-files skip"
+        )
+
+
 class RunFailed(Exception):
     """A failure in the run that one line explains; exit status 1."""
 

@@ -1,0 +1,145 @@
+#!/usr/bin/env python3
+"""Find the images that DALI cannot read, before a training run meets them, and those that look odd.
+
+    scripts/check_dataset.py DIR --output-dir OUT
+
+DIR is a data set with train/ and val/, or any tree of images. Every file is decoded once by what DALI's CPU decoder is
+made of. Prints a table and writes to OUT: manifest.json, what is known of each file, and bad_files.json, a list of
+{"path", "reason"} with paths below DIR. Files that have not changed since the last time (size, time of change) are not
+decoded again, also if that was killed. train.py --bad-files skip --output-dir OUT uses the same manifest.
+
+Exit status: 0 no bad file, 1 bad files, 2 wrong usage.
+"""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import typer
+
+import pipelines
+from utils.config import USAGE_ERROR, number_option
+from utils.dataset import FileEntry, is_folder, is_image, stat_file
+from utils.distributed import DistEnv
+from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER_ERROR, UserError, one_line
+from utils.inspection import BAD_FILES, MANIFEST, bad_files, survey, suspicious
+
+WHOLE = number_option(int)
+
+
+def list_images(root: Path) -> list[FileEntry]:
+    """All files below `root` that are named like images, sorted; what is hidden is left out, as training does.
+
+    Links to folders are followed, but no folder is listed twice.
+
+    Raises:
+        UserError: a folder cannot be read.
+    """
+    entries: list[FileEntry] = []
+    folders, seen = [""], set()
+    while folders:
+        folder = folders.pop()
+        path = os.path.join(root, folder)
+        try:
+            status = os.stat(path)
+            if (status.st_dev, status.st_ino) in seen:
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            with os.scandir(path) as found:
+                for entry in found:
+                    name = os.path.join(folder, entry.name)
+                    if entry.name.startswith("."):
+                        continue
+                    if is_folder(entry):
+                        folders.append(name)
+                    elif is_image(entry.name):
+                        entries.append(stat_file(entry.path)._replace(name=name))
+        except OSError as error:
+            raise UserError(f"{error.filename}: cannot be read ({error.strerror}); check its permissions") from None
+    return sorted(entries)
+
+
+def table(title: str, reasons: Mapping[str, str], rows: int, where: Path) -> list[str]:
+    """Lines that name at most `rows` of the files, the longest reason first in width."""
+    if not reasons:
+        return []
+    shown = [(one_line(reason), one_line(path)) for path, reason in list(reasons.items())[:rows]]
+    width = max(len(reason) for reason, _ in shown)
+    lines = ["", f"{title}: {len(reasons):,}", *(f"  {reason:<{width}}  {path}" for reason, path in shown)]
+    return lines + ([f"  and {len(reasons) - rows:,} more, see {where}"] if len(reasons) > rows else [])
+
+
+def check(data_dir: Path, output_dir: Path, workers: int, rows: int) -> int:
+    """Scan, print and write; returns the exit status.
+
+    Raises:
+        UserError: there is nothing to scan, or the results cannot be written.
+    """
+    if not data_dir.is_dir():
+        raise UserError(f"{data_dir}: no such folder; give a data set, or any folder of images")
+    entries = list_images(data_dir)
+    if not entries:
+        raise UserError(f"{data_dir}: no images in it; give a data set, or any folder of images")
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"--output-dir {output_dir}: cannot be written ({error.strerror}); give another folder"
+        ) from None
+    alone = DistEnv(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
+    known = survey(data_dir.absolute(), entries, pipelines.decoder_of("dali"), output_dir, workers, alone)
+    assert known is not None, "rank 0"
+    bad, odd = bad_files(known), suspicious(known)
+    lines = [
+        *table("bad, training would end at them", bad, rows, output_dir / BAD_FILES),
+        *table("suspicious, but DALI decodes them", odd, rows, output_dir / MANIFEST),
+        "",
+        f"{len(known):,} files: {len(bad):,} bad, {len(odd):,} suspicious; {output_dir}: {MANIFEST}, {BAD_FILES}",
+    ]
+    print("\n".join(lines).lstrip("\n"), flush=True)
+    return EXIT_FAILED if bad else EXIT_DONE
+
+
+def read_options(
+    data_dir: Annotated[Path, typer.Argument(metavar="DIR", help="A data set, or any folder of images.")],
+    output_dir: Annotated[Path, typer.Option(help="Where manifest.json and bad_files.json go.")],
+    workers: Annotated[int | None, typer.Option(help="Processes.", show_default="all cores", **WHOLE)] = None,
+    rows: Annotated[int, typer.Option(help="Files that a table shows.", **WHOLE)] = 50,
+) -> tuple[Any, ...]:
+    """Find the images that DALI cannot read, and those that look odd.
+
+    Exit status: 0 no bad file, 1 bad files, 2 wrong usage.
+    """
+    for flag, value in (("--workers", workers), ("--rows", rows)):
+        if value is not None and value < 1:
+            raise UserError(f"{flag} {value}: must be 1 or more")
+    return data_dir, output_dir, workers or len(os.sched_getaffinity(0)), rows
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command line; returns the exit status."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command(context_settings={"help_option_names": ["-h", "--help"]})(read_options)
+    try:
+        options = typer.main.get_command(app).main(list(argv), prog_name="check_dataset.py", standalone_mode=False)
+        return check(*options) if isinstance(options, tuple) else EXIT_DONE  # --help
+    except USAGE_ERROR as error:
+        message = " ".join(error.format_message().split()).rstrip(".")
+        return _refuse(f"{message}; check_dataset.py --help lists all flags")
+    except UserError as error:
+        return _refuse(str(error))
+
+
+def _refuse(text: str) -> int:
+    print(f"check_dataset.py: {one_line(text)}", file=sys.stderr, flush=True)
+    return EXIT_USER_ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

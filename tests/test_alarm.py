@@ -1,0 +1,109 @@
+"""A bad file on one rank ends all of them at once, in one line; whatever the others wait for, and whoever met it."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests import damage
+from tests.conftest import ROOT, TINY, Finished, environment, read_checkpoint, write_data
+
+WORKER = """
+import os, sys, time
+import torch, torch.distributed as dist
+import utils.alarm as alarm
+from utils.distributed import process_group
+from utils.errors import BadFile
+from utils.stop import StopRequest
+case, folder = sys.argv[1:]
+with process_group("cpu", timeout=300) as env, alarm.shared_alarm(env):
+    meets = {"rank 0": env.rank == 0, "rank 2": env.rank == 2, "all": True, "saving": env.rank == 1}[case]
+    StopRequest().arm(env)  # torchrun signals the others as soon as one has ended
+    dist.barrier()
+    if meets:
+        raise BadFile("/data/one.jpg", "damaged", env.rank)
+    if case == "saving" and env.is_main:
+        with alarm.writing:
+            time.sleep(4)  # a checkpoint of some size
+            open(os.path.join(folder, "whole"), "w").close()
+    dist.all_reduce(torch.zeros(3))  # without the others it waits for 300 s
+    sys.stderr.write("got through")
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "case", ["saving", *(pytest.param(case, marks=pytest.mark.slow) for case in ("rank 0", "rank 2", "all"))]
+)
+def test_all_ranks_end(tmp_path: Path, case: str) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    run = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3", str(script), case, str(tmp_path)]
+    environ = environment() | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, *run], env=environ, capture_output=True, text=True, timeout=100, check=False)
+    told = [line for line in done.stderr.splitlines() if "/data/one.jpg: damaged" in line]
+    assert len(told) == 1, done.stderr
+    assert told[0].startswith("train.py: rank ")
+    assert "got through" not in done.stderr
+    assert "worker.py" not in done.stderr.replace(str(script), "")  # no traceback of ours
+    assert "exitcode  : 2" in done.stderr
+    assert (tmp_path / "whole").exists() == (case == "saving")
+
+
+def assert_ended_by(done: Finished, processes: int, path: str) -> None:
+    """One line that names file and rank, and no word of ours besides; torchrun adds its own report."""
+    ours = [line for line in done.err.splitlines() if line.startswith("train.py: ")]
+    assert len(ours) == 1, done.err
+    assert ours[0].startswith("train.py: rank ")
+    assert f": {path}: " in ours[0]
+    assert "--bad-files skip" in ours[0]
+    assert "main(sys.argv[1:])" not in done.err, done.err  # the root of any traceback of train.py
+    if processes == 1:
+        assert done.status == 2
+    else:
+        assert "exitcode  : 2" in done.err
+
+
+def spoiled_run(folder: Path, split: str, kind: str) -> tuple[str, tuple[str | Path, ...]]:
+    """A data set with one bad file: its name as a terminal shows it, and flags that save at every step."""
+    root = write_data(folder / "data", train=(60, 60, 60), val=(20, 20, 20))
+    path = root / split / "green" / "bad\none.jpg"
+    path.write_bytes(damage.CONTENTS[kind])
+    flags = ("--epochs", "3", "--batch-size", "4", "--checkpoint-steps", "1", "--output-dir", folder / "out")
+    return str(path).replace("\n", "\\n"), (*TINY, "--data-dir", root, *flags)
+
+
+@pytest.mark.dist
+def test_a_bad_file_in_training(tmp_path: Path, launch: Callable[..., Finished]) -> None:
+    shown, flags = spoiled_run(tmp_path, "train", "cut in the middle")
+    assert_ended_by(launch(*flags, processes=2), 2, shown)
+    assert read_checkpoint(tmp_path / "out")["step"] >= 1
+
+
+def test_a_bad_file_under_the_torch_loader(tmp_path: Path, launch: Callable[..., Finished]) -> None:
+    """Its workers are deaf to the signal with which an interpreter ends them, and must not keep it from ending."""
+    shown, flags = spoiled_run(tmp_path, "val", "text")
+    assert_ended_by(launch(*flags, "--loader", "torch"), 1, shown)
+    assert read_checkpoint(tmp_path / "out")["epoch"] == 0  # trained, not evaluated
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("loader", ["dali", "dali --cache host", "torch", "proxy"])
+@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize("kind", ["text", "cut in the middle"])
+def test_every_loader_ends_in_time(
+    tmp_path: Path, launch: Callable[..., Finished], processes: int, loader: str, split: str, kind: str
+) -> None:
+    shown, flags = spoiled_run(tmp_path, split, kind)
+    done = launch(*flags, "--loader", *loader.split(), processes=processes)
+    ended = time.time()
+    assert_ended_by(done, processes, shown)
+    if split == "val" or "host" not in loader:
+        # The last step but for those of the batches that were read ahead.
+        assert read_checkpoint(tmp_path / "out")["step"] >= 1
+        assert ended - (tmp_path / "out" / "last.pt").stat().st_mtime < 20
