@@ -13,7 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 import pipelines
-from tests.conftest import TINY, Finished, assert_same, read_checkpoint, read_metrics
+from tests import damage
+from tests.conftest import TINY, Finished, assert_same, read_checkpoint, read_metrics, write_data
 from utils.augment import BatchAugment, Normalize
 from utils.config import TrainConfig
 from utils.dataset import scan_splits, synthetic
@@ -282,3 +283,20 @@ def test_resume_in_mid_epoch_is_exact(
         assert_same(whole[name], resumed[name], name)
     losses = [[record.get("train/loss") for record in read_metrics(folder)] for folder in (tmp_path / "whole", cut)]
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("extra", [("--decode", "fused"), ("--decode", "full"), ("--cache", "gpu")], ids=" ".join)
+@pytest.mark.parametrize("kind", ["text", "cut in the middle"])
+def test_a_bad_file_is_named_or_left_out(
+    tmp_path: Path, launch: Callable[..., Finished], kind: str, extra: tuple[str, ...]
+) -> None:
+    root = write_data(tmp_path / "data")
+    path = root / "train" / "green" / "spoiled.jpg"
+    path.write_bytes(damage.CONTENTS[kind])
+    flags = ("--data-dir", root, *FLAGS, "--no-compile", "--batch-size", "4", "--epochs", "2", *extra)
+    done = launch(*flags, "--output-dir", tmp_path / "error")
+    assert done.status == 2, done.err
+    assert f"train.py: rank 0: {path}: " in done.err
+    done = launch(*flags, "--output-dir", tmp_path / "skip", "--bad-files", "skip")
+    assert done.status == 0, done.err
+    assert "1 of 42 train files (green 1)" in done.out
