@@ -5,9 +5,10 @@
     scripts/scaling.py --data-dir DIR --output-dir OUT --processes 1,2 --cpus 8      # on 8 CPU threads in all
 
 DIR holds train/CLASS/*.jpg and val/CLASS/*.jpg. The files are linked as often as it takes to fill an epoch, and are not
-kept decoded, as a large data set could not be. A run is ended by a signal when its windows are measured; its first log
-intervals, in which it warms up, do not count. Prints a table and writes scaling.json, scaling.png and the logs of the
-runs to --output-dir.
+kept decoded, as a large data set could not be. Smaller runs take other GPUs in each round: those of one machine differ by
+a percent or two, and together they are as fast as the slowest. A run is ended by a signal when its windows are measured;
+its first log intervals, in which it warms up, do not count. Prints a table and writes scaling.json, scaling.png and the
+logs of the runs to --output-dir.
 """
 
 import dataclasses
@@ -63,8 +64,15 @@ def link_images(data_dir: Path, folder: Path, least: int) -> None:
             (folder / split / path.parent.name / f"{turn:06}-{path.name}").symlink_to(path)
 
 
-def measure(point: Point, data_dir: Path, work: Path, flags: Sequence[str], cpus: int | None, windows: int) -> None:
-    """One run of train.py; adds its windows to `point`.
+def gpus_of_round(turn: int, processes: int, most: int) -> str:
+    """GPUs for a run in round `turn`, from 0: each of `most` in turn, as CUDA_VISIBLE_DEVICES has them."""
+    return ",".join(str((turn * processes + number) % most) for number in range(processes))
+
+
+def measure(
+    point: Point, data_dir: Path, work: Path, flags: Sequence[str], cpus: int | None, windows: int, gpus: str
+) -> None:
+    """One run of train.py on these GPUs, if there are any; adds its windows to `point`.
 
     Raises:
         RuntimeError: the run ended by itself.
@@ -83,6 +91,7 @@ def measure(point: Point, data_dir: Path, work: Path, flags: Sequence[str], cpus
         process = subprocess.Popen(
             [*map(str, words), *flags],
             stdout=out, stderr=out, preexec_fn=lambda: os.sched_setaffinity(0, threads),
+            env={"CUDA_VISIBLE_DEVICES": gpus} | os.environ,  # unless the user chose some
         )  # fmt: skip
         try:
             while len(lines := metrics.read_text().splitlines() if metrics.exists() else []) < WARMUP + windows:
@@ -171,7 +180,8 @@ def main(
         for turn in range(rounds):
             for point in points:
                 words = [*shlex.split(flags), "--batch-size", str(batch_size), "--log-steps", str(log_steps)]
-                measure(point, Path(folder), output_dir, words, cpus, windows)
+                gpus = gpus_of_round(turn, point.processes, max(numbers))
+                measure(point, Path(folder), output_dir, words, cpus, windows, gpus)
                 print(f"round {turn + 1}: {point.loader} on {point.processes}: {point.rate:,.0f} images/s", flush=True)
     found = [dataclasses.asdict(point) | {"efficiency": efficiency(point, points)} for point in points]
     (output_dir / "scaling.json").write_text(json.dumps({"flags": flags, "cpus": cpus, "points": found}, indent=2))

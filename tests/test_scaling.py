@@ -9,9 +9,16 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from scripts.scaling import gpus_of_round
 from tests.conftest import ROOT, environment
 
 FLAGS = "--arch test_resnet --image-size 32 --val-resize 36 --workers 1 --device cpu"
+
+
+def test_small_runs_take_every_gpu_in_turn() -> None:
+    assert [gpus_of_round(turn, 1, 2) for turn in range(3)] == ["0", "1", "0"]
+    assert [gpus_of_round(turn, 2, 4) for turn in range(3)] == ["0,1", "2,3", "0,1"]
+    assert [gpus_of_round(turn, 4, 4) for turn in range(2)] == ["0,1,2,3", "0,1,2,3"]
 
 
 @pytest.mark.dist
