@@ -4,11 +4,11 @@
     scripts/scaling.py --data-dir DIR --output-dir OUT --processes 1,2,4,8 --loaders dali,torch
     scripts/scaling.py --data-dir DIR --output-dir OUT --processes 1,2 --cpus 8      # on 8 CPU threads in all
 
-DIR holds train/CLASS/*.jpg and val/CLASS/*.jpg. The files are linked as often as it takes to fill an epoch, and are not
-kept decoded, as a large data set could not be. Smaller runs take other GPUs in each round: those of one machine differ by
-a percent or two, and together they are as fast as the slowest. A run is ended by a signal when its windows are measured;
-its first log intervals, in which it warms up, do not count. Prints a table and writes scaling.json, scaling.png and the
-logs of the runs to --output-dir.
+DIR holds train/CLASS/*.jpg and val/CLASS/*.jpg. The files are linked as often as it takes to fill an epoch, and are
+not kept decoded, as a large data set could not be. Smaller runs take other GPUs in each round: those of one machine
+differ by a percent or two, and together they are as fast as the slowest. A run is ended by a signal when its windows are
+measured; its first log intervals, in which it warms up, do not count. Prints a table and writes scaling.json,
+scaling.png and the logs of the runs to --output-dir.
 """
 
 import dataclasses
