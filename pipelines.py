@@ -38,6 +38,7 @@ from utils.config import TrainConfig
 from utils.dataset import Manifest
 from utils.distributed import DistEnv
 from utils.sampler import Sampler, shard
+from utils.seed import derive_seed
 from utils.stop import StopRequest
 
 DALI_VERSION: str = dali.__version__
@@ -355,8 +356,8 @@ class _DecodedImages:
         self._free = torch.empty(0, dtype=torch.uint8)  # what is left of the newest chunk
         self._images: list[Any] = []  # DALI's views of the chunks
         batches = [
-            np.arange(at, min(at + config.batch_size, len(manifest)))
-            for at in range(0, len(manifest), config.batch_size)
+            np.arange(at, min(at + config.local_batch_size, len(manifest)))
+            for at in range(0, len(manifest), config.local_batch_size)
         ]
         reader = _FileReader(manifest, lambda position: batches[position % len(batches)], config)
         pipeline = decode_pipeline(
@@ -433,6 +434,9 @@ class DaliTrainLoader:
         config = dataclasses.replace(config, workers=max(1, workers), prefetch=prefetch)
         first = self._origin + turn
         taken = -((turn - self._taken) // TURNS)  # by this pipeline
+        seed = config.seed + env.rank * TURNS + turn
+        if self._origin:  # a run that goes on in another layout: the draws of its start must not come again
+            seed = derive_seed(seed, self._origin)
         images = self._images
         if images is None:
             reader = _FileReader(manifest, lambda number: sampler.indices(first + number * TURNS), config, taken)
@@ -444,7 +448,7 @@ class DaliTrainLoader:
             config,
             _dali_device(env),
             checkpoint=None if blob is None else bytes(blob.numpy()),
-            **_pipeline_options(config, env) | {"seed": config.seed + env.rank * TURNS + turn},
+            **_pipeline_options(config, env) | {"seed": seed},
         )
         pipeline.build()
         return pipeline
@@ -468,7 +472,7 @@ class DaliValLoader:
 
     def __init__(self, config: TrainConfig, manifest: Manifest, env: DistEnv) -> None:
         indices = shard(len(manifest), env.rank, env.world_size)
-        batches = [indices[at : at + config.batch_size] for at in range(0, len(indices), config.batch_size)]
+        batches = [indices[at : at + config.local_batch_size] for at in range(0, len(indices), config.local_batch_size)]
         self._num_batches = len(batches)
         self._device = env.device
         if batches:
@@ -728,7 +732,7 @@ class SyntheticTrainLoader:
     """One batch of random images on the device, again and again: what the training step costs without a feed."""
 
     def __init__(self, config: TrainConfig, manifest: Manifest, env: DistEnv) -> None:
-        self._batch = _random_batch(config.batch_size, config.image_size, len(manifest.classes), env.device)
+        self._batch = _random_batch(config.local_batch_size, config.image_size, len(manifest.classes), env.device)
 
     def __next__(self) -> Batch:
         return self._batch
@@ -745,7 +749,7 @@ class SyntheticValLoader:
 
     def __init__(self, config: TrainConfig, manifest: Manifest, env: DistEnv) -> None:
         self._num_images = len(shard(len(manifest), env.rank, env.world_size))
-        self._batch = _random_batch(config.batch_size, config.image_size, len(manifest.classes), env.device)
+        self._batch = _random_batch(config.local_batch_size, config.image_size, len(manifest.classes), env.device)
 
     def __iter__(self) -> Iterator[Batch]:
         size = len(self._batch.targets)

@@ -11,8 +11,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
-from utils.errors import UserError
+from utils.errors import RunFailed, UserError
+from utils.peers import Peers, end_with_launcher
 
 T = TypeVar("T")
 
@@ -37,6 +40,7 @@ class DistEnv:
         world_size: number of processes.
         local_world_size: number of processes on this machine.
         device: where this process trains.
+        peers: the other processes, or None.
     """
 
     rank: int
@@ -44,6 +48,12 @@ class DistEnv:
     world_size: int
     local_world_size: int
     device: torch.device
+    peers: Peers | None = None
+
+    @property
+    def watched(self) -> contextlib.AbstractContextManager[None]:
+        """See `Peers.watched`."""
+        return self.peers.watched() if self.peers is not None else contextlib.nullcontext()
 
     @property
     def is_main(self) -> bool:
@@ -132,15 +142,27 @@ def process_group(device_choice: str, timeout: float) -> Iterator[DistEnv]:
     if env.world_size == 1:
         yield env
         return
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        init_method=_rendezvous(os.environ),
-        rank=env.rank,
-        world_size=env.world_size,
-        timeout=datetime.timedelta(seconds=timeout),
-    )
+    end_with_launcher()
+    limit = datetime.timedelta(seconds=timeout)
+    meet = _rendezvous(os.environ)
     try:
-        yield env
+        store, _, _ = next(rendezvous(meet, env.rank, env.world_size, timeout=limit))
+    except dist.DistError:
+        raise RunFailed(
+            f"rank {env.rank}: rank 0 or its launcher does not answer at {meet} for {timeout:g} s (--timeout)",
+            common=False,
+        ) from None
+    peers = Peers(store, env.rank, env.world_size, timeout)
+    with peers.watched():
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=PrefixStore("group", store),
+            rank=env.rank,
+            world_size=env.world_size,
+            timeout=limit,
+        )
+    try:
+        yield dataclasses.replace(env, peers=peers)
     finally:
         dist.destroy_process_group()
 
