@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from utils.distributed import Launch, choose_device, fresh_part, read_launch
 from utils.errors import RunFailed, UserError
@@ -49,11 +49,11 @@ def test_cpu_when_asked() -> None:
 
 def test_each_attempt_has_a_part_of_the_store_to_itself() -> None:
     """What a killed attempt left behind is not there for the next, whichever process comes first."""
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    server = TCPStore("127.0.0.1", 0, is_master=True)
     for attempt in range(4):
         order = [(0, 1, 2), (2, 1, 0), (1, 0, 2), (2, 0, 1)][attempt]
         with ThreadPoolExecutor(3) as threads:
-            clients = [dist.TCPStore("127.0.0.1", server.port) for _ in order]
+            clients = [TCPStore("127.0.0.1", server.port) for _ in order]
             meetings = [
                 threads.submit(fresh_part, client, rank, 3, 10) for client, rank in zip(clients, order, strict=True)
             ]
@@ -64,7 +64,7 @@ def test_each_attempt_has_a_part_of_the_store_to_itself() -> None:
 
 
 def test_who_does_not_come_is_named() -> None:
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    server = TCPStore("127.0.0.1", 0, is_master=True)
     with pytest.raises(RunFailed, match=r"rank 1, 2 did not come within 0\.3 s"):
         fresh_part(server, 0, 3, 0.3)
     with pytest.raises(RunFailed, match=r"rank 0 did not come within 0\.3 s"):
