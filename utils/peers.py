@@ -142,9 +142,11 @@ def _machine() -> str:
 
 
 def _is_communication(error: Exception) -> bool:
-    # gloo's errors have no class of their own: they come as RuntimeError, in a backward pass too.
+    # gloo's errors have no class of their own: they come as RuntimeError, in a backward pass too, most with the path
+    # of gloo's source file.
     return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo", "NCCL"))
+        isinstance(error, RuntimeError)
+        and any(words in str(error) for words in ("gloo", "NCCL", "pair closure", "by peer", "Socket closed"))
     )
 
 
