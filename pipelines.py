@@ -46,6 +46,7 @@ from utils.errors import BadFile
 from utils.fork import safe_fork
 from utils.inspection import Decoder, Picture, Undecodable, inspect
 from utils.sampler import Sampler, shard
+from utils.seed import derive_seed
 from utils.stop import StopRequest
 
 DALI_VERSION: str = dali.__version__
@@ -367,8 +368,8 @@ class _DecodedImages:
         self._free = torch.empty(0, dtype=torch.uint8)  # what is left of the newest chunk
         self._images: list[Any] = []  # DALI's views of the chunks
         batches = [
-            np.arange(at, min(at + config.batch_size, len(manifest)))
-            for at in range(0, len(manifest), config.batch_size)
+            np.arange(at, min(at + config.local_batch_size, len(manifest)))
+            for at in range(0, len(manifest), config.local_batch_size)
         ]
         reader = _FileReader(manifest, lambda position: batches[position % len(batches)], config)
         pipeline = decode_pipeline(
@@ -449,6 +450,9 @@ class DaliTrainLoader:
         config = dataclasses.replace(config, workers=max(1, workers), prefetch=prefetch)
         first = self._origin + turn
         taken = -((turn - self._taken) // TURNS)  # by this pipeline
+        seed = config.seed + env.rank * TURNS + turn
+        if self._origin:  # a run that goes on in another layout: the draws of its start must not come again
+            seed = derive_seed(seed, self._origin)
         images = self._images
         if images is None:
             reader = _FileReader(manifest, lambda number: sampler.indices(first + number * TURNS), config, taken)
@@ -460,7 +464,7 @@ class DaliTrainLoader:
             config,
             _dali_device(env),
             checkpoint=None if blob is None else bytes(blob.numpy()),
-            **_pipeline_options(config, env) | {"seed": config.seed + env.rank * TURNS + turn},
+            **_pipeline_options(config, env) | {"seed": seed},
         )
         pipeline.build()
         return pipeline
@@ -486,7 +490,7 @@ class DaliValLoader:
 
     def __init__(self, config: TrainConfig, manifest: Manifest, env: DistEnv) -> None:
         indices = shard(len(manifest), env.rank, env.world_size)
-        batches = [indices[at : at + config.batch_size] for at in range(0, len(indices), config.batch_size)]
+        batches = [indices[at : at + config.local_batch_size] for at in range(0, len(indices), config.local_batch_size)]
         self._batches = batches
         self._device = env.device
         self._naming = functools.partial(_naming_bad_files, config, manifest, env)
@@ -743,7 +747,7 @@ class TorchValLoader:
 
     def __init__(self, config: TrainConfig, manifest: Manifest, env: DistEnv) -> None:
         self._device = env.device
-        self._indices, self._batch_size = shard(len(manifest), env.rank, env.world_size), config.batch_size
+        self._indices, self._batch_size = shard(len(manifest), env.rank, env.world_size), config.local_batch_size
         self._naming = functools.partial(_naming_bad_files, config, manifest, env)
         self._loader = torch.utils.data.DataLoader(
             _TorchImages(config, manifest, train=False),
@@ -847,7 +851,7 @@ class SyntheticTrainLoader:
     """One batch of random images on the device, again and again: what the training step costs without a feed."""
 
     def __init__(self, config: TrainConfig, manifest: Manifest, env: DistEnv) -> None:
-        self._batch = _random_batch(config.batch_size, config.image_size, len(manifest.classes), env.device)
+        self._batch = _random_batch(config.local_batch_size, config.image_size, len(manifest.classes), env.device)
 
     def __next__(self) -> Batch:
         return self._batch
@@ -864,7 +868,7 @@ class SyntheticValLoader:
 
     def __init__(self, config: TrainConfig, manifest: Manifest, env: DistEnv) -> None:
         self._num_images = len(shard(len(manifest), env.rank, env.world_size))
-        self._batch = _random_batch(config.batch_size, config.image_size, len(manifest.classes), env.device)
+        self._batch = _random_batch(config.local_batch_size, config.image_size, len(manifest.classes), env.device)
 
     def __iter__(self) -> Iterator[Batch]:
         size = len(self._batch.targets)

@@ -31,13 +31,14 @@ from utils.errors import RunFailed, UserError
 from utils.gradients import CapturedGradients, Gradients, on_stream, recording_stream
 from utils.inspection import BAD_FILES, bad_files, survey
 from utils.layers import accelerate
+from utils.layout import Layout, choose_batch_size, layout_of, saved_layout
 from utils.log import Log
 from utils.machine import FeedChoice
 from utils.metrics import Meter
 from utils.optim import create_optimizer, create_schedule, scaled_lr
 from utils.sampler import Sampler
-from utils.seed import make_deterministic, seed_all
-from utils.state import TrainState
+from utils.seed import derive_seed, make_deterministic, seed_all, set_random_state
+from utils.state import TrainState, share_out
 from utils.stop import StopRequest
 
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "none": torch.float32}
@@ -72,6 +73,7 @@ class Run:
     amp_dtype: torch.dtype
     fingerprint: dict[str, Any]
     changes: list[str]  # flags that differ from those of the checkpoint
+    shared_before: Layout | None  # how the checkpoint's run shared a step, if not as this one
     log: Log
     stop: StopRequest
     seconds_to_first_step: float | None = None  # of this launch, from the start of the process
@@ -178,11 +180,17 @@ def check_files(config: TrainConfig, manifests: tuple[Manifest, Manifest], env: 
         )
 
 
-def resolve(config: TrainConfig, manifests: tuple[Manifest, Manifest], env: DistEnv, feed: FeedChoice) -> TrainConfig:
-    """Replace every `auto` and every absent value by what this machine and this data set make of it.
+def resolve(
+    config: TrainConfig,
+    manifests: tuple[Manifest, Manifest],
+    env: DistEnv,
+    feed: FeedChoice,
+    saved: dict[str, Any] | None = None,
+) -> TrainConfig:
+    """Replace every `auto` and every absent value by what this machine, the data and the checkpoint `saved` make of it.
 
     Raises:
-        UserError: on all ranks, for what does not fit the machine or the data.
+        UserError: on all ranks, for what does not fit the machine, the data or the checkpoint.
     """
     on_cuda = env.device.type == "cuda"
     num_classes = len(manifests[0].classes)
@@ -201,6 +209,7 @@ def resolve(config: TrainConfig, manifests: tuple[Manifest, Manifest], env: Dist
         )
     return dataclasses.replace(
         config,
+        batch_size=choose_batch_size(config, env, saved or {}),
         workers=feed.workers,
         amp=amp,
         decode=feed.decode,
@@ -241,34 +250,47 @@ def prepare_output(config: TrainConfig, env: DistEnv) -> None:
     raise_together(error, env)
 
 
-def lock_output(config: TrainConfig, env: DistEnv, stack: contextlib.ExitStack) -> None:
+def lock_output(config: TrainConfig, env: DistEnv, stack: contextlib.ExitStack) -> bool:
     """Keep other runs out of the output folder for as long as this process lives. A collective.
 
     The lock is the kernel's, on the folder itself: it leaves no file and ends with the process, however that ends.
+
+    Returns:
+        Whether it is locked, the same on all ranks; False if there is no such folder yet.
 
     Raises:
         UserError: on all ranks, if another run holds it for 10 seconds, more than the workers of a dead one live.
     """
     error = None
-    if env.is_main:
-        folder = os.open(config.output_dir, os.O_RDONLY)
-        stack.callback(os.close, folder)
-        deadline = time.monotonic() + LOCK_SECONDS
-        while True:
-            try:
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    error = UserError(
-                        f"--output-dir {config.output_dir}: another run is writing there; wait for its end or give "
-                        "another folder"
-                    )
-                    break
-                time.sleep(0.2)
-            except OSError:  # a file system without locks
-                break
+    locked = env.is_main and os.path.isdir(config.output_dir)  # unlike Path.is_dir, False for what may not be looked at
+    if locked:
+        try:
+            _lock(config.output_dir, stack)
+        except UserError as found:
+            error = found
     raise_together(error, env)
+    return any(gather(locked, env))
+
+
+def _lock(path: Path, stack: contextlib.ExitStack) -> None:
+    try:
+        folder = os.open(path, os.O_RDONLY)
+    except OSError:  # which `prepare_output` explains
+        return
+    stack.callback(os.close, folder)
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"--output-dir {path}: another run is writing there; wait for its end or give another folder"
+                ) from None
+            time.sleep(0.2)
+        except OSError:  # a file system without locks
+            return
 
 
 def create_sampler(config: TrainConfig, manifest: Manifest, env: DistEnv) -> Sampler:
@@ -277,7 +299,9 @@ def create_sampler(config: TrainConfig, manifest: Manifest, env: DistEnv) -> Sam
     Raises:
         UserError: fewer images than processes, or than one global batch.
     """
-    sampler = Sampler(len(manifest), config.batch_size, config.grad_accum_steps, env.rank, env.world_size, config.seed)
+    sampler = Sampler(
+        len(manifest), config.local_batch_size, config.grad_accum_steps, env.rank, env.world_size, config.seed
+    )
     if len(manifest) < env.world_size:
         raise UserError(
             f"--data-dir {config.data_dir}: {len(manifest)} training images for {env.world_size} processes; "
@@ -366,7 +390,7 @@ def settle_buckets(net: nn.Module, config: TrainConfig, env: DistEnv) -> None:
         return
     net.train()
     dtype, size = AMP_DTYPES[config.amp], config.image_size
-    images = torch.zeros(config.batch_size, 3, size, size, dtype=dtype, device=env.device)
+    images = torch.zeros(config.local_batch_size, 3, size, size, dtype=dtype, device=env.device)
     with torch.autocast(env.device.type, dtype=dtype, enabled=dtype != torch.float32):
         loss = net(images.contiguous(memory_format=torch.channels_last)).sum()
     loss.backward()
@@ -387,14 +411,24 @@ def create_state(config: TrainConfig, model: nn.Module, sampler: Sampler, env: D
 
 
 def restore(state: TrainState, net: nn.Module, saved: dict[str, Any], config: TrainConfig) -> dict[str, Any] | None:
-    """Load the checkpoint `saved`, if there is one, into `state`; returns what this rank's loader continues from."""
+    """Load the checkpoint `saved`, if there is one, into `state`; returns what this rank's loader continues from.
+
+    In another layout that is nothing: the images follow from the step, and what is random about them is drawn anew.
+    """
     if not saved:
         return None
     settle_buckets(net, config, state.env)
-    own: dict[str, Any] = saved["ranks"][state.env.rank]
-    state.load(saved, own)
-    loader: dict[str, Any] = own["loader"]
-    return loader
+    ranks: list[dict[str, Any]] = saved["ranks"]
+    if layout_of(config, state.env.world_size) == saved_layout(saved):
+        own = ranks[state.env.rank]
+        state.load(saved, own)
+        set_random_state(own["random"], state.env.device)
+        loader: dict[str, Any] = own["loader"]
+        return loader
+    state.load(saved, share_out(ranks, state.env.rank))
+    # Of the step too: the draws of the run's first steps must not come again.
+    seed_all(derive_seed(config.seed, state.step, state.env.rank))
+    return None
 
 
 def check_resume(path: Path, saved: dict[str, Any], fingerprint: dict[str, Any], env: DistEnv) -> None:
@@ -457,6 +491,7 @@ def create_run(
     log = Log(config.output_dir, env, config.epochs, sampler.steps_per_epoch, config.tensorboard)
     stack.callback(log.close)
     log.rewind(state.epoch, state.step)
+    before = saved_layout(saved) if saved else None
     if env.is_main:
         config.save(config.output_dir / "config.json")
     return Run(
@@ -474,6 +509,7 @@ def create_run(
         amp_dtype=AMP_DTYPES[config.amp],
         fingerprint=fingerprint,
         changes=checkpoint.changes(saved["config"], config) if saved else [],
+        shared_before=before if before != layout_of(config, env.world_size) else None,
         log=log,
         stop=stop,
     )
@@ -496,6 +532,8 @@ def introduce(run: Run, manifests: tuple[Manifest, Manifest], feed: FeedChoice) 
         start = f"resumed at epoch {state.epoch + 1}, step {state.step}"
         if config.loader == "proxy" and state.step % run.sampler.steps_per_epoch:
             start += "; images continue in order, but the proxy loader resumes its random draws at epochs only"
+        if run.shared_before is not None:
+            start += f"; saved by {run.shared_before}: every image still comes once, random draws begin anew"
     facts = {
         "model": f"{config.arch}, {parameters / 1e6:.2f} M parameters, {config.num_classes} classes{compiled}",
         "images": f"{len(manifests[0]):,} train, {len(manifests[1]):,} val, {config.image_size} px",

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
 
 import models
 import pipelines
@@ -38,8 +39,18 @@ from run import (
 from utils.alarm import shared_alarm
 from utils.config import TrainConfig, parse
 from utils.dataset import Manifest
-from utils.distributed import DistEnv, average_buffers, process_group, read_launch
-from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR, RunFailed, Stopped, UserError, one_line
+from utils.distributed import DistEnv, average_buffers, gather, process_group, read_launch
+from utils.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_STOPPED,
+    EXIT_USER_ERROR,
+    RankLost,
+    RunFailed,
+    Stopped,
+    UserError,
+    one_line,
+)
 from utils.evaluate import evaluate
 from utils.machine import choose_common_feed, seconds_since_launch
 from utils.optim import check_optimizer
@@ -157,11 +168,15 @@ def raise_stopped(run: Run) -> NoReturn:
 
 
 def require_saved(run: Run) -> None:
-    """Raise RunFailed, on rank 0, if the run is about to end and its last checkpoint could not be written."""
-    if run.unsaved is not None:
+    """Raise RunFailed if the run is about to end and its last checkpoint could not be written. A collective.
+
+    Nobody leaves before it is written: as soon as one process ends, torchrun signals the others.
+    """
+    unsaved = gather(run.unsaved, run.env)[0]
+    if unsaved is not None:
         raise RunFailed(
             f"--output-dir {run.config.output_dir}: the checkpoint of step {run.state.step} could not be written "
-            f"({run.unsaved}); the same command goes on from the one before it"
+            f"({unsaved}); the same command goes on from the one before it"
         )
 
 
@@ -202,7 +217,7 @@ def val_batches(run: Run) -> Iterator[pipelines.Batch]:
     """
     batches = iter(run.val_loader)
     of_a_rank = math.ceil(run.num_val / run.env.world_size)  # at most; others have one less
-    for _ in range(math.ceil(of_a_rank / run.config.batch_size)):
+    for _ in range(math.ceil(of_a_rank / run.config.local_batch_size)):
         batch = next(batches, None)
         if batch is not None:
             yield batch
@@ -327,22 +342,32 @@ def train(config: TrainConfig) -> None:
     check_optimizer(config.optimizer)
     models.check_arch(config.arch)
     manifests = read_data(config)
-    with process_group(config.device, config.timeout) as env, shared_alarm(env), contextlib.ExitStack() as stack:
+    with (
+        process_group(config.device, config.timeout) as env,
+        contextlib.ExitStack() as stack,
+        env.watched,
+        shared_alarm(env),
+    ):
+        # Before the checkpoint is read: a launch that is ending may be about to write another.
+        locked = config.evaluate or lock_output(config, env, stack)
         path, saved = open_checkpoint(config, env)
         feed = choose_common_feed(config, env, saved, manifests[0])
-        config = resolve(config, manifests, env, feed)
+        config = resolve(config, manifests, env, feed, saved)
         check_files(config, manifests, env)
         prepare_output(config, env)
         if config.evaluate:
             manifests = leave_out_bad(config, manifests, env)
             evaluate_checkpoint(config, manifests, env, path, saved)
             return
-        lock_output(config, env, stack)
+        if not locked:
+            lock_output(config, env, stack)
         manifests = leave_out_bad(config, manifests, env)
         run = create_run(config, manifests, env, stack, started, path, saved)
         introduce(run, manifests, feed)
         if run.state.epoch >= config.epochs and (config.output_dir / SUMMARY).is_file():
             return
+        if env.is_main:
+            (config.output_dir / SUMMARY).unlink(missing_ok=True)  # of fewer epochs
         while run.state.epoch < config.epochs:
             train_one_epoch(run)
             evaluate_epoch(run)
@@ -359,8 +384,10 @@ def main(argv: Sequence[str]) -> int:
     except UserError as error:
         report(error)
         return EXIT_USER_ERROR
+    except RankLost:
+        return EXIT_FAILED
     except RunFailed as failure:
-        if read_launch().rank == 0:
+        if not failure.common or read_launch().rank == 0:
             print(f"train.py: {one_line(str(failure))}", file=sys.stderr, flush=True)
         return EXIT_FAILED
     except Stopped:
@@ -383,4 +410,4 @@ def report(error: UserError) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(record(main)(sys.argv[1:]))  # its words of an exception stand in torchrun's report

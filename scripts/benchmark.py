@@ -41,7 +41,7 @@ from run import Run, create_run, prepare_output, resolve
 from scripts.measure import TIMM_POLICIES, FilesReader, Loader, measure_feeds, open_loaders
 from train import write_json
 from utils import dataset
-from utils.config import USAGE_ERROR, TrainConfig, number_option, validate
+from utils.config import BATCH_SIZE, USAGE_ERROR, TrainConfig, number_option, validate
 from utils.dataset import Manifest
 from utils.distributed import DistEnv, process_group, read_launch
 from utils.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, Stopped, UserError, one_line
@@ -191,7 +191,7 @@ def open_run(
     Raises:
         UserError: for what does not fit the machine or the data.
     """
-    manifest = repeat(images, LEAST_BATCHES * config.batch_size)
+    manifest = repeat(images, LEAST_BATCHES * config.local_batch_size)
     choice = choose_feed(config, inspect_machine(env), decoded=0)
     config = resolve(dataclasses.replace(config, output_dir=work), (manifest, manifest), env, choice)
     prepare_output(config, env)
@@ -309,7 +309,7 @@ def read_options(
         loader="synthetic",
         resume="none",
         arch=arch,
-        batch_size=TrainConfig.batch_size if batch_size is None else batch_size,
+        batch_size=BATCH_SIZE if batch_size is None else batch_size,
         image_size=image_size,
         augment=augment,
         workers=workers,

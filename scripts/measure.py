@@ -357,7 +357,7 @@ def measure_feeds(
     run: Run, loaders: Sequence[Loader], files: Stream, windows: int, window_seconds: float
 ) -> tuple[Rate, Rate, tuple[Feed, ...]]:
     """Measure the synthetic step, reading the files, and every loader alone and in training, in turns."""
-    workers, batch_size = run.config.workers or 1, run.config.batch_size
+    workers, batch_size = run.config.workers or 1, run.config.local_batch_size
     contestants = [
         Contestant("synthetic step", lambda: train_step(run), meter=run.state.meter),
         Contestant("files", files.__next__, files, PREFETCH * workers, workers),

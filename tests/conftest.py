@@ -46,6 +46,27 @@ def write_data(root: Path, train: Sequence[int] = (14, 14, 13), val: Sequence[in
     return root
 
 
+NUMBERED = 125
+_LEVELS = 5  # of each colour
+
+
+def write_numbered(root: Path) -> Path:
+    """`NUMBERED` + 5 JPEGs of one colour each, which tells a training image's number through every crop and flip."""
+    for split, count in (("train", NUMBERED), ("val", 5)):
+        for number in range(count):
+            colour = tuple(25 + 51 * (number // _LEVELS**power % _LEVELS) for power in range(3))
+            path = root / split / ("even", "odd")[number % 2] / f"{number:03}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (40, 40), colour).save(path, quality=95)
+    return root
+
+
+def number_of(colour: Sequence[float]) -> int:
+    """The number of an image of `write_numbered` from its mean colour, 0 to 255."""
+    assert all(abs((channel - 25) / 51 - round((channel - 25) / 51)) < 0.15 for channel in colour), colour
+    return sum(round((channel - 25) / 51) * _LEVELS**power for power, channel in enumerate(colour))
+
+
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Read-only data set of 41 + 41 JPEGs in three classes."""
@@ -67,12 +88,12 @@ class Finished:
     err: str
 
 
-def command(processes: int) -> list[str]:
-    """The launcher of train.py: plain Python, or torchrun."""
-    if processes == 1:
-        return [sys.executable, str(ROOT / "train.py")]
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    return [*run, str(ROOT / "train.py")]
+def command(processes: int, *of_torchrun: str, program: Path = ROOT / "train.py") -> list[str]:
+    """The launcher of train.py: plain Python, or torchrun (always, where it has flags)."""
+    if processes == 1 and not of_torchrun:
+        return [sys.executable, str(program)]
+    flags = of_torchrun or ("--standalone",)
+    return [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", *flags, str(program)]
 
 
 def environment() -> dict[str, str]:
@@ -84,8 +105,10 @@ def environment() -> dict[str, str]:
 def launch() -> Callable[..., Finished]:
     """Run train.py to its end: `launch("--epochs", "2", processes=2)`."""
 
-    def run(*flags: str | Path, processes: int = 1, timeout: float = 200) -> Finished:
-        words = [*command(processes), *map(str, flags)]
+    def run(
+        *flags: str | Path, processes: int = 1, timeout: float = 200, program: Path = ROOT / "train.py"
+    ) -> Finished:
+        words = [*command(processes, program=program), *map(str, flags)]
         done = subprocess.run(words, capture_output=True, text=True, timeout=timeout, env=environment(), check=False)
         return Finished(done.returncode, done.stdout, done.stderr)
 
@@ -123,6 +146,36 @@ def kill_tree(pid: int) -> None:
             kill_tree(int(child))
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
+
+
+def workers_of(launcher: int) -> dict[int, int]:
+    """Rank -> process id of the trainers below a launcher, as far as they have started."""
+    found: dict[int, int] = {}
+    for pid in descendants(launcher):
+        with contextlib.suppress(OSError):
+            words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            rank = [int(word[5:]) for word in words if word.startswith(b"RANK=")]
+            if rank and b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.setdefault(rank[0], pid)  # before its own children
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    """Process ids below `pid`, parents first."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, task.read_text().split()):
+                found += [child, *descendants(child)]
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process exists and is not merely waiting for its parent to note its end."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "XZ"
+    except OSError:
+        return False
 
 
 def read_metrics(output_dir: Path) -> list[dict[str, Any]]:

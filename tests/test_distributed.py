@@ -1,10 +1,13 @@
 """Who am I: torchrun's variables, Slurm's, or none."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from utils.distributed import Launch, choose_device, read_launch
-from utils.errors import UserError
+from utils.distributed import Launch, choose_device, fresh_part, read_launch
+from utils.errors import RunFailed, UserError
 
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
 SLURM = {
@@ -42,3 +45,27 @@ def test_incomplete_launch_is_refused(environ: dict[str, str], named: str) -> No
 
 def test_cpu_when_asked() -> None:
     assert choose_device("cpu", Launch(local_rank=7)) == torch.device("cpu")
+
+
+def test_each_attempt_has_a_part_of_the_store_to_itself() -> None:
+    """What a killed attempt left behind is not there for the next, whichever process comes first."""
+    server = TCPStore("127.0.0.1", 0, is_master=True)
+    for attempt in range(4):
+        order = [(0, 1, 2), (2, 1, 0), (1, 0, 2), (2, 0, 1)][attempt]
+        with ThreadPoolExecutor(3) as threads:
+            clients = [TCPStore("127.0.0.1", server.port) for _ in order]
+            meetings = [
+                threads.submit(fresh_part, client, rank, 3, 10) for client, rank in zip(clients, order, strict=True)
+            ]
+            parts = [meeting.result() for meeting in meetings]
+        assert not any(part.check(["address"]) for part in parts)
+        parts[0].set("address", str(attempt))
+        assert [part.get("address") for part in parts] == [str(attempt).encode()] * 3
+
+
+def test_who_does_not_come_is_named() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True)
+    with pytest.raises(RunFailed, match=r"rank 1, 2 did not come within 0\.3 s"):
+        fresh_part(server, 0, 3, 0.3)
+    with pytest.raises(RunFailed, match=r"rank 0 did not come within 0\.3 s"):
+        fresh_part(server, 1, 3, 0.3)

@@ -51,7 +51,7 @@ def test_first_batch_is_on_the_gpu_in_channels_last(
 ) -> None:
     config = config_for(loader, decode=decode, augment=augment)
     train, _ = scan_splits(data)
-    sampler = Sampler(len(train), config.batch_size)
+    sampler = Sampler(len(train), config.local_batch_size)
     stream = pipelines.create_train_loader(config, train, sampler, gpu)
     images, targets = next(stream)
     assert images.shape == (8, 3, 32, 32)
@@ -101,7 +101,7 @@ def test_mixed_batches_stay_in_channels_last(gpu: DistEnv, mix: dict[str, float]
 def test_dali_continues_bit_for_bit(data: Path, gpu: DistEnv, decode: str, cache: str, augment: str) -> None:
     config = config_for("dali", decode=decode, cache=cache, augment=augment)
     train, _ = scan_splits(data)
-    sampler = Sampler(len(train), config.batch_size)
+    sampler = Sampler(len(train), config.local_batch_size)
     stream = pipelines.create_train_loader(config, train, sampler, gpu)
     for _ in range(3):
         next(stream)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import itertools
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,26 @@ def test_images_match_their_targets(data: Path, cpu: DistEnv) -> None:
     for _ in range(10):
         images, targets = next(stream)
         assert (2 - images.float().mean(dim=(2, 3)).argmax(dim=1)).tolist() == targets.tolist()
+
+
+def test_a_new_origin_draws_anew_and_resumes(tmp_path: Path, cpu: DistEnv) -> None:
+    """Of images that are all the same, only the draws can differ: another layout must not repeat the run's start."""
+    random = np.random.default_rng(0)
+    picture = Image.fromarray(random.integers(0, 255, size=(60, 60, 3), dtype=np.uint8))
+    (tmp_path / "train" / "only").mkdir(parents=True)
+    for number in range(64):
+        picture.save(tmp_path / "train" / "only" / f"{number}.png")
+    manifest, sampler = scan(tmp_path, "train"), Sampler(64, 8)
+    whole = pipelines.create_train_loader(BASE, manifest, sampler, cpu)
+    start = [next(whole).images.clone() for _ in range(6)]
+    later = pipelines.create_train_loader(BASE, manifest, sampler, cpu, first_batch=3)
+    images = [next(later).images.clone() for _ in range(3)]
+    for one, other in itertools.product(start, images):
+        assert not torch.equal(one, other)
+    state = later.state()
+    following = next(later).images.clone()
+    resumed = pipelines.create_train_loader(BASE, manifest, sampler, cpu, first_batch=6, state=state)
+    assert torch.equal(next(resumed).images, following)
 
 
 @pytest.mark.parametrize(("decode", "cache"), [("fused", "none"), ("full", "none"), ("full", "host")])

@@ -425,7 +425,6 @@ def finished_run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 OTHER_RUNS: dict[str, tuple[str, ...]] = {
-    "--batch-size 2": ("--batch-size: 4 then, 2 now",),
     "--seed 7": ("--seed: 0 then, 7 now",),
     "--seed 7 --hflip 0": ("--seed: 0 then, 7 now; --hflip: 0.5 then, 0.0 now",),
     "--arch test_vit": ("--arch: test_resnet then, test_vit now",),
@@ -448,6 +447,26 @@ def test_checkpoint_of_another_run(refused: Refused, data: Path, finished_run: P
         f"--resume {finished_run}/last.pt:", "another run", *OTHER_RUNS[flags], "another --output-dir", "--resume none"
     )
     assert contents(finished_run) == before  # refused without a byte written over
+
+
+@pytest.mark.parametrize(
+    ("flags", "fragments"),
+    [
+        (
+            "--batch-size 2",
+            ("--batch-size 2:", "1 process x 4 images, a global batch of 4", "on 1 process give --batch-size 4"),
+        ),
+        ("--grad-accum-steps 2", ("--batch-size 4:", "x --grad-accum-steps 2 give --batch-size 2 or leave it out")),
+        ("--grad-accum-steps 3", ("1 process x --grad-accum-steps 3: cannot share", "lower --grad-accum-steps")),
+    ],
+)
+def test_checkpoint_of_another_global_batch(
+    refused: Refused, data: Path, finished_run: Path, flags: str, fragments: tuple[str, ...]
+) -> None:
+    before = contents(finished_run)
+    check = refused(*TINY, *RUN, "--data-dir", data, "--output-dir", finished_run, *flags.split())
+    check(*fragments, "another --output-dir or --resume none")
+    assert contents(finished_run) == before
 
 
 @pytest.mark.parametrize("split", ["train", "val"])

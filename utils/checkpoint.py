@@ -28,8 +28,8 @@ _PARTS = {
 
 # What decides which images come next, how they look, and what fits the saved tensors. Other flags may change.
 _FINGERPRINT_FLAGS = (
-    "arch", "num_classes", "batch_size", "grad_accum_steps", "seed", "loader", "image_size", "val_resize",
-    "augment", "crop_scale", "hflip", "mixup", "cutmix", "random_erase", "optimizer", "momentum", "weight_decay",
+    "arch", "num_classes", "seed", "loader", "image_size", "val_resize", "augment", "crop_scale", "hflip", "mixup",
+    "cutmix", "random_erase", "optimizer", "momentum", "weight_decay",
 )  # fmt: skip
 _FREE_FLAGS = (
     "data_dir",
@@ -56,7 +56,6 @@ def fingerprint(config: TrainConfig, train: Manifest, val: Manifest, env: DistEn
         "files of train/": train.fingerprint,
         "files of val/": val.fingerprint,
         "classes": len(train.classes),
-        "world size": env.world_size,
         "device": env.device.type,
         "DALI version": dali if uses_dali else None,
     }

@@ -23,6 +23,7 @@ from utils.errors import UserError
 USAGE_ERROR: Any = typer.BadParameter.__mro__[2]
 FIRST, DATA, MODEL = "First run", "Data", "Model"
 OPTIMISATION, PRECISION, RUN, SWITCHES = "Optimisation", "Precision", "Run", "Switches"
+BATCH_SIZE = 256  # images per process and step, of a new run
 
 
 def _option(default: Any, panel: str, help: str, shown: str | bool = True, metavar: str | None = None) -> Any:
@@ -39,7 +40,7 @@ class TrainConfig:
     output_dir: Path = _option(Path("runs/latest"), FIRST, "Where checkpoints, metrics and the summary go.")
     arch: str = _option("resnet50", FIRST, "Any timm architecture.")
     epochs: int = _option(90, FIRST, "Passes over the training images.")
-    batch_size: int = _option(256, FIRST, "Images per process and step.")
+    batch_size: int | None = _option(None, FIRST, "Images per process and step.", f"{BATCH_SIZE}, or as resumed")
     lr: float = _option(0.256, FIRST, "Learning rate per 256 images of the global batch.")
 
     loader: Literal["dali", "proxy", "torch", "synthetic"] = _option("dali", DATA, "What feeds the network.")
@@ -99,6 +100,12 @@ class TrainConfig:
     time_limit: float = _option(0.0, RUN, "Seconds until a save and stop; 0 is off.")
     timeout: float = _option(600.0, RUN, "Seconds to wait for another process.")
     config: Path | None = _option(None, RUN, "Recipe (YAML); the command line wins.", False)
+
+    @property
+    def local_batch_size(self) -> int:
+        """`batch_size` of a resolved config, in which it is not left open."""
+        assert self.batch_size is not None, "resolved"
+        return self.batch_size
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready dictionary of all fields, without the recipe that they came from."""

@@ -5,14 +5,19 @@ import dataclasses
 import datetime
 import os
 import re
+import time
+import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
-from utils.errors import UserError
+from utils.errors import RunFailed, UserError
+from utils.peers import Peers, end_with_launcher
 
 T = TypeVar("T")
 
@@ -37,6 +42,7 @@ class DistEnv:
         world_size: number of processes.
         local_world_size: number of processes on this machine.
         device: where this process trains.
+        peers: the other processes, or None.
     """
 
     rank: int
@@ -44,6 +50,12 @@ class DistEnv:
     world_size: int
     local_world_size: int
     device: torch.device
+    peers: Peers | None = None
+
+    @property
+    def watched(self) -> contextlib.AbstractContextManager[None]:
+        """See `Peers.watched`."""
+        return self.peers.watched() if self.peers is not None else contextlib.nullcontext()
 
     @property
     def is_main(self) -> bool:
@@ -132,17 +144,62 @@ def process_group(device_choice: str, timeout: float) -> Iterator[DistEnv]:
     if env.world_size == 1:
         yield env
         return
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        init_method=_rendezvous(os.environ),
-        rank=env.rank,
-        world_size=env.world_size,
-        timeout=datetime.timedelta(seconds=timeout),
-    )
+    end_with_launcher()
+    limit = datetime.timedelta(seconds=timeout)
+    meet = _rendezvous(os.environ)
     try:
-        yield env
+        store, _, _ = next(rendezvous(meet, env.rank, env.world_size, timeout=limit))
+    except dist.DistError:
+        raise RunFailed(
+            f"rank {env.rank}: rank 0 or its launcher does not answer at {meet} for {timeout:g} s (--timeout)",
+            common=False,
+        ) from None
+    store = fresh_part(store, env.rank, env.world_size, timeout)
+    peers = Peers(store, env.rank, env.world_size, timeout)
+    with peers.watched():
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=PrefixStore("group", store),
+            rank=env.rank,
+            world_size=env.world_size,
+            timeout=limit,
+        )
+    try:
+        yield dataclasses.replace(env, peers=peers)
     finally:
         dist.destroy_process_group()
+
+
+def fresh_part(store: Store, rank: int, world_size: int, timeout: float) -> PrefixStore:
+    """A part of `store` for these processes alone. A collective.
+
+    Several agents of torchrun keep one store over all restarts (seen with torch 2.15): processes that come back find
+    the addresses of the dead in it and wait for those. So each process leaves a word of its own, and rank 0 answers
+    every word that it sees with the name of a new part. An answer of before answers nobody's word.
+
+    Raises:
+        RunFailed: a process did not come within `timeout` seconds.
+    """
+    own, deadline = uuid.uuid4().hex, time.monotonic() + timeout
+    store = PrefixStore("brisk", store)
+    store.set(f"word/{rank}", own)
+    part = own  # rank 0's word is the name
+    missing = list(range(1, world_size)) if rank == 0 else [0]
+    while missing and time.monotonic() < deadline:
+        if rank == 0:
+            for other in missing:
+                if store.check([f"word/{other}"]):
+                    store.set(f"answer/{store.get(f'word/{other}').decode()}", own)
+            missing = [other for other in missing if not store.check([f"{own}/here/{other}"])]
+        elif store.check([f"answer/{own}"]):
+            part = store.get(f"answer/{own}").decode()
+            store.set(f"{part}/here/{rank}", "")
+            missing = []
+        time.sleep(0.01)
+    if missing:
+        names = ", ".join(map(str, missing))
+        raise RunFailed(f"rank {names} did not come within {timeout:g} s (--timeout)", common=False)
+    return PrefixStore(part, store)
 
 
 def all_reduce_sum(tensor: Tensor) -> Tensor:

@@ -28,7 +28,22 @@ class BadFile(UserError):
 
 
 class RunFailed(Exception):
-    """A failure in the run that one line explains; exit status 1."""
+    """A failure in the run that one line explains; exit status 1.
+
+    Attributes:
+        common: whether rank 0 is there to speak for all.
+    """
+
+    def __init__(self, message: str, common: bool = True) -> None:
+        super().__init__(message)
+        self.common = common
+
+
+class RankLost(RunFailed):
+    """Another process died or hangs; which, has been said."""
+
+    def __init__(self) -> None:
+        super().__init__("")
 
 
 class Stopped(Exception):

@@ -163,3 +163,9 @@ class Meter:
         self.skipped_steps = state["skipped_steps"]["run"]
         self._warm_totals = Totals(**state["totals"]["warm"])
         self._cold_totals = Totals(**state["totals"]["cold"])
+
+
+def share_interval(of_ranks: list[dict[str, Any]], rank: int) -> dict[str, Any]:
+    """The `Meter.state_dict` of `rank` among other ranks, so that the sum over all of them stays what it was."""
+    sums = {name: sum(own[name] for own in of_ranks) if rank == 0 else 0 for name in ("loss", "images")}
+    return of_ranks[0] | sums

@@ -22,6 +22,11 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def derive_seed(*parts: int) -> int:
+    """A seed that is another one for each tuple of numbers, less than 2**31."""
+    return int(np.random.SeedSequence(parts).generate_state(1)[0]) >> 1
+
+
 def random_state(device: torch.device) -> dict[str, Any]:
     """State of all generators of this process, in types that `torch.load(weights_only=True)` reads."""
     numpy_state = np.random.get_state(legacy=True)

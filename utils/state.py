@@ -11,8 +11,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from utils.distributed import DistEnv
-from utils.metrics import Meter
-from utils.seed import random_state, set_random_state
+from utils.metrics import Meter, share_interval
+from utils.seed import random_state
 
 SHARED_MODULES = ("model", "model_ema")  # timm's names, so that timm's loaders read our checkpoints
 
@@ -81,7 +81,7 @@ class TrainState:
         }
 
     def load(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
-        """Undo of `shared` and `own`; the loader's part is for whoever makes the loader."""
+        """Undo of `shared` and `own`; the loader's and the random part are for whoever makes the loader."""
         for name, module in self.modules().items():
             module.load_state_dict(shared[name])
             module.load_state_dict(own["buffers"][name], strict=False)
@@ -92,7 +92,6 @@ class TrainState:
             setattr(self, name, shared[name])
         self.earlier_seconds = shared["seconds"]
         self.meter.load_state_dict(own["meter"])
-        set_random_state(own["random"], self.env.device)
 
 
 def float_buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -110,4 +109,15 @@ def mean_buffers(of_ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {
         name: torch.stack([buffers[name].double() for buffers in of_ranks]).mean(0).to(first.dtype)
         for name, first in of_ranks[0].items()
+    }
+
+
+def share_out(of_ranks: list[dict[str, Any]], rank: int) -> dict[str, Any]:
+    """What `rank` loads for its own where other processes, or batches of another size, share the steps from now on.
+
+    Running statistics are the mean over the ranks, which is in the shared part. There is no loader's or random state.
+    """
+    return {
+        "meter": share_interval([own["meter"] for own in of_ranks], rank),
+        "buffers": {name: {} for name in of_ranks[0]["buffers"]},
     }

@@ -1,0 +1,52 @@
+"""train.py with a witness: what each rank trains on, told by the pixels, goes to a file of its own.
+
+    torchrun ... tests/recorder.py RECORDS FLAGS_OF_TRAIN...
+
+The images must be of `conftest.write_numbered`, whose colours are their numbers.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import train
+from pipelines import Batch, TrainLoader
+from run import Run, create_run
+from tests.conftest import number_of
+
+
+class Witness:
+    """The run's own loader, and a line for each batch that it hands out."""
+
+    def __init__(self, run: Run, records: Path) -> None:
+        self._loader: TrainLoader = run.train_loader
+        self._run, self._path = run, records / f"{run.env.rank}-{os.getpid()}.jsonl"
+
+    def __next__(self) -> Batch:
+        batch = next(self._loader)
+        numbers = [number_of(image.float().mean((1, 2)).tolist()) for image in batch.images]
+        with self._path.open("a") as file:
+            record = {"epoch": self._run.state.epoch, "step": self._run.state.step, "images": numbers}
+            file.write(json.dumps(record | {"world_size": self._run.env.world_size}) + "\n")
+        return batch
+
+    def state(self) -> dict[str, Any]:
+        return self._loader.state()
+
+    def close(self) -> None:
+        self._loader.close()
+
+
+def recorded_run(*parts: Any) -> Run:
+    run = create_run(*parts)
+    run.train_loader = Witness(run, Path(sys.argv[1]))
+    return run
+
+
+if __name__ == "__main__":
+    setattr(train, "create_run", recorded_run)  # noqa: B010 -- a name that train does not export
+    sys.exit(train.main(sys.argv[2:]))

@@ -1,0 +1,155 @@
+"""A rank that dies or hangs ends the group, which says who it was and leaves nothing behind."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import (
+    TINY,
+    Finished,
+    command,
+    descendants,
+    environment,
+    is_alive,
+    kill_tree,
+    read_checkpoint,
+    workers_of,
+)
+
+TORCH_KILLS = 30  # seconds after which torchrun kills what ignores SIGTERM
+pytestmark = pytest.mark.dist
+
+
+class Started:
+    """A launch of two processes that would train for hours, and whose end somebody else decides."""
+
+    def __init__(self, data: Path, folder: Path, *flags: str) -> None:
+        self.folder = folder
+        words = ("--data-dir", data, *TINY, "--epochs", 100000, "--batch-size", 4, "--output-dir", folder / "run")
+        self.out, self.err = folder / "out", folder / "err"
+        self.shared = set(os.listdir("/dev/shm"))
+        with self.out.open("w") as out, self.err.open("w") as err:
+            line = [*command(2), *map(str, words), *flags]
+            self.launcher = subprocess.Popen(line, stdout=out, stderr=err, env=environment())
+        self.workers: dict[int, int] = {}
+        self.processes: list[int] = []
+
+    def wait_for(self, when: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 100
+        while not when():
+            assert self.launcher.poll() is None, self.err.read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        self.workers = workers_of(self.launcher.pid)
+        self.processes = descendants(self.launcher.pid)
+
+    def trains(self) -> bool:
+        return "first step done" in self.out.read_text()
+
+    def check_end(self, seconds: float) -> str:
+        """The launch ends within `seconds`, leaves nothing, and has said one line, which is returned."""
+        self.launcher.wait(seconds)
+        self.check_nothing_left(10)  # torch's DataLoader workers look after their parent every 5 s
+        ours = [line for line in self.err.read_text().splitlines() if line.startswith("train.py: ")]
+        assert len(ours) == 1, self.err.read_text()
+        return ours[0]
+
+    def check_nothing_left(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while left := [pid for pid in self.processes if is_alive(pid)]:
+            assert time.monotonic() < deadline, [Path(f"/proc/{pid}/cmdline").read_text() for pid in left]
+            time.sleep(0.1)
+        assert set(os.listdir("/dev/shm")) <= self.shared
+        names = {path.name for path in (self.folder / "run").iterdir()}
+        assert names <= {"config.json", "metrics.jsonl", "last.pt", "last-1.pt", "last-2.pt", "best.pt"}
+
+
+@contextlib.contextmanager
+def started(data: Path, folder: Path, *flags: str) -> Iterator[Started]:
+    launch = Started(data, folder, *flags)
+    try:
+        yield launch
+    finally:
+        for pid in launch.processes:
+            kill_tree(pid)
+        kill_tree(launch.launcher.pid)
+        launch.launcher.wait()
+
+
+@pytest.mark.parametrize(
+    ("rank", "loader"),
+    [(0, "dali"), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, "dali"), (0, "torch"), (1, "torch")))],
+)
+def test_a_killed_rank_is_named(data: Path, tmp_path: Path, rank: int, loader: str) -> None:
+    with started(data, tmp_path, "--loader", loader) as launch:
+        launch.wait_for(launch.trains)
+        os.kill(launch.workers[rank], signal.SIGKILL)
+        line = launch.check_end(TORCH_KILLS)
+    assert f"rank {rank} (process {launch.workers[rank]} on {os.uname().nodename}) is gone: killed" in line
+    assert "the same command goes on from the last checkpoint" in line
+    assert "Traceback" not in launch.err.read_text().partition("torch/distributed/elastic")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("loader", ["dali", "torch"])
+def test_a_stopped_rank_is_named(data: Path, tmp_path: Path, rank: int, loader: str) -> None:
+    with started(data, tmp_path, "--loader", loader, "--timeout", "10") as launch:
+        launch.wait_for(launch.trains)
+        os.kill(launch.workers[rank], signal.SIGSTOP)
+        line = launch.check_end(10 + 10 + TORCH_KILLS + 10)
+    assert f"rank {rank} (process {launch.workers[rank]} on {os.uname().nodename}) is stopped" in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_never_comes_is_named(data: Path, tmp_path: Path, rank: int) -> None:
+    """Stopped while it still imports."""
+    with started(data, tmp_path, "--timeout", "10") as launch:
+        (tmp_path / "run").mkdir()
+        launch.wait_for(lambda: len(workers_of(launch.launcher.pid)) == 2)
+        os.kill(launch.workers[rank], signal.SIGSTOP)
+        line = launch.check_end(60 + TORCH_KILLS)
+    assert f"rank {rank} did not come within 10 s (--timeout)" in line
+
+
+@pytest.mark.slow
+def test_workers_end_with_their_launcher(data: Path, tmp_path: Path, launch: Callable[..., Finished]) -> None:
+    """Killed, torchrun ends nobody; its workers save and stop, and the next launch waits for them and goes on."""
+    with started(data, tmp_path) as first:
+        first.wait_for(first.trains)
+        first.launcher.kill()
+        first.launcher.wait()
+        flags = ("--data-dir", data, *TINY, "--batch-size", 4, "--output-dir", tmp_path / "run")
+        again = launch(*flags, "--epochs", 100000, "--time-limit", 0.1, processes=2)
+        first.check_nothing_left(10)
+    stopped = re.findall(r"stopped by SIGTERM at step (\d+);", first.out.read_text())
+    assert len(stopped) == 1, first.err.read_text()
+    assert f"step {stopped[0]}\n" in again.out, again.out + again.err
+    assert read_checkpoint(tmp_path / "run")["step"] > int(stopped[0])
+
+
+@pytest.mark.slow
+def test_last_words(data: Path, tmp_path: Path) -> None:
+    """Rank 1 fails by itself, of a DataLoader worker that somebody kills: rank 0 says so, as does torchrun."""
+    with started(data, tmp_path, "--loader", "torch") as launch:
+        launch.wait_for(launch.trains)
+        for child in descendants(launch.workers[1]):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        line = launch.check_end(TORCH_KILLS)
+        # Which error the death of a worker becomes depends on what the trainer was about to read from it.
+        words = re.match(
+            r"train\.py: rank 1 \(process \d+ on \S+\) failed: (RuntimeError|EOFError|Connection\w+):", line
+        )
+        assert words is not None, line
+        cause = launch.err.read_text().partition("Root Cause")[2]
+        assert re.search(r"rank +: 1 ", cause)
+        assert words[1] in cause
