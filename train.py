@@ -308,7 +308,8 @@ def train(config: TrainConfig) -> None:
     check_optimizer(config.optimizer)
     models.check_arch(config.arch)
     manifests = read_data(config)
-    with process_group(config.device, config.timeout) as env, contextlib.ExitStack() as stack, env.watched:
+    group = process_group(config.device, config.timeout, complain)
+    with group as env, contextlib.ExitStack() as stack, env.watched(complain):
         # Before the checkpoint is read: a launch that is ending may be about to write another.
         locked = config.evaluate or lock_output(config, env, stack)
         path, saved = open_checkpoint(config, env)
@@ -347,11 +348,16 @@ def main(argv: Sequence[str]) -> int:
         return EXIT_FAILED
     except RunFailed as failure:
         if not failure.common or read_launch().rank == 0:
-            print(f"train.py: {one_line(str(failure))}", file=sys.stderr, flush=True)
+            complain(str(failure))
         return EXIT_FAILED
     except Stopped:
         return EXIT_STOPPED
     return EXIT_DONE
+
+
+def complain(text: str) -> None:
+    """The one line that explains a failure."""
+    print(f"train.py: {one_line(text)}", file=sys.stderr, flush=True)
 
 
 def report(error: UserError) -> None:
@@ -365,7 +371,7 @@ def report(error: UserError) -> None:
             time.sleep(5)
             if error.common:
                 return
-    print(f"train.py: {one_line(str(error))}", file=sys.stderr, flush=True)
+    complain(str(error))
 
 
 if __name__ == "__main__":
