@@ -343,9 +343,9 @@ def train(config: TrainConfig) -> None:
     models.check_arch(config.arch)
     manifests = read_data(config)
     with (
-        process_group(config.device, config.timeout) as env,
+        process_group(config.device, config.timeout, complain) as env,
         contextlib.ExitStack() as stack,
-        env.watched,
+        env.watched(complain),
         shared_alarm(env),
     ):
         # Before the checkpoint is read: a launch that is ending may be about to write another.
@@ -388,11 +388,16 @@ def main(argv: Sequence[str]) -> int:
         return EXIT_FAILED
     except RunFailed as failure:
         if not failure.common or read_launch().rank == 0:
-            print(f"train.py: {one_line(str(failure))}", file=sys.stderr, flush=True)
+            complain(str(failure))
         return EXIT_FAILED
     except Stopped:
         return EXIT_STOPPED
     return EXIT_DONE
+
+
+def complain(text: str) -> None:
+    """The one line that explains a failure."""
+    print(f"train.py: {one_line(text)}", file=sys.stderr, flush=True)
 
 
 def report(error: UserError) -> None:
@@ -406,7 +411,7 @@ def report(error: UserError) -> None:
             time.sleep(5)
             if error.common:
                 return
-    print(f"train.py: {one_line(str(error))}", file=sys.stderr, flush=True)
+    complain(str(error))
 
 
 if __name__ == "__main__":

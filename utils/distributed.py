@@ -7,7 +7,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
@@ -52,10 +52,9 @@ class DistEnv:
     device: torch.device
     peers: Peers | None = None
 
-    @property
-    def watched(self) -> contextlib.AbstractContextManager[None]:
+    def watched(self, tell: Callable[[str], None]) -> contextlib.AbstractContextManager[None]:
         """See `Peers.watched`."""
-        return self.peers.watched() if self.peers is not None else contextlib.nullcontext()
+        return self.peers.watched(tell) if self.peers is not None else contextlib.nullcontext()
 
     @property
     def is_main(self) -> bool:
@@ -124,7 +123,9 @@ def choose_device(choice: str, launch: Launch) -> torch.device:
 
 
 @contextlib.contextmanager
-def process_group(device_choice: str, timeout: float) -> Iterator[DistEnv]:
+def process_group(
+    device_choice: str, timeout: float, tell: Callable[[str], None] = lambda line: None
+) -> Iterator[DistEnv]:
     """The group of all processes, torn down at the end and on an error.
 
     Collectives on CPU tensors go through gloo, on CUDA tensors through NCCL.
@@ -132,6 +133,7 @@ def process_group(device_choice: str, timeout: float) -> Iterator[DistEnv]:
     Args:
         device_choice: auto, cuda or cpu.
         timeout: seconds after which a collective that another process does not join is an error.
+        tell: gives the user a line, if a process is lost while the group comes together.
     """
     launch = read_launch()
     # CUDA reads it once, when it starts. DALI works on some thirty streams. The default of 8 hardware queues makes the
@@ -156,7 +158,7 @@ def process_group(device_choice: str, timeout: float) -> Iterator[DistEnv]:
         ) from None
     store = fresh_part(store, env.rank, env.world_size, timeout)
     peers = Peers(store, env.rank, env.world_size, timeout)
-    with peers.watched():
+    with peers.watched(tell):
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=PrefixStore("group", store),

@@ -5,7 +5,6 @@ import ctypes
 import dataclasses
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from utils.errors import RankLost, RunFailed, Stopped, one_line
+from utils.errors import RankLost, RunFailed, Stopped
 
 ROLL_CALL_SECONDS = 5.0  # well below the 30 s that torchrun gives the others after the first death
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
@@ -48,14 +47,17 @@ class Peers:
         self._store.set(f"place/{rank}", f"{_machine()} {os.getpid()}")
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self, tell: Callable[[str], None]) -> Iterator[None]:
         """Around the work of the group: an error of communication becomes the name of the rank that caused it.
 
         To be the innermost context: torchrun sends SIGTERM to the others as soon as it sees a death, and as long as
         that is a request to stop, they can still speak.
 
+        Args:
+            tell: gives the user a line; called on the lowest rank that is well.
+
         Raises:
-            RankLost: another rank failed, is gone, or does not answer; the lowest rank that is well has said so.
+            RankLost: another rank failed, is gone, or does not answer; the user has been told.
         """
         try:
             yield
@@ -70,16 +72,12 @@ class Peers:
             self._ask(lambda: rolls.append(self._call_roll()))
             if rolls and not rolls[0].lost:
                 raise
-            self._tell(rolls[0] if rolls else None)
+            line = "the store of the process group does not answer: the launcher of rank 0 has ended or hangs"
+            if rolls:
+                line = "; ".join(f"rank {rank} {what}" for rank, what in rolls[0].lost.items())
+            if not rolls or self._rank == min(rolls[0].heard):
+                tell(f"{line}; the same command goes on from the last checkpoint")
             raise RankLost from None
-
-    def _tell(self, roll: Roll | None) -> None:
-        line = "the store of the process group does not answer: the launcher of rank 0 has ended or hangs"
-        if roll is not None:
-            line = "; ".join(f"rank {rank} {what}" for rank, what in roll.lost.items())
-        if roll is None or self._rank == min(roll.heard):
-            line += "; the same command goes on from the last checkpoint"
-            print(f"train.py: {one_line(line)}", file=sys.stderr, flush=True)
 
     def _ask(self, question: Callable[[], None]) -> None:
         """`question` to the store, in bounded time: its calls know no timeout, and its host may be what hangs."""
