@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -170,12 +170,23 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def is_alive(pid: int) -> bool:
-    """Whether a process exists and is not merely waiting for its parent to note its end."""
+def born(pid: int) -> int | None:
+    """When a process started, in the kernel's ticks; None if it is gone or waits for its parent to note its end."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "XZ"
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return False
+        return None
+    return None if fields[0] in "XZ" else int(fields[19])
+
+
+def identify(pids: Iterable[int]) -> dict[int, int]:
+    """Process id -> when it started, of those that live: an id alone may be another process's tomorrow."""
+    return {pid: when for pid in pids if (when := born(pid)) is not None}
+
+
+def alive(processes: dict[int, int]) -> list[int]:
+    """Which of the `processes`, as `identify` gave them, still live."""
+    return [pid for pid, when in processes.items() if born(pid) == when]
 
 
 def read_metrics(output_dir: Path) -> list[dict[str, Any]]:

@@ -21,11 +21,12 @@ import pytest
 
 from tests.conftest import (
     TINY,
+    alive,
     assert_same,
     command,
     descendants,
     environment,
-    is_alive,
+    identify,
     kill_tree,
     read_checkpoint,
     read_metrics,
@@ -54,7 +55,7 @@ class Launch:
         folder.mkdir(exist_ok=True)
         self.run = folder / "run"
         self._out, self._err = (folder / f"{time.monotonic_ns()}-{name}" for name in ("out", "err"))
-        self._seen: set[int] = set()
+        self._seen: dict[int, int] = {}
         flags = ("--data-dir", data, *FLAGS, "--batch-size", 4, "--output-dir", self.run)
         with self._out.open("w") as out, self._err.open("w") as err:
             words = [*command(processes, *of_torchrun), *map(str, flags)]
@@ -82,11 +83,11 @@ class Launch:
         return True
 
     def ranks(self) -> dict[int, int]:
-        self._seen |= set(descendants(self.torchrun.pid))
+        self._seen |= identify(descendants(self.torchrun.pid))
         return workers_of(self.torchrun.pid)
 
     def send(self, number: int, *pids: int) -> None:
-        self._seen |= set(descendants(self.torchrun.pid))
+        self._seen |= identify(descendants(self.torchrun.pid))
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -95,13 +96,15 @@ class Launch:
         """Status of torchrun, which ends within `seconds` and leaves no process behind."""
         status = self.torchrun.wait(seconds)
         deadline = time.monotonic() + 10
-        while left := [pid for pid in self._seen if is_alive(pid)]:
+        while left := alive(self._seen):
             assert time.monotonic() < deadline, left
             time.sleep(0.1)
         return status
 
     def close(self) -> None:
-        for pid in (*self._seen, self.torchrun.pid):
+        if self.torchrun.poll() is None:
+            kill_tree(self.torchrun.pid)
+        for pid in alive(self._seen):
             kill_tree(pid)
         self.torchrun.wait()
 

@@ -14,10 +14,11 @@ import pytest
 from tests.conftest import (
     TINY,
     Finished,
+    alive,
     command,
     descendants,
     environment,
-    is_alive,
+    identify,
     kill_tree,
     read_checkpoint,
     workers_of,
@@ -39,7 +40,7 @@ class Started:
             line = [*command(2), *map(str, words), *flags]
             self.launcher = subprocess.Popen(line, stdout=out, stderr=err, env=environment())
         self.workers: dict[int, int] = {}
-        self.processes: list[int] = []
+        self.processes: dict[int, int] = {}
 
     def wait_for(self, when: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 100
@@ -48,7 +49,7 @@ class Started:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         self.workers = workers_of(self.launcher.pid)
-        self.processes = descendants(self.launcher.pid)
+        self.processes = identify(descendants(self.launcher.pid))
 
     def trains(self) -> bool:
         return "first step done" in self.out.read_text()
@@ -63,7 +64,7 @@ class Started:
 
     def check_nothing_left(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while left := [pid for pid in self.processes if is_alive(pid)]:
+        while left := alive(self.processes):
             assert time.monotonic() < deadline, [Path(f"/proc/{pid}/cmdline").read_text() for pid in left]
             time.sleep(0.1)
         assert set(os.listdir("/dev/shm")) <= self.shared
@@ -77,9 +78,10 @@ def started(data: Path, folder: Path, *flags: str) -> Iterator[Started]:
     try:
         yield launch
     finally:
-        for pid in launch.processes:
+        if launch.launcher.poll() is None:
+            kill_tree(launch.launcher.pid)
+        for pid in alive(launch.processes):
             kill_tree(pid)
-        kill_tree(launch.launcher.pid)
         launch.launcher.wait()
 
 

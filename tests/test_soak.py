@@ -8,25 +8,17 @@ import os
 import statistics
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pytest
 
-from tests.conftest import TINY, command, environment, kill_tree
+from tests.conftest import TINY, command, descendants, environment, kill_tree
 
 EPOCHS, EARLY = 300, 20
 FLAGS = (*TINY, "--lr", "0.01", "--batch-size", "4", "--epochs", str(EPOCHS), "--augment", "trivialaugment",
          "--ema-decay", "0.9", "--mixup", "0.2", "--log-steps", "5", "--tensorboard")  # fmt: skip
 GROWTH = {"memory": 16, "handles": 0, "threads": 0, "shared files": 0}  # allowed between the medians; MiB, and counts
-
-
-def descendants(pid: int) -> Iterator[int]:
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, task.read_text().split()):
-            yield child
-            yield from descendants(child)
 
 
 def measure(worker: int) -> dict[str, float]:
@@ -79,7 +71,8 @@ def test_nothing_grows(data: Path, tmp_path: Path) -> None:
     try:
         found = watch(process, output / "metrics.jsonl")
     finally:
-        kill_tree(process.pid)
+        if process.poll() is None:
+            kill_tree(process.pid)
     assert process.wait() == 0
     found = {epoch: each for epoch, each in found.items() if len(each) == 2}
     if "SOAK_OUTPUT" in os.environ:
