@@ -169,7 +169,7 @@ def test_a_second_run_in_the_folder_is_refused(data: Path, tmp_path: Path, launc
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_that_diverges_ends_and_keeps_its_last_good_checkpoint(
     data: Path, tmp_path: Path, launch: Callable[..., Finished], processes: int
 ) -> None:

@@ -48,8 +48,15 @@ def steps_logged(output_dir: Path, count: int) -> Callable[[], bool]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("extra", [PLAIN, EVERYTHING], ids=["plain", "everything"])
+@pytest.mark.parametrize(
+    ("extra", "processes"),
+    [
+        pytest.param(EVERYTHING, 2, id="everything-2"),
+        pytest.param(EVERYTHING, 1, id="everything-1", marks=pytest.mark.slow),
+        pytest.param(PLAIN, 2, id="plain-2", marks=pytest.mark.slow),
+        pytest.param(PLAIN, 1, id="plain-1", marks=pytest.mark.slow),
+    ],
+)
 def test_interrupted_run_ends_as_the_undisturbed_one(
     data: Path,
     tmp_path: Path,
@@ -94,7 +101,7 @@ def test_interrupted_run_ends_as_the_undisturbed_one(
     assert evaluations(whole) == evaluations(cut)
 
 
-@pytest.mark.parametrize("loader", ["torch", "proxy"])
+@pytest.mark.parametrize("loader", ["torch", pytest.param("proxy", marks=pytest.mark.slow)])
 def test_other_loaders_resume(
     data: Path, tmp_path: Path, launch: Callable[..., Finished], launch_and_end: Callable[..., int], loader: str
 ) -> None:

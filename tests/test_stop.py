@@ -72,7 +72,7 @@ def test_time_limit(data: Path, tmp_path: Path, launch: Callable[..., Finished],
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_stop_within_the_evaluation(
     tmp_path: Path,
     launch: Callable[..., Finished],

@@ -90,7 +90,7 @@ def optimizer_state(checkpoint: dict[str, Any]) -> list[dict[str, torch.Tensor]]
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("loader", ["dali", "torch"])
+@pytest.mark.parametrize("loader", ["dali", pytest.param("torch", marks=pytest.mark.slow)])
 def test_stop_through_torchrun(
     data: Path,
     tmp_path: Path,
