@@ -6,8 +6,8 @@
 
 DIR holds train/CLASS/*.jpg and val/CLASS/*.jpg. The files are linked as often as it takes to fill an epoch, and are
 not kept decoded, as a large data set could not be. Smaller runs take other GPUs in each round: those of one machine
-differ by a percent or two, and together they are as fast as the slowest. A run is ended by a signal when its windows
-are measured; its first log intervals, in which it warms up, do not count. Prints a table and writes scaling.json,
+need not be equally fast, and together they wait for the slowest. A run is ended by a signal when its windows are
+measured; its first log intervals, in which it warms up, do not count. Prints a table and writes scaling.json,
 scaling.png and the logs of the runs to --output-dir.
 """
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the tests that need no GPU and take less than a minute each. Arguments go to pytest:
+# Runs the tests that need no GPU, without the long ones. Arguments go to pytest:
 #
 #   scripts/test.sh tests/test_models.py -x
 #   scripts/test.sh -m slow                   # the last -m counts
