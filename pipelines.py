@@ -28,7 +28,6 @@ import PIL
 import torch
 import torch.utils.data
 from numpy.typing import NDArray
-from nvidia import nvimgcodec
 from nvidia.dali import fn, types
 from nvidia.dali.auto_aug import auto_augment, rand_augment, trivial_augment
 from nvidia.dali.plugin.pytorch.experimental import proxy
@@ -544,6 +543,8 @@ def decoder_of(loader: str) -> Decoder:
     """What decides whether `--loader` can read a file, for `utils.inspection`."""
     if loader == "torch":
         return Decoder(f"Pillow {PIL.__version__}", pillow_decode)
+    from nvidia import nvimgcodec  # see `_codec`
+
     return Decoder(f"DALI {DALI_VERSION}, nvImageCodec {nvimgcodec.__version__}", dali_decode)
 
 
@@ -555,6 +556,8 @@ def dali_decode(content: bytes) -> Picture:
     Raises:
         Undecodable: DALI's pipelines fail on such a file.
     """
+    from nvidia import nvimgcodec  # see `_codec`
+
     try:
         stream = nvimgcodec.CodeStream(content)
         codec = stream.codec_name
@@ -568,7 +571,13 @@ def dali_decode(content: bytes) -> Picture:
 
 @functools.cache
 def _codec(process: int) -> Any:
-    """The codec of this process: one that was inherited through a fork would wait for threads that were not."""
+    """The codec of this process: one that was inherited through a fork would wait for threads that were not.
+
+    nvImageCodec is imported where it is used, as its import starts CUDA, which must not know its environment before
+    `utils.distributed.process_group` has set the number of hardware queues.
+    """
+    from nvidia import nvimgcodec
+
     backends = [nvimgcodec.Backend(nvimgcodec.BackendKind.CPU_ONLY)]
     return nvimgcodec.Decoder(device_id=CPU_ONLY_DEVICE, max_num_cpu_threads=1, backends=backends)
 

@@ -1,7 +1,11 @@
 """On a real GPU: what the loaders hand over, and exact resume. Run by scripts/gpu_check.sh."""
 
 import dataclasses
+import json
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pipelines
 from tests import damage
-from tests.conftest import TINY, Finished, assert_same, read_checkpoint, read_metrics, write_data
+from tests.conftest import ROOT, TINY, Finished, assert_same, read_checkpoint, read_metrics, write_data
 from utils.augment import BatchAugment, Normalize
 from utils.config import TrainConfig
 from utils.dataset import scan_splits, synthetic
@@ -83,6 +87,27 @@ def test_a_batch_lives_until_the_device_has_read_it(data: Path, gpu: DistEnv) ->
                 torch.cuda.synchronize()
         sums.append(found.tolist())
     assert sums[0] == sums[1]
+
+
+CUDA_STARTS = """
+import ctypes, json, os, sys
+import train
+driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+before = driver.cuDeviceGetCount(ctypes.byref(count))
+from utils.distributed import process_group
+with process_group("cuda", 60):
+    after = driver.cuDeviceGetCount(ctypes.byref(count))
+    json.dump([before, after, os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]], sys.stdout)
+"""
+
+
+def test_cuda_starts_with_the_queues_that_the_feed_needs() -> None:
+    environ = {name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"}
+    done = subprocess.run(
+        [sys.executable, "-c", CUDA_STARTS], cwd=ROOT, env=environ, capture_output=True, text=True, check=True
+    )
+    not_initialized, success = 3, 0  # CUDA_ERROR_NOT_INITIALIZED: an import that starts CUDA keeps it at 8 queues
+    assert json.loads(done.stdout) == [not_initialized, success, "32"]
 
 
 @pytest.mark.parametrize("mix", [{"mixup": 0.2}, {"cutmix": 1.0}])

@@ -116,7 +116,7 @@ before = seen()
 import train
 found = {
     "changed": [number for number, (old, new) in enumerate(zip(before, seen())) if old != new],
-    "cuda": torch.cuda.is_initialized(),
+    "cuda": torch.cuda.is_initialized() or "nvidia.nvimgcodec" in sys.modules,  # whose import starts CUDA
     "distributed": torch.distributed.is_initialized(),
     "threads": [thread.name for thread in threading.enumerate()],
 }
