@@ -8,6 +8,7 @@ import fcntl
 import inspect
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ class Run:
     augment: BatchAugment
     amp_dtype: torch.dtype
     fingerprint: dict[str, Any]
+    left_out: dict[str, list[str]]  # of each split, the files that the run has been without from its start
     changes: list[str]  # flags that differ from those of the checkpoint
     shared_before: Layout | None  # how the checkpoint's run shared a step, if not as this one
     log: Log
@@ -95,7 +97,9 @@ class Run:
                 self.log.say(f"warning: no checkpoint at step {self.state.step}: {self.unsaved}; the one before stands")
                 return
             loader = self.train_loader.state()
-            self.unsaved = checkpoint.save(self.state, loader, self.config, self.fingerprint, self.classes, is_best)
+            self.unsaved = checkpoint.save(
+                self.state, loader, self.config, self.fingerprint, self.classes, self.left_out, is_best
+            )
         if self.unsaved is not None:
             self.log.say(
                 f"warning: no checkpoint at step {self.state.step} ({self.unsaved}); make room in "
@@ -129,11 +133,14 @@ def read_data(config: TrainConfig) -> tuple[Manifest, Manifest]:
     return dataset.scan_splits(config.data_dir, skip_bad=config.bad_files == "skip")
 
 
-def leave_out_bad(config: TrainConfig, manifests: tuple[Manifest, Manifest], env: DistEnv) -> tuple[Manifest, Manifest]:
+def leave_out_bad(
+    config: TrainConfig, manifests: tuple[Manifest, Manifest], env: DistEnv, saved: dict[str, Any]
+) -> tuple[Manifest, Manifest]:
     """`--bad-files skip`: the manifests without the files that the loader cannot read. A collective.
 
     Every file is decoded once, by all ranks together; what was found is kept in the output folder, for the next launch
-    to decode no more than what has changed. `--evaluate` looks at val/ alone.
+    to decode no more than what has changed. `--evaluate` looks at val/ alone. A run that began with files which are
+    bad now, or without files which are good now, goes on as `without_later` says; `saved` is its checkpoint.
 
     Raises:
         UserError: on all ranks: a class would be left without images, or the output folder cannot be written.
@@ -154,11 +161,36 @@ def leave_out_bad(config: TrainConfig, manifests: tuple[Manifest, Manifest], env
         config.data_dir.absolute(), entries, decoder, config.output_dir, config.workers, env, config.evaluate
     )
     bad = broadcast({} if known is None else bad_files(known), env)
-    kept = {
-        split: manifest.without({name[len(split) + 1 :]: bad[name] for name in bad if name.startswith(f"{split}/")})
-        for split, manifest in splits.items()
-    }
+    kept = {}
+    for split, manifest in splits.items():
+        of_split = {name[len(split) + 1 :]: reason for name, reason in bad.items() if name.startswith(f"{split}/")}
+        kept[split] = manifest.without(of_split)
+        if saved and not config.evaluate:
+            kept[split] = without_later(manifest, kept[split], of_split, saved, split)
     return kept.get("train", train_images), kept["val"]
+
+
+def without_later(
+    listed: Manifest, kept: Manifest, bad: Mapping[str, str], saved: dict[str, Any], split: str
+) -> Manifest:
+    """The images with which the run `saved` goes on: without `bad`, but in the order that it has begun with.
+
+    Where files of train/ have turned bad since, others stand in for them. Those of val/ are left out. What the run has
+    been without from its start stays left out, even if it is good now.
+
+    Args:
+        listed: all files.
+        kept: those that are good now, which is the result if the run began with them.
+        bad: relative to the split's folder, and why.
+        saved: a checkpoint; if it is of another data set, so is the result.
+        split: train or val.
+    """
+    begun = listed.without({name: bad.get(name, "bad when the run began") for name in saved["left_out"][split]})
+    if begun.fingerprint != saved["fingerprint"][f"files of {split}/"]:
+        return kept
+    if split == "train":
+        return begun.with_stand_ins(bad)
+    return dataclasses.replace(begun.without(bad), fingerprint=begun.fingerprint)
 
 
 def describe_skipped(config: TrainConfig, manifests: tuple[Manifest, Manifest]) -> str:
@@ -168,7 +200,14 @@ def describe_skipped(config: TrainConfig, manifests: tuple[Manifest, Manifest]) 
         if manifest.bad:
             classes = collections.Counter(name.split("/")[0] for name in manifest.bad)
             counts = ", ".join(f"{name} {count:,}" for name, count in sorted(classes.items()))
-            parts.append(f"{len(manifest.bad):,} of {len(manifest) + len(manifest.bad):,} {split} files ({counts})")
+            files = len(manifest) - len(manifest.stand_ins) + len(manifest.bad)
+            parts.append(f"{len(manifest.bad):,} of {files:,} {split} files ({counts})")
+        if manifest.stand_ins:
+            bad, instead = next(iter(manifest.stand_ins.items()))
+            parts.append(
+                f"{len(manifest.stand_ins):,} of them turned bad after the run had begun: to keep its order, images of "
+                f"the same class come twice ({instead} for {bad}, ...)"
+            )
     return f"{'; '.join(parts)}: {config.output_dir / BAD_FILES}" if parts else ""
 
 
@@ -492,6 +531,7 @@ def create_run(
     stack.callback(log.close)
     log.rewind(state.epoch, state.step)
     before = saved_layout(saved) if saved else None
+    left_out = {split: sorted(manifest.bad) for split, manifest in zip(("train", "val"), manifests, strict=True)}
     if env.is_main:
         config.save(config.output_dir / "config.json")
     return Run(
@@ -508,6 +548,7 @@ def create_run(
         augment=BatchAugment(config, normalize, config.num_classes or 0, env.device),
         amp_dtype=AMP_DTYPES[config.amp],
         fingerprint=fingerprint,
+        left_out=saved["left_out"] if saved else left_out,
         changes=checkpoint.changes(saved["config"], config) if saved else [],
         shared_before=before if before != layout_of(config, env.world_size) else None,
         log=log,

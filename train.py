@@ -356,12 +356,12 @@ def train(config: TrainConfig) -> None:
         check_files(config, manifests, env)
         prepare_output(config, env)
         if config.evaluate:
-            manifests = leave_out_bad(config, manifests, env)
+            manifests = leave_out_bad(config, manifests, env, saved)
             evaluate_checkpoint(config, manifests, env, path, saved)
             return
         if not locked:
             lock_output(config, env, stack)
-        manifests = leave_out_bad(config, manifests, env)
+        manifests = leave_out_bad(config, manifests, env, saved)
         run = create_run(config, manifests, env, stack, started, path, saved)
         introduce(run, manifests, feed)
         if run.state.epoch >= config.epochs and (config.output_dir / SUMMARY).is_file():

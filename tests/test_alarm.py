@@ -1,5 +1,7 @@
 """A bad file on one rank ends all of them at once, in one line; whatever the others wait for, and whoever met it."""
 
+import itertools
+import json
 import subprocess
 import sys
 import time
@@ -9,7 +11,18 @@ from pathlib import Path
 import pytest
 
 from tests import damage
-from tests.conftest import ROOT, TINY, Finished, environment, read_checkpoint, write_data
+from tests.conftest import (
+    NUMBERED,
+    ROOT,
+    TINY,
+    Finished,
+    environment,
+    read_checkpoint,
+    write_data,
+    write_numbered,
+)
+from utils.dataset import scan
+from utils.sampler import Sampler
 
 WORKER = """
 import os, sys, time
@@ -81,6 +94,40 @@ def test_a_bad_file_in_training(tmp_path: Path, launch: Callable[..., Finished])
     shown, flags = spoiled_run(tmp_path, "train", "cut in the middle")
     assert_ended_by(launch(*flags, processes=2), 2, shown)
     assert read_checkpoint(tmp_path / "out")["step"] >= 1
+
+
+def test_a_run_that_met_a_bad_file_goes_on_without_it(tmp_path: Path, launch: Callable[..., Finished]) -> None:
+    """At the step where it ended, in the order that it began with; another of its class takes the bad image's place."""
+    root, records = write_numbered(tmp_path / "data"), tmp_path / "records"
+    records.mkdir()
+    manifest = scan(root, "train")
+    index = Sampler(NUMBERED, 5, 1, 0, 1, seed=0).indices(20)[2]  # of step 20 of 25
+    path = Path(manifest.path(index))
+    path.write_bytes(b"?" * path.stat().st_size)
+    flags = [records, *TINY, "--data-dir", root, "--output-dir", tmp_path / "out", "--batch-size", 5, "--epochs", 1]
+    flags += ["--seed", 0, "--checkpoint-steps", 1]
+    recorder = ROOT / "tests" / "recorder.py"
+    ended = launch(*flags, program=recorder)
+    assert_ended_by(ended, 1, str(path))
+    reached = read_checkpoint(tmp_path / "out")["step"]
+    assert 1 <= reached <= 20
+
+    done = launch(*flags, "--bad-files", "skip", program=recorder)
+    assert f"resumed at epoch 1, step {reached}" in done.out, done.err
+    again = launch(*flags, "--bad-files", "skip", "--epochs", 2, program=recorder)  # last.pt is one of the new ones
+    assert (done.status, again.status) == (0, 0), again.err
+    stand_in = scan(root, "train").with_stand_ins({manifest.files[index]: "bad"}).files[index]
+    for launched in (done, again):
+        assert f"({stand_in} for {manifest.files[index]}, ...)" in launched.out
+
+    lines = [json.loads(line) for file in records.glob("*.jsonl") for line in file.read_text().splitlines()]
+    steps = {line["step"]: line["images"] for line in lines}
+    assert sorted(steps) == list(range(50))
+    number, instead = int(path.stem), int(Path(stand_in).stem)
+    wanted = [instead if image == number else image for image in range(NUMBERED)]
+    for epoch in range(2):
+        seen = itertools.chain.from_iterable(steps[25 * epoch + at] for at in range(25))
+        assert sorted(seen) == sorted(wanted)
 
 
 def test_a_bad_file_under_the_torch_loader(tmp_path: Path, launch: Callable[..., Finished]) -> None:

@@ -193,6 +193,25 @@ def test_bad_files_are_left_out_as_if_they_did_not_exist(small: Path) -> None:
     assert clean.bad == {}
 
 
+def test_stand_ins_keep_the_order(small: Path) -> None:
+    for number in range(4, 8):
+        (small / "train" / "b" / f"{number}.jpg").write_bytes(b"x" * number)
+    listed = scan(small, "train")
+    assert listed.files == ("a/1.jpg", "a/2.jpg", *(f"b/{number}.jpg" for number in (1, 2, 4, 5, 6, 7)))
+    bad = {"a/2.jpg": "damaged", "b/2.jpg": "damaged", "b/4.jpg": "torn", "b/7.jpg": "gone"}
+    stood_in = listed.with_stand_ins(bad)
+    files = ("a/1.jpg", "a/1.jpg", "b/1.jpg", "b/5.jpg", "b/5.jpg", "b/5.jpg", "b/6.jpg", "b/1.jpg")
+    assert stood_in.files == files
+    assert stood_in.labels.tolist() == listed.labels.tolist()
+    assert stood_in.fingerprint == listed.fingerprint
+    assert stood_in.sizes.tolist() == [(small / "train" / name).stat().st_size for name in files]
+    assert stood_in.mtimes.tolist() == [(small / "train" / name).stat().st_mtime_ns for name in files]
+    assert stood_in.bad == bad
+    assert stood_in.stand_ins == {
+        "a/2.jpg": "a/1.jpg", "b/2.jpg": "b/5.jpg", "b/4.jpg": "b/5.jpg", "b/7.jpg": "b/1.jpg",
+    }  # fmt: skip
+
+
 def test_a_class_of_bad_files_alone_is_refused(small: Path) -> None:
     (small / "train" / "a" / "1.jpg").write_bytes(b"")
     listed = scan(small, "train", skip_bad=True)

@@ -1,4 +1,4 @@
-"""Weights that went wrong are never saved."""
+"""Weights that went wrong are never saved; a run outlives files that turn bad."""
 
 import subprocess
 import sys
@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from run import without_later
 from tests.conftest import ROOT, TINY, environment, read_checkpoint, read_metrics
+from utils.dataset import Manifest, scan_splits
 
 # train.py with a fault in its memory: after step 3 of rank FAULTY a weight gets another value.
 FAULTY = """
@@ -65,3 +67,41 @@ def test_weights_that_went_wrong_are_not_saved(
     assert read_checkpoint(tmp_path / "out")["step"] == 2
     assert [record["step"] for record in read_metrics(tmp_path / "out")] == steps
     assert "NaN" not in (tmp_path / "out" / "metrics.jsonl").read_text(), "which is not JSON"
+
+
+def test_files_that_turned_bad_since_the_run_began(tmp_path: Path) -> None:
+    """`without_later` at each kind of change; the run began without blue/0.jpg, in both splits."""
+    for split in ("train", "val"):
+        for name in ("blue/0", "blue/1", "blue/2", "red/0", "red/1"):
+            path = tmp_path / split / f"{name}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(name.encode())
+    listed = dict(zip(("train", "val"), scan_splits(tmp_path), strict=True))
+    first = {"blue/0.jpg": "damaged"}
+    begun = {split: manifest.without(first) for split, manifest in listed.items()}
+    saved = {
+        "fingerprint": {f"files of {split}/": manifest.fingerprint for split, manifest in begun.items()},
+        "left_out": {split: list(first) for split in begun},
+    }
+
+    def later(split: str, bad: dict[str, str]) -> Manifest:
+        return without_later(listed[split], listed[split].without(bad), bad, saved, split)
+
+    for split, manifest in begun.items():
+        same = later(split, first)
+        assert (same.files, same.fingerprint, same.bad) == (manifest.files, manifest.fingerprint, first)
+        repaired = later(split, {})
+        assert (repaired.files, repaired.fingerprint) == (manifest.files, manifest.fingerprint)
+        assert list(repaired.bad) == ["blue/0.jpg"]
+    turned = first | {"blue/2.jpg": "torn"}
+    train, val = later("train", turned), later("val", turned)
+    assert train.files == ("blue/1.jpg", "blue/1.jpg", "red/0.jpg", "red/1.jpg")
+    assert train.stand_ins == {"blue/2.jpg": "blue/1.jpg"}
+    assert val.files == ("blue/1.jpg", "red/0.jpg", "red/1.jpg")
+    for split, manifest in (("train", train), ("val", val)):
+        assert manifest.bad == turned
+        assert manifest.fingerprint == begun[split].fingerprint
+    saved["left_out"] = {split: [] for split in begun}  # another data set: left to the check of the fingerprint
+    for split in begun:
+        assert later(split, turned).files == listed[split].without(turned).files
+        assert later(split, turned).fingerprint != begun[split].fingerprint

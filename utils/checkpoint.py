@@ -20,10 +20,10 @@ from utils.state import TrainState, mean_buffers
 
 LAST, BEST = "last.pt", "best.pt"
 EARLIER = ("last-1.pt", "last-2.pt")  # what last.pt was, newest first
-FORMAT = 3
+FORMAT = 4
 _PARTS = {
-    "format", "config", "fingerprint", "classes", "ranks", "model", "optimizer", "scaler", "epoch", "step", "best_top1",
-    "result", "seconds",
+    "format", "config", "fingerprint", "classes", "left_out", "ranks", "model", "optimizer", "scaler", "epoch", "step",
+    "best_top1", "result", "seconds",
 }  # fmt: skip
 
 # What decides which images come next, how they look, and what fits the saved tensors. Other flags may change.
@@ -152,6 +152,7 @@ def save(
     config: TrainConfig,
     fingerprint: dict[str, Any],
     classes: Sequence[str],
+    left_out: dict[str, list[str]],
     is_best: bool = False,
 ) -> str | None:
     """Write last.pt, and best.pt with the same content if `is_best`. A collective; rank 0 writes.
@@ -164,6 +165,7 @@ def save(
         config: resolved.
         fingerprint: see `fingerprint`.
         classes: class names in label order.
+        left_out: of each split, the files that the run has been without from its start.
         is_best: whether the evaluation that this checkpoint holds is the best so far.
 
     Returns:
@@ -177,6 +179,7 @@ def save(
         "config": config.to_dict(),
         "fingerprint": fingerprint,
         "classes": list(classes),
+        "left_out": left_out,
         "ranks": ranks,
     }
     for name in state.modules():

@@ -56,6 +56,7 @@ class Manifest:
         sizes: int64 (num_images,), bytes; as `mtimes`, of no images for synthetic data.
         mtimes: int64 (num_images,), of the last change, nanoseconds since 1970.
         bad: files that were left out, relative to `root`, and why.
+        stand_ins: those of `bad` whose place another file has taken, and which.
     """
 
     root: Path | None
@@ -66,6 +67,7 @@ class Manifest:
     sizes: NDArray[np.int64] = dataclasses.field(default_factory=lambda: np.empty(0, dtype=np.int64))
     mtimes: NDArray[np.int64] = dataclasses.field(default_factory=lambda: np.empty(0, dtype=np.int64))
     bad: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    stand_ins: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -87,6 +89,27 @@ class Manifest:
             for name, size, mtime in zip(self.files, self.sizes, self.mtimes, strict=True)
         ]
         return _manifest(self.root, self.classes, entries, self.labels, self.bad)
+
+    def with_stand_ins(self, bad: Mapping[str, str]) -> "Manifest":
+        """The same number of images with the same labels and fingerprint, none of them among the files `bad`.
+
+        The next good file of the class takes the place of a bad one, and is in two places then: a run that has begun
+        with these files keeps its order of images. Every class must have a good one (as `without` finds out).
+        """
+        order = np.arange(len(self))
+        is_bad = np.array([name in bad for name in self.files], dtype=bool)
+        for index in np.flatnonzero(is_bad):
+            start, end = np.searchsorted(self.labels, [self.labels[index], self.labels[index] + 1])
+            good = start + np.flatnonzero(~is_bad[start:end])
+            order[index] = good[np.searchsorted(good, index) % len(good)]
+        return dataclasses.replace(
+            self,
+            files=tuple(self.files[index] for index in order),
+            sizes=self.sizes[order],
+            mtimes=self.mtimes[order],
+            bad={**self.bad, **bad},
+            stand_ins={self.files[index]: self.files[order[index]] for index in np.flatnonzero(is_bad)},
+        )
 
 
 def scan(data_dir: Path, split: str, skip_bad: bool = False) -> Manifest:

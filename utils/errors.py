@@ -22,9 +22,7 @@ class BadFile(UserError):
     """A file that its loader cannot read, met by one rank while the others may be waiting for it."""
 
     def __init__(self, path: str, reason: str, rank: int) -> None:
-        super().__init__(
-            f"rank {rank}: {path}: {reason}; delete or replace it, or leave out all bad files with --bad-files skip"
-        )
+        super().__init__(f"rank {rank}: {path}: {reason}; the same command with --bad-files skip goes on without it")
 
 
 class RunFailed(Exception):
