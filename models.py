@@ -1,15 +1,18 @@
 """Architecture name -> nn.Module: every timm model, its head sized from the data, in channels_last memory."""
 
+import copy
 import difflib
+import itertools
 import os
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import timm
 import timm.models
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from utils.errors import UserError
 
@@ -55,6 +58,37 @@ def create_model(arch: str, num_classes: int, pretrained: str | None = None, ima
     if pretrained not in (None, "timm"):
         _load_weights(model, Path(pretrained))
     return model.to(memory_format=torch.channels_last)
+
+
+def check_input(model: nn.Module, arch: str, image_size: int, batch_size: int) -> None:
+    """Raise UserError unless the network, as it is (for training or not), takes a batch of such images.
+
+    Most need so many pixels; batch norm in training needs more than one value per channel. Only shapes are computed
+    (on torch's meta device), and if that fails, which may be the device's fault, one or two images.
+
+    Args:
+        model: on the CPU; neither it nor the random numbers change.
+        arch: its name.
+        image_size: side of the images.
+        batch_size: images at once.
+    """
+    shape = (min(batch_size, 2), 3, image_size, image_size)
+    values = itertools.chain(model.named_parameters(), model.named_buffers())
+    on_meta = {name: value.detach().to("meta") for name, value in values}
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            functional_call(model, on_meta, torch.zeros(shape, device="meta"))
+    except Exception:
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                copy.deepcopy(model)(torch.zeros(shape))
+        except Exception as error:
+            made_for = cast(Any, model).pretrained_cfg["input_size"][-1]
+            raise UserError(
+                f"--image-size {image_size}: {arch} cannot compute a batch of {batch_size} such images "
+                f"({_first_line(error)}); its weights were made for {made_for}, give that or another --batch-size",
+                common=True,
+            ) from error
 
 
 def normalization(model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:

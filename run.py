@@ -386,7 +386,10 @@ def create_model(config: TrainConfig, env: DistEnv, resumed: bool) -> tuple[nn.M
     """The network on its device, and what turns uint8 images into its input; `resumed` weights come later."""
     assert config.num_classes is not None, "resolved"
     pretrained = None if resumed else config.pretrained
-    model = models.create_model(config.arch, config.num_classes, pretrained, config.image_size).to(env.device)
+    model = models.create_model(config.arch, config.num_classes, pretrained, config.image_size)
+    model.train(not config.evaluate)
+    models.check_input(model, config.arch, config.image_size, config.local_batch_size)
+    model.to(env.device)
     if config.fused_layers:
         accelerate(model)
     return model, Normalize(*models.normalization(model), dtype=AMP_DTYPES[config.amp], device=env.device)

@@ -109,6 +109,8 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
     ("--batch-size 21 --grad-accum-steps 2", ("--batch-size 21:", "x 2 batches", "global batch of 42", "lower it")),
     # Names
     ("--arch resnet5o", ("--arch resnet5o:", "the closest are resnet50, ")),
+    ("--arch inception_v3", ("--image-size 32:", "inception_v3 cannot compute", "its weights were made for 299")),
+    ("--batch-size 1", ("--image-size 32:", "a batch of 1 ", "another --batch-size")),
     ("--optimizer sdg", ("--optimizer sdg:", "the closest are sgd, ")),
     ("--optimizer fusedsgd", ("--optimizer fusedsgd:", "cannot be had here", "give another")),  # apex's, CUDA only
     ("--resume nowhere.pt", ("--resume nowhere.pt:", "no such checkpoint", "give an existing file, auto or none")),
