@@ -101,6 +101,19 @@ def test_the_faster_dali_path_is_judged() -> None:
     assert judge(figures(feed("torch", 9000, 700), feed("timm", 9000, 800))).feed == "timm"
 
 
+@pytest.mark.parametrize(("alone", "limit"), [(1490, "decoder"), (1510, "sharing")])
+def test_ample_alone_but_late_beside_the_step(alone: float, limit: str) -> None:
+    """As with eight hardware queues: 20,253 images/s alone, of which a step of 6,632 got 5,108."""
+    slow = feed("dali-full", alone, 770, data_wait=0.206)
+    verdict = judge(figures(slow, jpeg_engines=7))
+    assert (verdict.bound, verdict.limit) == ("input", limit)
+    assert any("smaller" in line for line in verdict.advice) == (limit == "decoder")
+    assert any("CUDA_DEVICE_MAX_CONNECTIONS" in line for line in verdict.advice) == (limit == "sharing")
+    assert judge(figures(slow, jpeg_engines=7, on_gpu=False)).limit == "decoder"
+    advised = judge(figures(feed("dali-full", 3000, 770, data_wait=0.2), unused=("--cuda-graph",))).advice
+    assert advised[-1].startswith("try --cuda-graph; leave")
+
+
 def test_words_fit_the_side() -> None:
     starved = judge(figures(feed("dali-fused", 250, 250, cores_busy=7.5)))
     assert starved.summary[0].startswith("Input-bound")

@@ -10,12 +10,13 @@ rate over that of the same step on synthetic images; the noise is the larger spr
 - `share` is below 0.98 by no more than the noise: balanced, no side can be told.
 - Else input-bound.
 
-Where compute-bound, the limit is the GPU, or the CPU threads of a machine without one. Elsewhere it is the disk if
-reading the files without decoding them is less than 1.2 times as fast as the loader; else the CPU threads if 0.8 of
-them or more are busy while the loader runs alone; else the decoder. With full decode on a GPU that has hardware
-decoders it is always these: nine JPEGs in ten are theirs, and CPU threads that look busy wait for them. A claim about
-DALI is made where the windows of two loaders do not overlap, or where what was measured once differs by 1.2 times or
-more.
+Where compute-bound, the limit is the GPU, or the CPU threads of a machine without one. Elsewhere, beside a GPU, it is
+what loader and step share if the loader alone is at least 1.5 times as fast as the synthetic step: it is late only when
+both run. Else it is the disk if reading the files without decoding them is less than 1.2 times as fast as the loader;
+else the CPU threads if 0.8 of them or more are busy while the loader runs alone; else the decoder. With full decode on
+a GPU that has hardware decoders it is always these: nine JPEGs in ten are theirs, and CPU threads that look busy wait
+for them. A claim about DALI is made where the windows of two loaders do not overlap, or where what was measured once
+differs by 1.2 times or more.
 """
 
 import dataclasses
@@ -24,9 +25,9 @@ from collections.abc import Iterator
 from typing import Literal
 
 Bound = Literal["input", "compute", "balanced"]
-Limit = Literal["decoder", "cpu threads", "disk", "gpu"]
+Limit = Literal["decoder", "cpu threads", "disk", "gpu", "sharing"]
 
-ENOUGH, CLEARLY, BUSY, NOISY, FEW_IMAGES = 0.98, 1.2, 0.8, 0.15, 100
+ENOUGH, CLEARLY, AMPLE, BUSY, NOISY, FEW_IMAGES = 0.98, 1.2, 1.5, 0.8, 0.15, 100
 TITLES = {
     "dali-fused": "DALI, fused decode",
     "dali-full": "DALI, full decode",
@@ -166,6 +167,8 @@ def _bound(figures: Figures, feed: Feed, share: float) -> Bound:
 def _limit(figures: Figures, feed: Feed, bound: Bound) -> Limit:
     if bound == "compute":
         return "gpu" if figures.on_gpu else "cpu threads"
+    if figures.on_gpu and feed.alone.median >= AMPLE * figures.synthetic.median:
+        return "sharing"
     if figures.files.median < CLEARLY * feed.alone.median:
         return "disk"
     if feed.name == "dali-full" and figures.jpeg_engines:
@@ -206,6 +209,8 @@ def _input_reason(figures: Figures, feed: Feed, limit: Limit) -> str:
         "cpu threads": f"The CPU threads limit: {speed}; {busy}.",
         "decoder": f"The decoder limits: {speed}; {busy}, and the files can be read, not decoded, "
         f"{files / feed.alone.median:.1f} x as fast.",
+        "sharing": f"What loader and step share limits: {speed}, and is late only beside it, where both take turns in "
+        f"the GPU's queues, its driver and the CPU threads; {busy}.",
     }[limit]
 
 
@@ -214,6 +219,10 @@ def _input_advice(figures: Figures, limit: Limit) -> Iterator[str]:
         yield "Copy the images to a local disk, or into memory (/dev/shm)."
     if limit == "cpu threads":
         yield f"Give the process more cores, and --workers more than {figures.workers}."
+    if limit == "sharing":
+        flags = "".join(f"try {flag}; " for flag in figures.unused)
+        yield f"{flags}leave CUDA_DEVICE_MAX_CONNECTIONS unset; see that nothing else runs on this GPU and these cores."
+        return
     if min(figures.image_width, figures.image_height) > 1.5 * figures.image_size:
         yield (
             f"Store the images smaller: they are {figures.image_width:.0f} x {figures.image_height:.0f} px on average, "
