@@ -10,4 +10,4 @@ source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 use_environment requirements-dev.txt
 # Most of the time goes into starting processes, so as many tests at once as there are cores, within reason.
-exec "$PYTHON" -m pytest -m "not gpu and not slow" -n auto --maxprocesses 8 "$@"
+exec "$PYTHON" -m pytest -m "not gpu and not slow" -n auto --maxprocesses 8 --dist worksteal "$@"

@@ -74,8 +74,9 @@ def test_a_signal_ends_the_run_under_way(data: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_that_ends_by_itself_is_an_error(data: Path, tmp_path: Path) -> None:
-    words = [sys.executable, ROOT / "scripts" / "scaling.py", "--data-dir", data, "--output-dir", tmp_path, "--flags"]
-    done = subprocess.run([*map(str, words), "--arch nothing"], capture_output=True, text=True, env=environment())
+    words = [sys.executable, ROOT / "scripts" / "scaling.py", "--data-dir", data, "--output-dir", tmp_path]
+    words += ["--batch-size", 4, "--log-steps", 1, "--flags", "--arch nothing"]
+    done = subprocess.run([*map(str, words)], capture_output=True, text=True, env=environment())
     assert done.returncode == 1
     assert "dali on 1: ended too early, see" in done.stderr
     assert "--arch nothing" in (tmp_path / "dali-1.log").read_text()
