@@ -34,7 +34,7 @@ train() {
 
 : >"$out/table.txt"
 status=0
-timeout 400 "$PYTHON" -m pytest -m gpu -q -p no:cacheprovider tests/test_gpu.py tests/test_kernels.py 2>&1 | tee "$out/tests.log" || status=$?
+timeout 1500 "$PYTHON" -m pytest -m gpu -q -p no:cacheprovider tests/test_gpu.py tests/test_kernels.py 2>&1 | tee "$out/tests.log" || status=$?
 echo "gpu tests: exit $status" | tee -a "$out/table.txt"
 
 train resnet50 --arch resnet50 --epochs 5 --batch-size 256 --amp bf16 --optimizer adamw --lr 2e-3 --weight-decay 0.05 \
