@@ -439,9 +439,18 @@ def settle_buckets(net: nn.Module, config: TrainConfig, env: DistEnv) -> None:
     net.zero_grad(set_to_none=True)
 
 
-def create_state(config: TrainConfig, model: nn.Module, sampler: Sampler, env: DistEnv, started: float) -> TrainState:
-    """Everything that a checkpoint keeps, as it is before the first step."""
-    return TrainState(
+def create_state(
+    config: TrainConfig, sampler: Sampler, env: DistEnv, started: float, resumed: bool
+) -> tuple[TrainState, Normalize]:
+    """Everything that a checkpoint keeps, as it is before the first step, and what makes images the network's input."""
+    if config.deterministic:
+        make_deterministic()
+    else:
+        torch.backends.cudnn.benchmark = True
+    seed_all(config.seed)  # the same on all ranks, for the same weights
+    model, normalize = create_model(config, env, resumed)
+    seed_all(config.seed + env.rank)
+    state = TrainState(
         model=model,
         optimizer=create_optimizer(config, model, sampler.global_batch_size),
         scaler=GradScaler(env.device.type, enabled=config.amp == "fp16"),
@@ -450,6 +459,7 @@ def create_state(config: TrainConfig, model: nn.Module, sampler: Sampler, env: D
         env=env,
         started=started,
     )
+    return state, normalize
 
 
 def restore(state: TrainState, net: nn.Module, saved: dict[str, Any], config: TrainConfig) -> dict[str, Any] | None:
@@ -511,16 +521,9 @@ def create_run(
         check_resume(path, saved, fingerprint, env)
     stop = StopRequest(config.time_limit)
     stack.callback(stop.close)
-    if config.deterministic:
-        make_deterministic()
-    else:
-        torch.backends.cudnn.benchmark = True
-    seed_all(config.seed)  # the same on all ranks, for the same weights
-    model, normalize = create_model(config, env, resumed=bool(saved))
-    seed_all(config.seed + env.rank)
-    state = create_state(config, model, sampler, env, started)
+    state, normalize = create_state(config, sampler, env, started, resumed=bool(saved))
     stream = recording_stream(env.device) if config.cuda_graph else None
-    net = distribute(model, config, env, stream)
+    net = distribute(state.model, config, env, stream)
     schedule = create_schedule(config, state.optimizer, sampler.steps_per_epoch)
     val_loader = pipelines.create_val_loader(config, manifests[1], env)
     with on_stream(stream):
@@ -534,7 +537,6 @@ def create_run(
     stack.callback(log.close)
     log.rewind(state.epoch, state.step)
     before = saved_layout(saved) if saved else None
-    left_out = {split: sorted(manifest.bad) for split, manifest in zip(("train", "val"), manifests, strict=True)}
     if env.is_main:
         config.save(config.output_dir / "config.json")
     return Run(
@@ -551,7 +553,7 @@ def create_run(
         augment=BatchAugment(config, normalize, config.num_classes or 0, env.device),
         amp_dtype=AMP_DTYPES[config.amp],
         fingerprint=fingerprint,
-        left_out=saved["left_out"] if saved else left_out,
+        left_out=saved["left_out"] if saved else {"train": sorted(manifests[0].bad), "val": sorted(manifests[1].bad)},
         changes=checkpoint.changes(saved["config"], config) if saved else [],
         shared_before=before if before != layout_of(config, env.world_size) else None,
         log=log,
