@@ -44,6 +44,7 @@ from utils.distributed import DistEnv
 from utils.errors import BadFile
 from utils.fork import safe_fork
 from utils.inspection import Decoder, Picture, Undecodable, inspect
+from utils.jpeg import END, has_end
 from utils.sampler import Sampler, shard
 from utils.seed import derive_seed
 from utils.stop import StopRequest
@@ -286,7 +287,7 @@ def decode_pipeline(source: Callable[[BatchInfo], Any], config: TrainConfig, dev
 
 @dali.pipeline_def(exec_dynamic=True)  # type: ignore[untyped-decorator]
 def read_pipeline(source: Callable[[BatchInfo], Any]) -> Any:
-    """The bytes of the files that `source` names, and their int64 (N, 1) targets, both on the CPU."""
+    """The bytes of the files that `source` names, their int64 (N, 1) targets, and the last two bytes of each file."""
     table, lengths, targets = fn.external_source(
         source=source,
         num_outputs=3,
@@ -295,7 +296,8 @@ def read_pipeline(source: Callable[[BatchInfo], Any]) -> Any:
         dtype=[types.UINT8, types.INT32, types.INT64],
         ndim=[1, 1, 1],
     )
-    return fn.io.file.read(fn.slice(table, 0, lengths, axes=[0])), targets
+    files = fn.io.file.read(fn.slice(table, 0, lengths, axes=[0]))
+    return files, targets, files[-len(END) :]
 
 
 class _Files:
@@ -342,11 +344,21 @@ class _FileReader:
         self._pipeline.build()
 
     def take(self, position: int) -> tuple[Any, Any]:
-        """Bytes and targets of the batch at `position`, which must be the next."""
+        """Bytes and targets of the batch at `position`, which must be the next.
+
+        Raises:
+            Undecodable: a JPEG was cut off. Decoders on a GPU take it for a whole one, those on the CPU do so while no
+                crop reaches the part that is missing.
+        """
         assert position == self._next, f"batch {position} asked, {self._next} is next"
         self._next += 1
-        jpegs, targets = self._pipeline.run()
-        return jpegs, targets
+        files, targets, tails = self._pipeline.run()
+        suspects: Iterable[int] = range(len(files))
+        if tails.is_dense_tensor():  # else one is shorter than its tail would be
+            suspects = np.flatnonzero((tails.as_array() != tuple(END)).any(axis=1))
+        for index in suspects:
+            _check_end(files.at(int(index)).tobytes())
+        return files, targets
 
 
 class _DecodedImages:
@@ -582,6 +594,12 @@ def _codec(process: int) -> Any:
     return nvimgcodec.Decoder(device_id=CPU_ONLY_DEVICE, max_num_cpu_threads=1, backends=backends)
 
 
+def _check_end(content: bytes) -> None:
+    """Raise Undecodable for a JPEG that was cut off, by the verdict of `dali_decode`."""
+    if not has_end(content):
+        dali_decode(content)
+
+
 def pillow_decode(content: bytes) -> Picture:
     """Decode an image as `--loader torch` does.
 
@@ -785,8 +803,13 @@ class _ProxyImages(torch.utils.data.Dataset[tuple[Any, int]]):
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[Any, int]:
         index, _ = key
-        path = np.frombuffer(os.fsencode(self.manifest.path(index)), dtype=np.uint8)
-        return self.proxy(path), int(self.manifest.labels[index])
+        path = self.manifest.path(index)
+        with open(path, "rb") as file:
+            file.seek(-len(END), os.SEEK_END)
+            if file.read() != END:
+                file.seek(0)
+                _check_end(file.read())
+        return self.proxy(np.frombuffer(os.fsencode(path), dtype=np.uint8)), int(self.manifest.labels[index])
 
 
 class ProxyTrainLoader:

@@ -1,15 +1,18 @@
 """Which files can be decoded: judged as the loaders themselves do, remembered, and judged again after a change."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
 import time
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import nvidia.dali as dali
 import pytest
 from nvidia.dali import fn, types
+from PIL import Image
 
 import pipelines
 from tests import damage
@@ -18,8 +21,9 @@ from utils import inspection
 from utils.config import TrainConfig
 from utils.dataset import FileEntry, scan, stat_file
 from utils.distributed import DistEnv
-from utils.errors import UserError
+from utils.errors import BadFile, UserError
 from utils.inspection import Decoder, Found, Picture, inspect, load_manifest, survey, suspicious
+from utils.jpeg import has_end
 from utils.sampler import Sampler
 
 
@@ -92,6 +96,40 @@ def test_training_pipelines_take_what_is_good(kinds: dict[str, Path], cpu: DistE
     for _ in range(10):
         assert len(next(stream).targets) == size
     assert sum(len(batch.targets) for batch in pipelines.create_val_loader(config, manifest, cpu)) == size
+
+
+CUT = [kind for kind in damage.CONTENTS if kind.startswith("cut") and kind != "cut PNG"]
+
+
+def test_a_cut_jpeg_has_no_end() -> None:
+    without = {kind for kind, content in damage.CONTENTS.items() if not has_end(content)}
+    assert set(CUT) <= without
+    headers = {"random bytes behind a start marker", "broken EXIF", "lossless frame type"}
+    assert without - headers == set(CUT)
+    assert has_end(damage.JPEG + bytes(99))
+    preview = Image.Exif()
+    preview[37500] = damage.JPEG  # as makers' notes have it, with scan and end marker of its own
+    content = damage.encoded(exif=preview)
+    assert damage.JPEG in content
+    assert has_end(content)
+    assert not has_end(content[:-2] + bytes(99))
+
+
+@pytest.mark.parametrize("loader", ["dali", "proxy"])
+def test_a_cut_jpeg_is_found_whatever_the_crop(tmp_path: Path, cpu: DistEnv, loader: Literal["dali", "proxy"]) -> None:
+    """DALI alone notices when a crop reaches what is missing, and on a GPU not even then."""
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    path = tmp_path / "train" / "a" / "cut.jpg"
+    path.write_bytes(damage.encoded(height=700, width=900)[:-40])
+    (path.parent / "longer.jpg").write_bytes(damage.JPEG + bytes(10))
+    config = TrainConfig(
+        loader=loader, batch_size=2, image_size=32, workers=1, decode="fused", hw_decoder_load=0.65, prefetch=2,
+        crop_scale=0.001, seed=1,
+    )  # fmt: skip
+    stream = pipelines.create_train_loader(config, scan(tmp_path, "train"), Sampler(2, 2), cpu)
+    with contextlib.closing(stream), pytest.raises(BadFile) as caught:
+        next(stream)
+    assert str(path) in str(caught.value)
 
 
 def test_what_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
