@@ -396,21 +396,26 @@ def create_model(config: TrainConfig, env: DistEnv, resumed: bool) -> tuple[nn.M
 
 
 def distribute(model: nn.Module, config: TrainConfig, env: DistEnv, stream: torch.cuda.Stream | None) -> nn.Module:
-    """`model` with gradients averaged over the ranks, compiled on request; `stream` is where it will be recorded."""
-    net: nn.Module = model
+    """`model` with gradients averaged over the ranks, compiled on request; `stream` is where it will be recorded.
+
+    What is compiled is the network within DDP, which exchanges gradients when the backward pass is over, or DDP with
+    it, which splits the network so that the exchange begins earlier: of use between machines (docs/decisions/0011).
+    """
+    one_machine = env.local_world_size == env.world_size
+    net: nn.Module = compile_network(model) if config.compile and one_machine else model
     if env.world_size > 1:
         # Running statistics stay with their rank and are averaged when they are needed; torch's default would
         # broadcast rank 0's at every step and forget the others.
         with on_stream(stream):
             net = DistributedDataParallel(
-                model,
+                net,
                 device_ids=[env.device] if env.device.type == "cuda" else None,
                 gradient_as_bucket_view=True,
                 **_KEEP_BUFFERS,
             )
         if config.grad_compression == "bf16":
             net.register_comm_hook(None, bf16_compress_hook)
-    return compile_network(net) if config.compile else net
+    return compile_network(net) if config.compile and not one_machine else net
 
 
 def create_gradients(
