@@ -45,7 +45,6 @@ from utils.errors import (
     EXIT_FAILED,
     EXIT_STOPPED,
     EXIT_USER_ERROR,
-    RankLost,
     RunFailed,
     Stopped,
     UserError,
@@ -346,7 +345,7 @@ def train(config: TrainConfig) -> None:
         process_group(config.device, config.timeout, complain) as env,
         contextlib.ExitStack() as stack,
         env.watched(complain),
-        shared_alarm(env),
+        shared_alarm(env, complain),
     ):
         # Before the checkpoint is read: a launch that is ending may be about to write another.
         locked = config.evaluate or lock_output(config, env, stack)
@@ -384,8 +383,6 @@ def main(argv: Sequence[str]) -> int:
     except UserError as error:
         report(error)
         return EXIT_USER_ERROR
-    except RankLost:
-        return EXIT_FAILED
     except RunFailed as failure:
         if not failure.common or read_launch().rank == 0:
             complain(str(failure))

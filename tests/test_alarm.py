@@ -27,19 +27,20 @@ from utils.sampler import Sampler
 WORKER = """
 import os, sys, time
 import torch, torch.distributed as dist
-import utils.alarm as alarm
+from utils.alarm import shared_alarm
 from utils.distributed import process_group
 from utils.errors import BadFile
+from utils.leave import writing
 from utils.stop import StopRequest
 case, folder = sys.argv[1:]
-with process_group("cpu", timeout=300) as env, alarm.shared_alarm(env):
+with process_group("cpu", timeout=300) as env, shared_alarm(env, print):
     meets = {"rank 0": env.rank == 0, "rank 2": env.rank == 2, "all": True, "saving": env.rank == 1}[case]
     StopRequest().arm(env)  # torchrun signals the others as soon as one has ended
     dist.barrier()
     if meets:
         raise BadFile("/data/one.jpg", "damaged", env.rank)
     if case == "saving" and env.is_main:
-        with alarm.writing:
+        with writing:
             time.sleep(4)  # a checkpoint of some size
             open(os.path.join(folder, "whole"), "w").close()
     dist.all_reduce(torch.zeros(3))  # without the others it waits for 300 s
@@ -154,3 +155,51 @@ def test_every_loader_ends_in_time(
         # The last step but for those of the batches that were read ahead.
         assert read_checkpoint(tmp_path / "out")["step"] >= 1
         assert ended - (tmp_path / "out" / "last.pt").stat().st_mtime < 20
+
+
+STUCK = """
+import ctypes, os, signal, sys
+import torch.distributed as dist
+from utils.alarm import shared_alarm
+from utils.distributed import process_group
+from utils.stop import StopRequest
+case = sys.argv[1]
+def tell(line):
+    print(f"train.py: {line}", file=sys.stderr, flush=True)
+with process_group("cpu", timeout=3 if case == "stopped" else 300) as env, env.watched(tell), shared_alarm(env, tell):
+    stop = StopRequest()
+    stop.arm(env)
+    stop.agreed()
+    dist.barrier()
+    if env.rank == 1 and case == "failed":
+        raise MemoryError("no room")
+    if env.rank == 1:
+        os.kill(os.getpid(), {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}[case])
+    # In C, as for a device that will never be done: no signal handler of Python's runs, no collective fails.
+    mutex = ctypes.create_string_buffer(64)
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("case", "what"),
+    [
+        ("killed", "is gone: killed"),
+        pytest.param("stopped", "is stopped (SIGSTOP)", marks=pytest.mark.slow),
+        pytest.param("failed", "failed: MemoryError: no room", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_wait_for_a_device_end_too(tmp_path: Path, case: str, what: str) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text(STUCK)
+    run = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3", str(script), case]
+    environ = environment() | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, *run], env=environ, capture_output=True, text=True, timeout=100, check=False)
+    told = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
+    assert len(told) == 1, done.stderr
+    assert told[0].startswith("train.py: rank 1 (process ")
+    assert what in told[0]
+    assert "goes on from the last checkpoint" in told[0]
+    assert "0 (local_rank: 0)\n  exitcode  : 1" in done.stderr, done.stderr

@@ -115,7 +115,7 @@ def test_a_cut_jpeg_has_no_end() -> None:
     assert not has_end(content[:-2] + bytes(99))
 
 
-@pytest.mark.parametrize("loader", ["dali", "proxy"])
+@pytest.mark.parametrize("loader", ["dali", pytest.param("proxy", marks=pytest.mark.slow)])
 def test_a_cut_jpeg_is_found_whatever_the_crop(tmp_path: Path, cpu: DistEnv, loader: Literal["dali", "proxy"]) -> None:
     """DALI alone notices when a crop reaches what is missing, and on a GPU not even then."""
     (tmp_path / "train" / "a").mkdir(parents=True)

@@ -1,82 +1,79 @@
 """Alarm: one rank that cannot go on ends all, within seconds, also those that wait for it in a collective.
 
-A collective waits for --timeout, which must be long enough for honest delays; a launcher that sees one process die asks
-the others to stop, which they cannot hear there. So each rank has a thread that looks for news in the launch's store.
+A collective waits for --timeout, which must be long enough for honest delays, and one within a CUDA graph for ever; a
+launcher that sees one process die asks the others to stop, which they cannot hear there. So each rank has a thread that
+looks for news of the others.
 """
 
 import contextlib
-import multiprocessing
 import os
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any, NoReturn
-
-from torch.distributed.distributed_c10d import _get_default_store
+from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 from utils.distributed import DistEnv
-from utils.errors import EXIT_USER_ERROR, BadFile, RunFailed, Stopped, UserError, one_line
+from utils.errors import EXIT_FAILED, EXIT_USER_ERROR, BadFile, RunFailed, Stopped, UserError, one_line
+from utils.leave import leave
+from utils.peers import Peers
 
-KEY = "alarm"
 POLL_SECONDS = 0.25
 GRACE_SECONDS = 1.0  # until every rank has seen an alarm: four polls
-SAVE_SECONDS = 60.0  # for a checkpoint that is being written when the alarm comes
-
-# Held while a file is written that the alarm must not cut off. What it would leave is whole, but the file before.
-writing = threading.RLock()
+LOST_SECONDS = 5.0  # for the main thread to notice and tell by itself that a peer is lost
 
 
 @contextlib.contextmanager
-def shared_alarm(env: DistEnv) -> Iterator[None]:
-    """Around a run of several processes: a BadFile on one ends all of them at once; one process just raises it.
+def shared_alarm(env: DistEnv, tell: Callable[[str], None]) -> Iterator[None]:
+    """Around a run of several processes: what ends one of them ends all.
 
-    The rank that was first says so, in one line; all end with the status of a user's mistake: the same command would
-    meet the same file again, so nobody is to start it again unchanged.
+    A BadFile does so at once: the rank that was first says so, in one line, and all end with the status of a user's
+    mistake, as the same command would meet the same file again. One process alone just raises it.
+
+    A peer that is lost (`Peers.lost`) is the main thread's to tell, which mostly gets an error from a collective. If it
+    does not, as it waits for a device that waits for the peer, the thread does it: `tell` gets the line.
     """
-    if env.world_size == 1:
+    if env.peers is None:
         yield
         return
-    store = _get_default_store().clone()  # a connection of its own: the other may be waiting for an answer
+    peers = env.peers.reconnected()
     over = threading.Event()
-    watch = threading.Thread(target=_watch, args=(store, env, over), name="alarm", daemon=True)
+    watch = threading.Thread(target=_watch, args=(peers, env.peers, over, tell), name="alarm", daemon=True)
     watch.start()
     try:
         yield
+        peers.farewell()
     except BadFile as error:
-        if store.add(KEY, 1) == 1:
+        if peers.ring():
             os.write(2, f"train.py: {one_line(str(error))}\n".encode(errors="replace"))
-        _leave(env)
-    except (UserError, RunFailed, Stopped):
+        _leave_together(env.is_main)
+    except (UserError, RunFailed, Stopped):  # all ranks agree
+        peers.farewell()
         raise
     except Exception:
         # A rank that left breaks the collectives of the others, which need not tell of that.
         with contextlib.suppress(Exception):
             time.sleep(2 * POLL_SECONDS)
-            if store.check([KEY]):
-                _leave(env)
+            if peers.rung():
+                _leave_together(env.is_main)
         raise
     finally:
         over.set()
         watch.join()
 
 
-def _watch(store: Any, env: DistEnv, over: threading.Event) -> None:
+def _watch(peers: Peers, own: Peers, over: threading.Event, tell: Callable[[str], None]) -> None:
     while not over.wait(POLL_SECONDS):
         try:
-            rung = store.check([KEY])
+            rung, lost = peers.rung(), own.stuck() or peers.lost()
         except Exception:  # the process that holds the store has ended; what the launcher makes of it is its business
             return
         if rung:
-            _leave(env)
+            _leave_together(peers.rank == 0)
+        if lost and not over.wait(LOST_SECONDS):
+            peers.report(tell)
+            leave(EXIT_FAILED)
 
 
-def _leave(env: DistEnv) -> NoReturn:
-    """End this process, whatever its other threads wait for."""
-    with contextlib.suppress(Exception):
-        time.sleep(GRACE_SECONDS * (2 if env.is_main else 1))  # rank 0 last, as it may hold the store
-        writing.acquire(timeout=SAVE_SECONDS)
-        sys.stdout.flush()
-        for child in multiprocessing.active_children():  # of a DataLoader, deaf to gentler signals
-            child.kill()
-    os._exit(EXIT_USER_ERROR)
+def _leave_together(is_main: bool) -> NoReturn:
+    time.sleep(GRACE_SECONDS * (2 if is_main else 1))  # rank 0 last, as it may hold the store
+    leave(EXIT_USER_ERROR)

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from utils.alarm import writing
 from utils.config import TrainConfig, flag
 from utils.dataset import Manifest
 from utils.distributed import DistEnv, gather_main
 from utils.errors import UserError
+from utils.leave import writing
 from utils.state import TrainState, mean_buffers
 
 LAST, BEST = "last.pt", "best.pt"

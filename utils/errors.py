@@ -37,13 +37,6 @@ class RunFailed(Exception):
         self.common = common
 
 
-class RankLost(RunFailed):
-    """Another process died or hangs; which, has been said."""
-
-    def __init__(self) -> None:
-        super().__init__("")
-
-
 class Stopped(Exception):
     """A signal or the time limit asked for the end, and the checkpoint has been written."""
 

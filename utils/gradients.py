@@ -69,7 +69,8 @@ class CapturedGradients:
     then records. Parameters keep the `.grad` tensors of the recording: nobody may set them to None.
 
     With several ranks the exchange of gradients is in the graph. Replays wait for the peers like the passes they stand
-    for, but NCCL's watchdog does not see them: `StopRequest`'s sum, once a step, notices a peer that is gone.
+    for, but NCCL's watchdog does not see them: `StopRequest`'s sum, once a step, notices a peer that is gone, and
+    `utils.alarm` does where the main thread waits for the device.
 
     Args:
         gradients: what to record; one batch per optimizer step.

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import os
 import signal
 import threading
@@ -13,9 +14,11 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from utils.errors import RankLost, RunFailed, Stopped
+from utils.errors import EXIT_FAILED, RunFailed, Stopped
+from utils.leave import leave
 
 ROLL_CALL_SECONDS = 5.0  # well below the 30 s that torchrun gives the others after the first death
+TOLD_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
@@ -42,22 +45,25 @@ class Peers:
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout: float) -> None:
-        self._store = PrefixStore("peers", store)
-        self._rank, self._world_size, self._timeout = rank, world_size, timeout
+        self._parent, self._store = store, PrefixStore("peers", store)
+        self.rank = rank
+        self._world_size, self._timeout = world_size, timeout
         self._store.set(f"place/{rank}", f"{_machine()} {os.getpid()}")
+        self._went_on: float | None = None
+
+    def reconnected(self) -> "Peers":
+        """The same, for another thread, with a connection of its own: this one may be waiting for an answer."""
+        return Peers(self._parent.clone(), self.rank, self._world_size, self._timeout)
 
     @contextlib.contextmanager
     def watched(self, tell: Callable[[str], None]) -> Iterator[None]:
         """Around the work of the group: an error of communication becomes the name of the rank that caused it.
 
-        To be the innermost context: torchrun sends SIGTERM to the others as soon as it sees a death, and as long as
-        that is a request to stop, they can still speak.
+        To be the innermost context but for the alarm: torchrun sends SIGTERM to the others as soon as it sees a death,
+        and as long as that is a request to stop, they can still speak. The process then ends here (`leave`).
 
         Args:
             tell: gives the user a line; called on the lowest rank that is well.
-
-        Raises:
-            RankLost: another rank failed, is gone, or does not answer; the user has been told.
         """
         try:
             yield
@@ -66,18 +72,61 @@ class Peers:
         except Exception as error:
             if not _is_communication(error):
                 words = f"{type(error).__name__}: {error}"
-                self._ask(lambda: self._leave(words))
+                self._ask(lambda: self._leave_word(words))
                 raise
-            rolls: list[Roll] = []
-            self._ask(lambda: rolls.append(self._call_roll()))
-            if rolls and not rolls[0].lost:
+            if not self.report(tell):
                 raise
-            line = "the store of the process group does not answer: the launcher of rank 0 has ended or hangs"
-            if rolls:
-                line = "; ".join(f"rank {rank} {what}" for rank, what in rolls[0].lost.items())
-            if not rolls or self._rank == min(rolls[0].heard):
-                tell(f"{line}; the same command goes on from the last checkpoint")
-            raise RankLost from None
+            leave(EXIT_FAILED)
+
+    def report(self, tell: Callable[[str], None]) -> bool:
+        """Find out who is lost; the lowest rank that is well tells. Returns whether anybody is."""
+        rolls: list[Roll] = []
+        self._ask(lambda: rolls.append(self._call_roll()))
+        if rolls and not rolls[0].lost:
+            return False
+        line = "the store of the process group does not answer: the launcher of rank 0 has ended or hangs"
+        if rolls:
+            line = "; ".join(f"rank {rank} {what}" for rank, what in rolls[0].lost.items())
+        if not rolls or self.rank == min(rolls[0].heard):
+            tell(f"{line}; the same command goes on from the last checkpoint")
+        if self.rank == 0:
+            time.sleep(TOLD_SECONDS)  # it may hold the store, where the others read the same
+        return True
+
+    def lost(self) -> bool:
+        """Whether a process failed, or one of this machine died; then also those on other machines will know."""
+        if not self._store.check(["trouble"]):
+            gone = [rank for rank, pid in self._neighbours.items() if _has_ended(pid)]
+            if all(self._store.check([f"word/{rank}"]) and not self._store.get(f"word/{rank}") for rank in gone):
+                return False
+            self._store.set("trouble", "")
+        return True
+
+    @functools.cached_property
+    def _neighbours(self) -> dict[int, str]:
+        """Rank -> process id of the others on this machine."""
+        places = {rank: self._store.get(f"place/{rank}").decode().split() for rank in range(self._world_size)}
+        return {rank: pid for rank, (machine, pid) in places.items() if machine == _machine() and rank != self.rank}
+
+    def went_on(self) -> None:
+        """To be called once a step: collectives in between may last --timeout each, no longer."""
+        self._went_on = time.monotonic()
+
+    def stuck(self) -> bool:
+        """Whether `went_on` has not been called for so long that its thread must be waiting for a device."""
+        return self._went_on is not None and time.monotonic() - self._went_on > 2 * self._timeout
+
+    def farewell(self) -> None:
+        """This process is about to end, and all is well."""
+        self._ask(lambda: self._leave_word(""))
+
+    def ring(self) -> bool:
+        """Tell all processes that they must end; whether this one was the first."""
+        return int(self._store.add("alarm", 1)) == 1
+
+    def rung(self) -> bool:
+        """Whether a process has called `ring`."""
+        return bool(self._store.check(["alarm"]))
 
     def _ask(self, question: Callable[[], None]) -> None:
         """`question` to the store, in bounded time: its calls know no timeout, and its host may be what hangs."""
@@ -90,12 +139,14 @@ class Peers:
         thread.start()
         thread.join(2 * ROLL_CALL_SECONDS)
 
-    def _leave(self, words: str) -> None:
-        self._store.set(f"word/{self._rank}", words)
+    def _leave_word(self, words: str) -> None:
+        self._store.set(f"word/{self.rank}", words)
+        if words:
+            self._store.set("trouble", "")
 
     def _call_roll(self) -> Roll:
         """Answer, and wait for the others until each has answered or is known to be unable to."""
-        self._leave("")
+        self._leave_word("")
         deadline = time.monotonic() + ROLL_CALL_SECONDS
         while True:
             silent = [rank for rank in range(self._world_size) if not self._store.check([f"word/{rank}"])]
@@ -125,18 +176,26 @@ class Peers:
         machine, pid = self._store.get(f"place/{rank}").decode().split()
         if machine != _machine():
             return ""
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            state = "X"
-        if state in "XZ":
+        if _has_ended(pid):
             return self._place(rank) + "is gone: killed, by the kernel where memory was short, or crashed"
-        return self._place(rank) + "is stopped (SIGSTOP)" if state in "Tt" else ""
+        return self._place(rank) + "is stopped (SIGSTOP)" if _state(pid) in "Tt" else ""
 
 
 def _machine() -> str:
     """Name of what process ids are counted in."""
     return f"{os.uname().nodename}/{os.readlink('/proc/self/ns/pid')}"
+
+
+def _state(pid: str) -> str:
+    """The kernel's letter for what a process of this machine does."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
+
+
+def _has_ended(pid: str) -> bool:
+    return _state(pid) in "XZ"
 
 
 def _is_communication(error: Exception) -> bool:

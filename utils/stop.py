@@ -64,6 +64,8 @@ class StopRequest:
             self._reason = "the time limit"
         if self._env.world_size == 1:
             return self._reason is not None
+        if self._env.peers is not None:
+            self._env.peers.went_on()
         if self._pending is not None:
             self._pending.wait()
         if self._flag.item() > 0:
