@@ -166,14 +166,15 @@ from utils.stop import StopRequest
 case = sys.argv[1]
 def tell(line):
     print(f"train.py: {line}", file=sys.stderr, flush=True)
-with process_group("cpu", timeout=3 if case == "stopped" else 300) as env, env.watched(tell), shared_alarm(env, tell):
+timeout = 3 if case in ("stopped", "all") else 300
+with process_group("cpu", timeout) as env, env.watched(tell), shared_alarm(env, tell):
     stop = StopRequest()
     stop.arm(env)
     stop.agreed()
     dist.barrier()
     if env.rank == 1 and case == "failed":
         raise MemoryError("no room")
-    if env.rank == 1:
+    if env.rank == 1 and case != "all":
         os.kill(os.getpid(), {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}[case])
     # In C, as for a device that will never be done: no signal handler of Python's runs, no collective fails.
     mutex = ctypes.create_string_buffer(64)
@@ -189,6 +190,7 @@ with process_group("cpu", timeout=3 if case == "stopped" else 300) as env, env.w
         ("killed", "is gone: killed"),
         pytest.param("stopped", "is stopped (SIGSTOP)", marks=pytest.mark.slow),
         pytest.param("failed", "failed: MemoryError: no room", marks=pytest.mark.slow),
+        pytest.param("all", "no step has ended for 6 s", marks=pytest.mark.slow),
     ],
 )
 def test_ranks_that_wait_for_a_device_end_too(tmp_path: Path, case: str, what: str) -> None:
@@ -199,7 +201,7 @@ def test_ranks_that_wait_for_a_device_end_too(tmp_path: Path, case: str, what: s
     done = subprocess.run([sys.executable, *run], env=environ, capture_output=True, text=True, timeout=100, check=False)
     told = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
     assert len(told) == 1, done.stderr
-    assert told[0].startswith("train.py: rank 1 (process ")
+    assert told[0].startswith("train.py: rank 1 (process ") or case == "all"
     assert what in told[0]
     assert "goes on from the last checkpoint" in told[0]
     assert "0 (local_rank: 0)\n  exitcode  : 1" in done.stderr, done.stderr

@@ -15,7 +15,7 @@ from typing import NoReturn
 from utils.distributed import DistEnv
 from utils.errors import EXIT_FAILED, EXIT_USER_ERROR, BadFile, RunFailed, Stopped, UserError, one_line
 from utils.leave import leave
-from utils.peers import Peers
+from utils.peers import AGAIN, Peers
 
 POLL_SECONDS = 0.25
 GRACE_SECONDS = 1.0  # until every rank has seen an alarm: four polls
@@ -62,15 +62,19 @@ def shared_alarm(env: DistEnv, tell: Callable[[str], None]) -> Iterator[None]:
 
 
 def _watch(peers: Peers, own: Peers, over: threading.Event, tell: Callable[[str], None]) -> None:
+    def troubled() -> bool:
+        with contextlib.suppress(Exception):  # the process that holds the store may have ended
+            if peers.rung():
+                _leave_together(peers.rank == 0)
+            if peers.lost():
+                return True
+        return own.stuck()
+
     while not over.wait(POLL_SECONDS):
-        try:
-            rung, lost = peers.rung(), own.stuck() or peers.lost()
-        except Exception:  # the process that holds the store has ended; what the launcher makes of it is its business
-            return
-        if rung:
-            _leave_together(peers.rank == 0)
-        if lost and not over.wait(LOST_SECONDS):
-            peers.report(tell)
+        if troubled() and not over.wait(LOST_SECONDS) and troubled():  # a job that was suspended goes on meanwhile
+            if not peers.report(tell) and peers.rank == 0:
+                length = f"{own.patience:g} s (twice --timeout)"
+                tell(f"no step has ended for {length}, though all processes answer; {AGAIN}")
             leave(EXIT_FAILED)
 
 

@@ -19,6 +19,7 @@ from utils.leave import leave
 
 ROLL_CALL_SECONDS = 5.0  # well below the 30 s that torchrun gives the others after the first death
 TOLD_SECONDS = 1.0
+AGAIN = "the same command goes on from the last checkpoint"
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
@@ -88,7 +89,7 @@ class Peers:
         if rolls:
             line = "; ".join(f"rank {rank} {what}" for rank, what in rolls[0].lost.items())
         if not rolls or self.rank == min(rolls[0].heard):
-            tell(f"{line}; the same command goes on from the last checkpoint")
+            tell(f"{line}; {AGAIN}")
         if self.rank == 0:
             time.sleep(TOLD_SECONDS)  # it may hold the store, where the others read the same
         return True
@@ -114,7 +115,12 @@ class Peers:
 
     def stuck(self) -> bool:
         """Whether `went_on` has not been called for so long that its thread must be waiting for a device."""
-        return self._went_on is not None and time.monotonic() - self._went_on > 2 * self._timeout
+        return self._went_on is not None and time.monotonic() - self._went_on > self.patience
+
+    @property
+    def patience(self) -> float:
+        """Seconds that a step may last."""
+        return 2 * self._timeout
 
     def farewell(self) -> None:
         """This process is about to end, and all is well."""
