@@ -78,8 +78,8 @@ def train_one_epoch(run: Run) -> None:
         train_step(run)
         run.log.advance()
         if run.seconds_to_first_step is None:
+            run.stop.arm(run.env)  # at once: a signal that finds one rank armed and not the other ends them unlike
             note_first_step(run)
-            run.stop.arm(run.env)
         if (state.step - start) % config.log_steps == 0 or state.step == end:
             log_interval(run)
         if run.stop.agreed():
