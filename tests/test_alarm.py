@@ -205,3 +205,26 @@ def test_ranks_that_wait_for_a_device_end_too(tmp_path: Path, case: str, what: s
     assert what in told[0]
     assert "goes on from the last checkpoint" in told[0]
     assert "0 (local_rank: 0)\n  exitcode  : 1" in done.stderr, done.stderr
+
+
+EARLY = """
+import sys, time
+from utils.alarm import LOST_SECONDS, shared_alarm
+from utils.distributed import process_group
+with process_group("cpu", 300) as env, shared_alarm(env, lambda line: print(line, file=sys.stderr)):
+    time.sleep(0 if env.rank else LOST_SECONDS + 6)
+print("done", env.rank, flush=True)
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_rank_that_ends_well_is_not_lost(tmp_path: Path) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text(EARLY)
+    run = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    environ = environment() | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, *run], env=environ, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split()) == ["0", "1", "done", "done"]
+    assert "is gone" not in done.stderr

@@ -15,4 +15,4 @@ def has_end(content: bytes) -> bool:
         if not marker.startswith(b"\xff"):
             return False
         at += 2 + int.from_bytes(content[at + 2 : at + 4])  # a segment's length counts itself
-    return END in content[at:]
+    return content.find(END, at) >= 0
