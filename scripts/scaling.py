@@ -8,7 +8,7 @@ DIR holds train/CLASS/*.jpg and val/CLASS/*.jpg. The files are linked as often a
 not kept decoded, as a large data set could not be. Smaller runs take other GPUs in each round: those of one machine
 need not be equally fast, and together they wait for the slowest. A run is ended by a signal when its windows are
 measured; its first log intervals, in which it warms up, do not count. Prints a table and writes scaling.json,
-scaling.png and the logs of the runs to --output-dir.
+scaling.png and the logs of the runs to --output-dir; scaling.json after every run.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from matplotlib.figure import Figure
 
 LOADERS = ("dali", "proxy", "torch", "synthetic")
 ROOT = Path(__file__).resolve().parent.parent
-WARMUP = 3  # log intervals
+WARMUP = 6  # log intervals, of 20 steps each; DALI's buffers grow for about 100 steps
 SPARE = 2  # log intervals in which the signal arrives
 END_SECONDS = 60  # for a run to save and end
 
@@ -183,8 +183,10 @@ def main(
                 gpus = gpus_of_round(turn, point.processes, max(numbers))
                 measure(point, Path(folder), output_dir, words, cpus, windows, gpus)
                 print(f"round {turn + 1}: {point.loader} on {point.processes}: {point.rate:,.0f} images/s", flush=True)
-    found = [dataclasses.asdict(point) | {"efficiency": efficiency(point, points)} for point in points]
-    (output_dir / "scaling.json").write_text(json.dumps({"flags": flags, "cpus": cpus, "points": found}, indent=2))
+                measured = [point for point in points if point.rates]
+                found = [dataclasses.asdict(point) | {"efficiency": efficiency(point, measured)} for point in measured]
+                results = {"flags": flags, "cpus": cpus, "points": found}
+                (output_dir / "scaling.json").write_text(json.dumps(results, indent=2))
     draw(output_dir / "scaling.png", points, f"train.py {flags}")
     print(table(points))
 
