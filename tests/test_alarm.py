@@ -97,6 +97,7 @@ def test_a_bad_file_in_training(tmp_path: Path, launch: Callable[..., Finished])
     assert read_checkpoint(tmp_path / "out")["step"] >= 1
 
 
+@pytest.mark.slow
 def test_a_run_that_met_a_bad_file_goes_on_without_it(tmp_path: Path, launch: Callable[..., Finished]) -> None:
     """At the step where it ended, in the order that it began with; another of its class takes the bad image's place."""
     root, records = write_numbered(tmp_path / "data"), tmp_path / "records"

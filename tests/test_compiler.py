@@ -40,6 +40,7 @@ print(counters["aot_autograd"]["autograd_cache_hit"], counters["inductor"]["fxgr
 """
 
 
+@pytest.mark.slow
 def test_the_next_launch_finds_a_network_with_fused_layers(tmp_path: Path) -> None:
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     environment.pop("TORCHINDUCTOR_CACHE_DIR", None)  # which torch sets once it has compiled

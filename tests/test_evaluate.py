@@ -20,12 +20,17 @@ CONFIG = TrainConfig(batch_size=4, image_size=32, val_resize=36, workers=1, hw_d
 
 
 @pytest.mark.dist
-def test_41_images_on_1_2_3_processes(data: Path, tmp_path: Path, launch: Callable[..., Finished]) -> None:
+@pytest.mark.parametrize(
+    "layouts", [[(1, 20), (2, 4), (3, 4)], pytest.param([(1, 4), (2, 20), (3, 20)], marks=pytest.mark.slow)]
+)
+def test_41_images_on_1_2_3_processes(
+    data: Path, tmp_path: Path, launch: Callable[..., Finished], layouts: list[tuple[int, int]]
+) -> None:
     flags = ("--data-dir", data, *TINY, "--output-dir", tmp_path)
     trained = launch(*flags, "--epochs", 2, "--batch-size", 8)
     assert trained.status == 0, trained.err
     results = []
-    for processes, batch_size in [(1, 4), (1, 20), (2, 4), (2, 20), (3, 4), (3, 20)]:
+    for processes, batch_size in layouts:
         done = launch(*flags, "--evaluate", "--batch-size", batch_size, processes=processes)
         assert done.status == 0, done.err
         results.append(json.loads((tmp_path / "evaluation.json").read_text()))
