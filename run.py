@@ -27,14 +27,14 @@ from utils.augment import BatchAugment, Normalize
 from utils.compiler import compile_network
 from utils.config import TrainConfig, flag
 from utils.dataset import FileEntry, Manifest
-from utils.distributed import DistEnv, broadcast, diverged_parameters, gather, raise_together
+from utils.distributed import DistEnv, broadcast, broadcast_weights, diverged_parameters, gather, raise_together
 from utils.errors import RunFailed, UserError
-from utils.gradients import CapturedGradients, Gradients, on_stream, recording_stream
+from utils.gradients import CapturedGradients, FlatAllReduce, Gradients, on_stream, recording_stream
 from utils.inspection import BAD_FILES, bad_files, survey
 from utils.layers import accelerate
 from utils.layout import Layout, choose_batch_size, layout_of, saved_layout
 from utils.log import Log
-from utils.machine import FeedChoice
+from utils.machine import FeedChoice, joined_by_nvlink
 from utils.metrics import Meter
 from utils.optim import create_optimizer, create_schedule, scaled_lr
 from utils.sampler import Sampler
@@ -246,11 +246,15 @@ def resolve(
             f"--num-classes {config.num_classes}: fewer than the {num_classes} class folders; leave it out or raise it",
             common=True,
         )
+    grad_exchange = config.grad_exchange
+    if grad_exchange == "auto" and env.world_size > 1:
+        grad_exchange = "flat" if joined_by_nvlink(env) else "ddp"
     return dataclasses.replace(
         config,
         batch_size=choose_batch_size(config, env, saved or {}),
         workers=feed.workers,
         amp=amp,
+        grad_exchange=grad_exchange,
         decode=feed.decode,
         hw_decoder_load=feed.hw_decoder_load,
         cache=feed.cache,
@@ -396,26 +400,31 @@ def create_model(config: TrainConfig, env: DistEnv, resumed: bool) -> tuple[nn.M
 
 
 def distribute(model: nn.Module, config: TrainConfig, env: DistEnv, stream: torch.cuda.Stream | None) -> nn.Module:
-    """`model` with gradients averaged over the ranks, compiled on request; `stream` is where it will be recorded.
+    """`model`, compiled on request, within DDP if that exchanges the gradients; `stream` is where it will be recorded.
 
-    What is compiled is the network within DDP, which exchanges gradients when the backward pass is over, or DDP with
-    it, which splits the network so that the exchange begins earlier: of use between machines (docs/decisions/0011).
+    DDP is compiled with the network, so that it is split where DDP's buckets end and their exchange begins early.
     """
-    one_machine = env.local_world_size == env.world_size
-    net: nn.Module = compile_network(model) if config.compile and one_machine else model
-    if env.world_size > 1:
+    net = model
+    if exchanges_by_ddp(config, env):
         # Running statistics stay with their rank and are averaged when they are needed; torch's default would
         # broadcast rank 0's at every step and forget the others.
         with on_stream(stream):
             net = DistributedDataParallel(
-                net,
+                model,
                 device_ids=[env.device] if env.device.type == "cuda" else None,
                 gradient_as_bucket_view=True,
                 **_KEEP_BUFFERS,
             )
         if config.grad_compression == "bf16":
             net.register_comm_hook(None, bf16_compress_hook)
-    return compile_network(net) if config.compile and not one_machine else net
+    elif env.world_size > 1:
+        broadcast_weights(model)
+    return compile_network(net) if config.compile else net
+
+
+def exchanges_by_ddp(config: TrainConfig, env: DistEnv) -> bool:
+    """Whether DDP exchanges the gradients of a resolved config, not `FlatAllReduce` and not nobody."""
+    return env.world_size > 1 and config.grad_exchange == "ddp"
 
 
 def create_gradients(
@@ -423,7 +432,11 @@ def create_gradients(
 ) -> Gradients | CapturedGradients:
     """What a step does with a batch; with a `stream` to record on, as a CUDA graph."""
     criterion = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
-    gradients = Gradients(net, criterion, state.scaler, AMP_DTYPES[config.amp], config.grad_accum_steps)
+    exchange = None
+    if state.env.world_size > 1 and not exchanges_by_ddp(config, state.env):
+        dtype = torch.bfloat16 if config.grad_compression == "bf16" else torch.float32
+        exchange = FlatAllReduce(state.model.parameters(), dtype)
+    gradients = Gradients(net, criterion, state.scaler, AMP_DTYPES[config.amp], config.grad_accum_steps, exchange)
     return gradients if stream is None else CapturedGradients(gradients, stream)
 
 
@@ -433,7 +446,7 @@ def settle_buckets(net: nn.Module, config: TrainConfig, env: DistEnv) -> None:
     DDP lays its gradient buckets out anew after the first backward pass of a launch, and the rounding of a sum over
     three and more ranks depends on the layout: without this the first resumed step would differ in its last bits.
     """
-    if env.world_size == 1:
+    if not exchanges_by_ddp(config, env):
         return
     net.train()
     dtype, size = AMP_DTYPES[config.amp], config.image_size
@@ -578,6 +591,8 @@ def introduce(run: Run, manifests: tuple[Manifest, Manifest], feed: FeedChoice) 
         loader = f"{loader}, DALI {pipelines.DALI_VERSION}, {how}, {config.prefetch} batches ahead"
     ways = {"compiled": config.compile, "fused layers": config.fused_layers, "as a CUDA graph": config.cuda_graph}
     compiled = "".join(f", {way}" for way, used in ways.items() if used)
+    moments = {"ddp": "beside the backward pass (ddp)", "flat": "after the backward pass (flat)"}
+    exchange = f"; gradients are exchanged {moments[config.grad_exchange]}" if env.world_size > 1 else ""
     start = "from scratch"
     if state.step:
         start = f"resumed at epoch {state.epoch + 1}, step {state.step}"
@@ -591,7 +606,7 @@ def introduce(run: Run, manifests: tuple[Manifest, Manifest], feed: FeedChoice) 
         "batch": f"{run.sampler.global_batch_size} = {config.batch_size} images x {env.world_size} processes"
         f" x {config.grad_accum_steps}; {run.sampler.steps_per_epoch} steps per epoch",
         "lr": f"{lr:g} = {config.lr:g} x {run.sampler.global_batch_size} / 256, {config.optimizer}",
-        "device": f"{where}, {config.amp if config.amp != 'none' else 'float32'}",
+        "device": f"{where}, {config.amp if config.amp != 'none' else 'float32'}{exchange}",
         "loader": f"{loader}, {config.workers} CPU threads per process",
         "output": f"{config.output_dir}",
         "start": start,

@@ -21,6 +21,7 @@ OTHER: dict[str, Any] = {
     "data_dir": Path("some/images"), "output_dir": Path("some/run"), "arch": "resnet18", "epochs": 7,
     "batch_size": 12, "lr": 3e-05, "loader": "torch", "decode": "full", "image_size": 64, "val_resize": 72,
     "hw_decoder_load": 0.5, "prefetch": 4, "cache": "none", "cuda_graph": False, "fused_layers": False,
+    "grad_exchange": "flat",
     "grad_compression": "bf16",
     "workers": 3, "augment": "randaugment", "crop_scale": 0.25, "hflip": 0.25, "mixup": 0.2, "cutmix": 1.0,
     "random_erase": 0.1, "pretrained": "timm", "num_classes": 11, "compile": False, "grad_accum_steps": 2,

@@ -1,8 +1,10 @@
 """On a real GPU: what the loaders hand over, and exact resume. Run by scripts/gpu_check.sh."""
 
 import dataclasses
+import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,7 +26,8 @@ from utils.config import TrainConfig
 from utils.dataset import scan_splits, synthetic
 from utils.distributed import DistEnv
 from utils.errors import UserError
-from utils.gradients import CapturedGradients, Gradients, on_stream, recording_stream
+from utils.gradients import CapturedGradients, FlatAllReduce, Gradients, on_stream, recording_stream
+from utils.machine import nvlink_between
 from utils.sampler import Sampler
 
 pytestmark = pytest.mark.gpu
@@ -180,15 +183,21 @@ def group(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_exchange_of_gradients_is_captured(group: None) -> None:
+@pytest.mark.parametrize("how", ["ddp", "flat"])
+def test_exchange_of_gradients_is_captured(group: None, how: str) -> None:
     stream, disabled = recording_stream(torch.device("cuda", 0)), torch.amp.GradScaler("cuda", enabled=False)
     plain, inner = network(dropout=0), network(dropout=0)
-    with on_stream(stream):
-        captured = DistributedDataParallel(inner, device_ids=[0], gradient_as_bucket_view=True)
-    captured.register_comm_hook(None, bf16_compress_hook)
+    captured: nn.Module = inner
+    exchange = FlatAllReduce(inner.parameters(), torch.bfloat16) if how == "flat" else None
+    if how == "ddp":
+        with on_stream(stream):
+            captured = DistributedDataParallel(inner, device_ids=[0], gradient_as_bucket_view=True)
+        captured.register_comm_hook(None, bf16_compress_hook)
     steps: dict[nn.Module, Gradients | CapturedGradients] = {
         plain: Gradients(plain, nn.CrossEntropyLoss(), disabled, torch.float32, 1),
-        inner: CapturedGradients(Gradients(captured, nn.CrossEntropyLoss(), disabled, torch.float32, 1), stream),
+        inner: CapturedGradients(
+            Gradients(captured, nn.CrossEntropyLoss(), disabled, torch.float32, 1, exchange), stream
+        ),
     }
     images, targets = torch.randn(4, 8, 3, 24, 24, device="cuda"), torch.randint(0, 10, (4, 8), device="cuda")
     for batch, target in zip(images, targets, strict=True):
@@ -197,7 +206,7 @@ def test_exchange_of_gradients_is_captured(group: None) -> None:
         for ours, theirs in zip(inner.parameters(), plain.parameters(), strict=True):
             assert ours.grad is not None
             assert theirs.grad is not None
-            # Of bf16's precision, which only the hook, within the graph, can have caused.
+            # Of bf16's precision, which only the exchange, within the graph, can have caused.
             assert torch.equal(ours.grad, ours.grad.bfloat16().float())
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-2, atol=1e-4)
 
@@ -253,6 +262,16 @@ def test_capture_draws_no_random_numbers_and_replays_draw_new_ones() -> None:
     again = [step(images, targets, 0).item() for _ in range(4)]
     assert len(set(first)) == 4
     assert first == again
+
+
+def test_the_driver_tells_which_gpus_nvlink_joins() -> None:
+    uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+    assert nvlink_between(uuids[:1]), "the driver's library knows this GPU"
+    assert not nvlink_between([uuids[0], "00000000-0000-0000-0000-000000000000"])
+    matrix = subprocess.run(["nvidia-smi", "topo", "-p2p", "n"], capture_output=True, text=True, check=True).stdout
+    joined = [line.split()[1:] for line in matrix.splitlines() if re.match(r"\s*GPU\d.*\bX\b", line)]
+    for one, other in itertools.combinations(range(len(uuids)), 2):
+        assert nvlink_between([uuids[one], uuids[other]]) == (joined[one][other] == "OK")
 
 
 def test_network_that_cannot_be_captured_is_refused_with_the_remedy() -> None:

@@ -14,7 +14,7 @@ EPOCHS, STEPS = 4, 5  # 41 images, a global batch of 8
 PLAIN: tuple[str, ...] = ("--workers", "2")
 EVERYTHING = (
     "--augment", "trivialaugment", "--mixup", "0.2", "--cutmix", "1", "--random-erase", "0.3", "--ema-decay", "0.9",
-    "--grad-accum-steps", "2", "--clip-grad", "1", "--fused-layers", "--cache", "host",
+    "--grad-accum-steps", "2", "--clip-grad", "1", "--fused-layers", "--cache", "host", "--grad-exchange", "flat",
 )  # fmt: skip
 
 
@@ -101,7 +101,8 @@ def test_interrupted_run_ends_as_the_undisturbed_one(
     assert evaluations(whole) == evaluations(cut)
 
 
-@pytest.mark.parametrize("loader", ["torch", pytest.param("proxy", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("loader", ["torch", "proxy"])
 def test_other_loaders_resume(
     data: Path, tmp_path: Path, launch: Callable[..., Finished], launch_and_end: Callable[..., int], loader: str
 ) -> None:
@@ -157,6 +158,7 @@ def test_a_finished_run_is_left_as_it_is(data: Path, tmp_path: Path, launch: Cal
     assert read_checkpoint(tmp_path)["epoch"] == 2
 
 
+@pytest.mark.slow
 def test_resume_takes_the_decode_path_of_the_checkpoint(
     data: Path, tmp_path: Path, launch: Callable[..., Finished]
 ) -> None:

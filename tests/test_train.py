@@ -19,12 +19,13 @@ from utils.state import mean_buffers
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_41_images_for_5_epochs(data: Path, tmp_path: Path, launch: Callable[..., Finished], processes: int) -> None:
     """No multiple of anything, and still the same number of steps on every rank: else the run would hang."""
     flags = ("--data-dir", data, *TINY, "--epochs", 5, "--batch-size", 4, "--output-dir", tmp_path)
     done = launch(*flags, processes=processes)
     assert done.status == 0, done.err
+    assert "gradients are exchanged beside the backward pass (ddp)" in done.out, "there is no NVLink"
     steps = 41 // (4 * processes)
     assert [step for step, _ in train_losses(tmp_path)] == list(range(1, 5 * steps + 1))
     assert [record["val/count"] for record in read_metrics(tmp_path) if "val/count" in record] == [41] * 5
@@ -112,11 +113,13 @@ def test_stop_through_torchrun(
 
 
 @pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["ddp", "flat"])
 def test_resume_is_exact_on_three_ranks(
-    data: Path, tmp_path: Path, launch: Callable[..., Finished], launch_and_end: Callable[..., int]
+    data: Path, tmp_path: Path, launch: Callable[..., Finished], launch_and_end: Callable[..., int], exchange: str
 ) -> None:
     """A sum of three is rounded by its order, which follows DDP's buckets; so a network of several buckets."""
-    flags = (*flags_for(data, 2, PLAIN), "--arch", "resnet18", "--epochs", 2)
+    flags = (*flags_for(data, 2, PLAIN), "--arch", "resnet18", "--epochs", 2, "--grad-exchange", exchange)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert launch(*flags, "--output-dir", whole, processes=3).status == 0
     launch_and_end(*flags, "--output-dir", cut, "--checkpoint-steps", 2, when=(cut / "last.pt").exists, processes=3)

@@ -84,9 +84,10 @@ class TrainConfig:
 
     max_bad_steps: int = _option(10, OPTIMISATION, "Steps with no finite loss that end the run; 0: none.")
 
-    grad_compression: Literal["none", "bf16"] = _option(
-        "none", PRECISION, "What processes exchange gradients in; bf16 halves the traffic."
+    grad_exchange: Literal["auto", "ddp", "flat"] = _option(
+        "auto", PRECISION, "ddp: with the backward pass; flat: after it.", "flat on NVLink"
     )
+    grad_compression: Literal["none", "bf16"] = _option("none", PRECISION, "Gradients travel in this type.")
     amp: Literal["auto", "bf16", "fp16", "none"] = _option("auto", PRECISION, "Mixed precision.")
     device: Literal["auto", "cuda", "cpu"] = _option("auto", PRECISION, "Where to train.")
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import datetime
+import itertools
 import os
 import re
 import time
@@ -261,6 +262,13 @@ def diverged_parameters(module: nn.Module, env: DistEnv) -> dict[int, list[str]]
         [name for name, own, right in zip(parameters, each, first, strict=True) if own != right] for each in others
     ]
     return {rank: names for rank, names in enumerate(unlike, start=1) if names}
+
+
+@torch.no_grad()
+def broadcast_weights(module: nn.Module) -> None:
+    """Rank 0's parameters and buffers, on every rank, in place. A collective."""
+    for tensor in itertools.chain(module.parameters(), module.buffers()):
+        dist.broadcast(tensor, 0)
 
 
 @torch.no_grad()

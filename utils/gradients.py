@@ -1,18 +1,21 @@
 """Loss and gradients of a batch: computed kernel by kernel, or replayed as one CUDA graph."""
 
 import contextlib
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
+from utils.distributed import all_reduce_sum
 from utils.errors import UserError
 from utils.seed import random_state, set_random_state
 
 WARMUP_PASSES = 3  # torch's advice; the first also compiles
 DDP_WARMUP_PASSES = 11  # torch's advice: DDP times its first ten passes, which a recording cannot
+_ALIGNMENT = 4  # float32 in the 16 bytes that a GPU's thread loads at once
 
 
 class Gradients:
@@ -24,12 +27,19 @@ class Gradients:
         scaler: of fp16; a disabled one passes losses through.
         amp_dtype: of the forward pass; float32 is full precision.
         accum_steps: batches per optimizer step; the gradient is their mean.
+        exchange: what averages the gradients over the ranks after the backward pass; None where `net` does it itself.
     """
 
     def __init__(
-        self, net: nn.Module, criterion: nn.Module, scaler: GradScaler, amp_dtype: torch.dtype, accum_steps: int
+        self,
+        net: nn.Module,
+        criterion: nn.Module,
+        scaler: GradScaler,
+        amp_dtype: torch.dtype,
+        accum_steps: int,
+        exchange: Callable[[], None] | None = None,
     ) -> None:
-        self.net, self.criterion, self.scaler = net, criterion, scaler
+        self.net, self.criterion, self.scaler, self.exchange = net, criterion, scaler, exchange
         self.amp_dtype, self.accum_steps = amp_dtype, accum_steps
 
     def __call__(self, images: Tensor, targets: Tensor, micro: int) -> Tensor:
@@ -52,10 +62,56 @@ class Gradients:
             with torch.autocast(images.device.type, self.amp_dtype, enabled=self.amp_dtype != torch.float32):
                 loss: Tensor = self.criterion(self.net(images), targets)
             self.scaler.scale(loss / self.accum_steps).backward()  # type: ignore[no-untyped-call]
+        if is_last and self.exchange is not None:
+            self.exchange()
         return loss.detach()
 
     def close(self) -> None:
         """Nothing to release."""
+
+
+class FlatAllReduce:
+    """Averages gradients over all ranks in one all-reduce.
+
+    One copy of all gradients into one buffer, one exchange, no overlap with the backward pass: over NVLink less work
+    than DistributedDataParallel's copy of each gradient into its bucket (docs/decisions/0011).
+
+    Args:
+        parameters: float32, dense; in the same order on all ranks.
+        dtype: in which gradients travel.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], dtype: torch.dtype = torch.float32) -> None:
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._dtype = dtype
+        places, size = [], 0
+        for parameter in self._parameters:
+            places.append(size)
+            size += math.ceil(parameter.numel() / _ALIGNMENT) * _ALIGNMENT
+        self._buffer = torch.zeros(size, device=self._parameters[0].device)
+        self._views = [
+            self._buffer.as_strided(parameter.shape, parameter.stride(), place)
+            for parameter, place in zip(self._parameters, places, strict=True)
+        ]
+
+    def __call__(self) -> None:
+        """Replace every `.grad` by its mean over the ranks. A collective.
+
+        It then lies in a buffer that the next call overwrites. A parameter without a gradient, which must be without
+        one on all ranks, stays so.
+        """
+        pairs = zip(self._parameters, self._views, strict=True)
+        used = [(own, own.grad, view) for own, view in pairs if own.grad is not None]
+        torch._foreach_copy_([view for _, _, view in used], [gradient for _, gradient, _ in used])
+        travelling = self._buffer.to(self._dtype)
+        if travelling.is_cuda:
+            dist.all_reduce(travelling, dist.ReduceOp.AVG)
+        else:  # gloo has no mean
+            all_reduce_sum(travelling).div_(dist.get_world_size())
+        if travelling is not self._buffer:
+            self._buffer.copy_(travelling)
+        for own, _, view in used:
+            own.grad = view
 
 
 class CapturedGradients:
@@ -104,7 +160,8 @@ class CapturedGradients:
     def _capture(self, images: Tensor, targets: Tensor) -> torch.cuda.CUDAGraph:
         self._images, self._targets = images.clone(), targets.clone()
         with _undone(self._gradients.net, images.device), on_stream(self._stream):
-            for _ in range(DDP_WARMUP_PASSES if dist.is_initialized() else WARMUP_PASSES):
+            by_ddp = dist.is_initialized() and self._gradients.exchange is None
+            for _ in range(DDP_WARMUP_PASSES if by_ddp else WARMUP_PASSES):
                 self._gradients(self._images, self._targets, 0)
         self._gradients.net.zero_grad(set_to_none=True)  # the recording allocates its own
         torch.cuda.empty_cache()

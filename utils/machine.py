@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import dataclasses
 import importlib.util
+import itertools
 import os
 import time
 from pathlib import Path
@@ -13,12 +14,13 @@ import torch
 
 from utils.config import TrainConfig
 from utils.dataset import Manifest, decoded_bytes
-from utils.distributed import DistEnv, gather, raise_together
+from utils.distributed import DistEnv, broadcast, gather, raise_together
 from utils.errors import UserError
 
 PREFETCH = 6  # batches
 SMALL = 1 / 8  # of the free memory: decoded images that take no more are kept there unasked, on the CPU
 LARGEST = 0.8  # of the free memory, for images that are to be kept
+_NVML_P2P_NVLINK = 2  # NVML_P2P_CAPS_INDEX_NVLINK
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,6 +180,40 @@ def _misfit(cache: str, machine: Machine, decoded: int, remedy: str) -> UserErro
 
 def _gigabytes(size: int) -> str:
     return f"{size / 1e9:.{1 if size >= 1e8 else 3}f} GB"
+
+
+def joined_by_nvlink(env: DistEnv) -> bool:
+    """Whether all ranks are on one machine and NVLink joins every two of their GPUs. A collective."""
+    if env.device.type != "cuda" or env.local_world_size < env.world_size:
+        return False
+    gpus = gather(str(torch.cuda.get_device_properties(env.device).uuid), env)
+    return broadcast(env.is_main and nvlink_between(gpus), env)
+
+
+def nvlink_between(uuids: list[str]) -> bool:
+    """Whether NVLink joins every two of these GPUs of this machine, as the driver's library says; False without it.
+
+    That also knows GPUs which CUDA_VISIBLE_DEVICES hides from this process. nvmlDeviceGetP2PStatus:
+    https://docs.nvidia.com/deploy/nvml-api/group__nvmlDeviceQueries.html
+    """
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return False
+    if library.nvmlInit_v2() != 0:
+        return False
+    handles = [ctypes.c_void_p() for _ in uuids]
+    found = [
+        library.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode(), ctypes.byref(handle)) == 0
+        for uuid, handle in zip(uuids, handles, strict=True)
+    ]
+    status = ctypes.c_uint()
+    joined = all(found) and all(
+        library.nvmlDeviceGetP2PStatus(one, other, _NVML_P2P_NVLINK, ctypes.byref(status)) == 0 and status.value == 0
+        for one, other in itertools.combinations(handles, 2)
+    )
+    library.nvmlShutdown()
+    return joined
 
 
 def seconds_since_launch() -> float:
