@@ -537,7 +537,7 @@ def create_run(
     fingerprint = checkpoint.fingerprint(config, *manifests, env, pipelines.DALI_VERSION)
     if path is not None:
         check_resume(path, saved, fingerprint, env)
-    stop = StopRequest(config.time_limit)
+    stop = StopRequest(config.time_limit, env.peers)
     stack.callback(stop.close)
     state, normalize = create_state(config, sampler, env, started, resumed=bool(saved))
     stream = recording_stream(env.device) if config.cuda_graph else None

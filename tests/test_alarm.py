@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 import time
@@ -206,6 +207,42 @@ def test_ranks_that_wait_for_a_device_end_too(tmp_path: Path, case: str, what: s
     assert what in told[0]
     assert "goes on from the last checkpoint" in told[0]
     assert "0 (local_rank: 0)\n  exitcode  : 1" in done.stderr, done.stderr
+
+
+UNARMED = """
+import ctypes, os, signal, sys
+import torch, torch.distributed as dist
+from utils.alarm import shared_alarm
+from utils.distributed import process_group
+from utils.stop import StopRequest
+def tell(line):
+    print(f"train.py: {line}", file=sys.stderr, flush=True)
+with process_group("cpu", 300) as env, env.watched(tell), shared_alarm(env, tell):
+    stop = StopRequest(peers=env.peers)
+    if env.rank != 1:
+        stop.arm(env)
+    dist.barrier()
+    if env.rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    if env.rank == 2:
+        mutex = ctypes.create_string_buffer(64)  # in C, as above
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+    dist.all_reduce(torch.zeros(3))
+"""
+
+
+@pytest.mark.dist
+def test_a_rank_that_is_stopped_before_its_first_step_stops_the_others(tmp_path: Path) -> None:
+    """Also those that have done theirs, by an instant: none of them takes it for a loss."""
+    script = tmp_path / "worker.py"
+    script.write_text(UNARMED)
+    run = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3", str(script)]
+    environ = environment() | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, *run], env=environ, capture_output=True, text=True, timeout=100, check=False)
+    assert re.findall(r"exitcode +: (-?\d+)", done.stderr) == ["143"] * 3, done.stderr
+    assert done.stderr.count("stopped by SIGTERM before the first step") == 1
+    assert "train.py: rank" not in done.stderr
 
 
 EARLY = """

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from utils.errors import EXIT_FAILED, RunFailed, Stopped
+from utils.errors import EXIT_FAILED, EXIT_STOPPED, RunFailed, Stopped
 from utils.leave import leave
 
 ROLL_CALL_SECONDS = 5.0  # well below the 30 s that torchrun gives the others after the first death
@@ -80,9 +80,21 @@ class Peers:
             leave(EXIT_FAILED)
 
     def report(self, tell: Callable[[str], None]) -> bool:
-        """Find out who is lost; the lowest rank that is well tells. Returns whether anybody is."""
+        """Find out who is lost; the lowest rank that is well tells. Returns whether anybody is.
+
+        Ends this process where another has stepped down, which is no loss.
+        """
         rolls: list[Roll] = []
-        self._ask(lambda: rolls.append(self._call_roll()))
+        stepped_down: list[bool] = []
+
+        def ask() -> None:
+            stepped_down.append(self._store.check(["stepped down"]))
+            if stepped_down == [False]:
+                rolls.append(self._call_roll())
+
+        self._ask(ask)
+        if stepped_down == [True]:
+            leave(EXIT_STOPPED)
         if rolls and not rolls[0].lost:
             return False
         line = "the store of the process group does not answer: the launcher of rank 0 has ended or hangs"
@@ -121,6 +133,12 @@ class Peers:
     def patience(self) -> float:
         """Seconds that a step may last."""
         return 2 * self._timeout
+
+    def step_down(self) -> None:
+        """This process is about to end as it was asked to, before a step was done: all shall."""
+        self._ask(lambda: self._store.set("stepped down", ""))
+        if self.rank == 0:
+            time.sleep(TOLD_SECONDS)  # it may hold the store
 
     def farewell(self) -> None:
         """This process is about to end, and all is well."""

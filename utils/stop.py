@@ -11,6 +11,7 @@ import torch.distributed as dist
 from utils.distributed import DistEnv
 from utils.errors import EXIT_STOPPED
 from utils.machine import seconds_since_launch
+from utils.peers import Peers
 
 REPEAT_SECONDS = 3.0  # launchers send the same signal to a process twice: to its group, and to itself
 
@@ -19,16 +20,18 @@ class StopRequest:
     """Collects SIGTERM, SIGINT and SIGUSR1; one that comes seconds after the first ends the process at once.
 
     Until `arm`, a signal ends the process at once too: compilation can outlast a launcher's patience, and nothing is
-    lost. Then the ranks agree through a sum that travels while the step runs and is read one step later, so that
-    asking costs the device nothing.
+    lost. The others, some of which may be armed already, end likewise. Then the ranks agree through a sum that travels
+    while the step runs and is read one step later, so that asking costs the device nothing.
 
     Args:
         time_limit: seconds since the launch of this process after which to stop; 0 is off.
+        peers: the other processes, or None.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
-    def __init__(self, time_limit: float = 0.0) -> None:
+    def __init__(self, time_limit: float = 0.0, peers: Peers | None = None) -> None:
+        self._peers = peers
         self._env: DistEnv | None = None
         self._time_limit = time_limit
         self._reason: str | None = None
@@ -41,6 +44,8 @@ class StopRequest:
         name = signal.Signals(number).name
         if self._env is None:
             os.write(2, f"stopped by {name} before the first step; nothing is lost\n".encode())
+            if self._peers is not None:
+                self._peers.step_down()
             os._exit(EXIT_STOPPED)
         if self._reason is None:
             self._reason, self._received_at = name, time.monotonic()
