@@ -4,7 +4,6 @@ import itertools
 import json
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from tests.conftest import (
     ROOT,
     TINY,
     Finished,
+    command,
     environment,
     read_checkpoint,
     write_data,
@@ -49,21 +49,26 @@ with process_group("cpu", timeout=300) as env, shared_alarm(env, print):
 """
 
 
+def run_script(tmp_path: Path, text: str, processes: int, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """A program of a few lines over our modules, under torchrun, to its end."""
+    script = tmp_path / "worker.py"
+    script.write_text(text)
+    words = [*command(processes, "--standalone", program=script), *map(str, arguments)]
+    environ = environment() | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(words, env=environ, capture_output=True, text=True, timeout=100, check=False)
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize(
     "case", ["saving", *(pytest.param(case, marks=pytest.mark.slow) for case in ("rank 0", "rank 2", "all"))]
 )
 def test_all_ranks_end(tmp_path: Path, case: str) -> None:
-    script = tmp_path / "worker.py"
-    script.write_text(WORKER)
-    run = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3", str(script), case, str(tmp_path)]
-    environ = environment() | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, *run], env=environ, capture_output=True, text=True, timeout=100, check=False)
+    done = run_script(tmp_path, WORKER, 3, case, tmp_path)
     told = [line for line in done.stderr.splitlines() if "/data/one.jpg: damaged" in line]
     assert len(told) == 1, done.stderr
     assert told[0].startswith("train.py: rank ")
     assert "got through" not in done.stderr
-    assert "worker.py" not in done.stderr.replace(str(script), "")  # no traceback of ours
+    assert "worker.py" not in done.stderr.replace(str(tmp_path / "worker.py"), "")  # no traceback of ours
     assert "exitcode  : 2" in done.stderr
     assert (tmp_path / "whole").exists() == (case == "saving")
 
@@ -196,11 +201,7 @@ with process_group("cpu", timeout) as env, env.watched(tell), shared_alarm(env, 
     ],
 )
 def test_ranks_that_wait_for_a_device_end_too(tmp_path: Path, case: str, what: str) -> None:
-    script = tmp_path / "worker.py"
-    script.write_text(STUCK)
-    run = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3", str(script), case]
-    environ = environment() | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, *run], env=environ, capture_output=True, text=True, timeout=100, check=False)
+    done = run_script(tmp_path, STUCK, 3, case)
     told = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
     assert len(told) == 1, done.stderr
     assert told[0].startswith("train.py: rank 1 (process ") or case == "all"
@@ -235,11 +236,7 @@ with process_group("cpu", 300) as env, env.watched(tell), shared_alarm(env, tell
 @pytest.mark.dist
 def test_a_rank_that_is_stopped_before_its_first_step_stops_the_others(tmp_path: Path) -> None:
     """Also those that have done theirs, by an instant: none of them takes it for a loss."""
-    script = tmp_path / "worker.py"
-    script.write_text(UNARMED)
-    run = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3", str(script)]
-    environ = environment() | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, *run], env=environ, capture_output=True, text=True, timeout=100, check=False)
+    done = run_script(tmp_path, UNARMED, 3)
     assert re.findall(r"exitcode +: (-?\d+)", done.stderr) == ["143"] * 3, done.stderr
     assert done.stderr.count("stopped by SIGTERM before the first step") == 1
     assert "train.py: rank" not in done.stderr
@@ -258,11 +255,7 @@ print("done", env.rank, flush=True)
 @pytest.mark.dist
 @pytest.mark.slow
 def test_a_rank_that_ends_well_is_not_lost(tmp_path: Path) -> None:
-    script = tmp_path / "worker.py"
-    script.write_text(EARLY)
-    run = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    environ = environment() | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, *run], env=environ, capture_output=True, text=True, timeout=100, check=False)
+    done = run_script(tmp_path, EARLY, 2)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split()) == ["0", "1", "done", "done"]
     assert "is gone" not in done.stderr
