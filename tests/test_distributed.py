@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from utils.distributed import Launch, choose_device, fresh_part, read_launch
+from utils.distributed import Launch, choose_device, fresh_part, own_gpu, read_launch
 from utils.errors import RunFailed, UserError
 
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
@@ -41,6 +41,13 @@ def test_launch(environ: dict[str, str], expected: Launch) -> None:
 def test_incomplete_launch_is_refused(environ: dict[str, str], named: str) -> None:
     with pytest.raises(UserError, match=named):
         read_launch(environ)
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"), [(None, "1"), ("4,6,7", "6"), ("GPU-2f, GPU-9c", "GPU-9c"), ("MIG-a,MIG-b", "MIG-b")]
+)
+def test_own_gpu(visible: str | None, expected: str) -> None:
+    assert own_gpu(visible, 1) == expected
 
 
 def test_cpu_when_asked() -> None:

@@ -39,7 +39,7 @@ class DistEnv:
 
     Attributes:
         rank: number among all processes, from 0; DALI's shard.
-        local_rank: number on this machine, from 0; the GPU.
+        local_rank: number on this machine, from 0; the GPU, among those that the launcher shows.
         world_size: number of processes.
         local_world_size: number of processes on this machine.
         device: where this process trains.
@@ -103,7 +103,10 @@ def _rendezvous(environ: Mapping[str, str]) -> str:
 
 
 def choose_device(choice: str, launch: Launch) -> torch.device:
-    """`--device` -> the device of this process.
+    """`--device` -> the device of this process. To be called before CUDA starts, as it hides the other ranks' GPUs.
+
+    Each rank's GPU is then number 0. Compile results hold the number, so that otherwise no rank could use those of
+    another, nor of a run on another number of GPUs.
 
     Raises:
         UserError: CUDA asked for and absent, or fewer GPUs than processes.
@@ -120,7 +123,21 @@ def choose_device(choice: str, launch: Launch) -> torch.device:
             f"{launch.local_world_size} processes on this machine, but {gpus} GPUs; start one process per GPU "
             "(torchrun --nproc_per_node, srun --ntasks-per-node)"
         )
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = own_gpu(before, launch.local_rank)
+    if torch.cuda.device_count() == 1:
+        return torch.device("cuda", 0)
+    # Without the driver's management library torch has asked CUDA itself, which looked at the variable before.
+    if before is None:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = before
     return torch.device("cuda", launch.local_rank)
+
+
+def own_gpu(visible: str | None, local_rank: int) -> str:
+    """The part of CUDA_VISIBLE_DEVICES, or of all GPUs if it is None, that is a rank's own."""
+    return str(local_rank) if visible is None else visible.split(",")[local_rank].strip()
 
 
 @contextlib.contextmanager
