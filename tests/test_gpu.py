@@ -274,6 +274,33 @@ def test_the_driver_tells_which_gpus_nvlink_joins() -> None:
         assert nvlink_between([uuids[one], uuids[other]]) == (joined[one][other] == "OK")
 
 
+def test_signals_are_heard_while_a_recording_waits_for_the_device() -> None:
+    stream = recording_stream(torch.device("cuda", 0))
+    busy: dict[str, list[bool]] = {"at a pass": [], "at the signal": []}
+
+    class Watched(nn.Linear):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            if not torch.cuda.is_current_stream_capturing():
+                busy["at a pass"].append(not stream.query())
+            return super().forward(images)
+
+    def exchange() -> None:  # of a rank whose peers come two seconds later
+        if len(busy["at a pass"]) == 1:
+            torch.cuda._sleep(4_000_000_000)  # type: ignore[no-untyped-call]
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+
+    before = signal.signal(signal.SIGALRM, lambda number, frame: busy["at the signal"].append(not stream.query()))
+    try:
+        scaler = torch.amp.GradScaler("cuda", enabled=False)
+        gradients = Gradients(Watched(8, 3).cuda(), nn.CrossEntropyLoss(), scaler, torch.float32, 1, exchange)
+        targets = torch.zeros(4, dtype=torch.int64, device="cuda")
+        CapturedGradients(gradients, stream)(torch.rand(4, 8, device="cuda"), targets, 0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert busy["at a pass"][1:] == [False, False], "each pass waits for the one before"
+    assert busy["at the signal"] == [True]
+
+
 def test_network_that_cannot_be_captured_is_refused_with_the_remedy() -> None:
     class Synchronising(nn.Linear):
         def forward(self, images: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -15,6 +16,7 @@ from utils.seed import random_state, set_random_state
 
 WARMUP_PASSES = 3  # torch's advice; the first also compiles
 DDP_WARMUP_PASSES = 11  # torch's advice: DDP times its first ten passes, which a recording cannot
+AWAIT_SECONDS = 0.01
 _ALIGNMENT = 4  # float32 in the 16 bytes that a GPU's thread loads at once
 
 
@@ -163,6 +165,7 @@ class CapturedGradients:
             by_ddp = dist.is_initialized() and self._gradients.exchange is None
             for _ in range(DDP_WARMUP_PASSES if by_ddp else WARMUP_PASSES):
                 self._gradients(self._images, self._targets, 0)
+                _await_device(self._stream)
         self._gradients.net.zero_grad(set_to_none=True)  # the recording allocates its own
         torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
@@ -201,6 +204,17 @@ def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
     with torch.cuda.stream(stream):
         yield
     current.wait_stream(stream)
+
+
+def _await_device(stream: torch.cuda.Stream) -> None:
+    """Wait for `stream`, and let signals and the other threads of this process have their turn.
+
+    A rank that has compiled first waits here for the others, up to minutes. Without this it would launch on until the
+    device takes no more, in a call that holds Python's lock: then nobody hears that it shall stop, or a peer is gone.
+    """
+    done = stream.record_event()
+    while not done.query():
+        time.sleep(AWAIT_SECONDS)
 
 
 @contextlib.contextmanager
