@@ -87,12 +87,21 @@ def repeat(manifest: Manifest, least: int) -> Manifest:
 
 
 def sample_images(manifest: Manifest, count: int = 256) -> tuple[float, float, float]:
-    """Mean width and height in pixels, and mean encoded size in bytes, of a sample of the files."""
+    """Mean width and height in pixels, and mean encoded size in bytes, of a sample of the files.
+
+    Raises:
+        UserError: Pillow can read none of them.
+    """
     chosen = random.Random(0).sample(range(len(manifest)), min(count, len(manifest)))
     sizes = []
     for index in chosen:
-        with Image.open(manifest.path(index)) as image:
+        with (
+            contextlib.suppress(OSError, ValueError, Image.DecompressionBombError),  # the loaders tell of bad files
+            Image.open(manifest.path(index)) as image,
+        ):
             sizes.append((*image.size, os.path.getsize(manifest.path(index))))
+    if not sizes:
+        raise UserError(f"--data-dir {manifest.root}: none of {len(chosen)} files is an image that Pillow can read")
     width, height, size = np.mean(sizes, axis=0)
     return float(width), float(height), float(size)
 

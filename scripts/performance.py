@@ -38,6 +38,7 @@ def run(name: str, data_dir: Path, output_dir: Path, window_seconds: float, limi
     """One benchmark, in a process of its own; returns how it ended."""
     folder = output_dir / name
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "benchmark.json").unlink(missing_ok=True)  # of an earlier run
     flags = ("--data-dir", data_dir, "--output-dir", folder, "--window-seconds", window_seconds)
     words = [sys.executable, BENCHMARK, *RUNS[name], *flags]
     with (folder / "log.txt").open("w") as log:
@@ -80,13 +81,17 @@ def main(
     window_seconds: Annotated[float, typer.Option(help="Length of a window.")] = 1.0,
     limit: Annotated[float, typer.Option(help="Seconds after which a run is cut off.")] = 400.0,
 ) -> None:
-    """Run the benchmarks and print their table."""
+    """Run the benchmarks and print their table; status 1 if one of them failed."""
     for name in only.split(","):
         if name not in RUNS:
             raise typer.BadParameter(f"{name!r} is not one of {', '.join(RUNS)}", param_hint="--only")
+    failed = False
     for name in only.split(","):
-        print(f"{name}: {run(name, data_dir, output_dir, window_seconds, limit)}", flush=True)
+        ended = run(name, data_dir, output_dir, window_seconds, limit)
+        failed |= ended != "done"
+        print(f"{name}: {ended}", flush=True)
     print("\n".join(rows(output_dir)))
+    raise typer.Exit(int(failed))
 
 
 if __name__ == "__main__":

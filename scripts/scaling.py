@@ -165,7 +165,7 @@ def main(
     windows: Annotated[int, typer.Option(help="Windows per run.", min=1)] = 5,
     rounds: Annotated[int, typer.Option(help="Runs of each.", min=1)] = 2,
 ) -> None:
-    """Train on more and more GPUs and say how well it scales."""
+    """Train on more and more GPUs and say how well it scales; status 1 if a run failed."""
     if not all(word.isdigit() and int(word) > 0 for word in processes.split(",")):
         raise typer.BadParameter(f"{processes!r} must be whole numbers, such as 1,2,4", param_hint="--processes")
     for loader in loaders.split(","):
@@ -175,20 +175,29 @@ def main(
     numbers = sorted(int(word) for word in processes.split(","))
     points = [Point(loader, number) for loader in loaders.split(",") for number in numbers]
     output_dir.mkdir(parents=True, exist_ok=True)
+    failed = False
     with tempfile.TemporaryDirectory(prefix="scaling-") as folder:
         link_images(data_dir, Path(folder), (WARMUP + windows + SPARE) * log_steps * batch_size * max(numbers))
         for turn in range(rounds):
             for point in points:
                 words = [*shlex.split(flags), "--batch-size", str(batch_size), "--log-steps", str(log_steps)]
                 gpus = gpus_of_round(turn, point.processes, max(numbers))
-                measure(point, Path(folder), output_dir, words, cpus, windows, gpus)
+                try:
+                    measure(point, Path(folder), output_dir, words, cpus, windows, gpus)
+                except RuntimeError as error:
+                    print(f"round {turn + 1}: {error}", file=sys.stderr, flush=True)
+                    failed = True
+                    continue
                 print(f"round {turn + 1}: {point.loader} on {point.processes}: {point.rate:,.0f} images/s", flush=True)
                 measured = [point for point in points if point.rates]
                 found = [dataclasses.asdict(point) | {"efficiency": efficiency(point, measured)} for point in measured]
                 results = {"flags": flags, "cpus": cpus, "points": found}
                 (output_dir / "scaling.json").write_text(json.dumps(results, indent=2))
-    draw(output_dir / "scaling.png", points, f"train.py {flags}")
-    print(table(points))
+    measured = [point for point in points if point.rates]
+    if measured:
+        draw(output_dir / "scaling.png", measured, f"train.py {flags}")
+        print(table(measured))
+    raise typer.Exit(int(failed))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import typer
 from PIL import Image
 
 from pipelines import Batch, TrainLoader
@@ -32,12 +33,12 @@ from scripts.measure import (
     open_loaders,
     settings,
 )
-from tests.conftest import ROOT, environment
+from tests.conftest import ROOT, environment, write_images
 from train import train_step
 from utils.config import TrainConfig
 from utils.dataset import Manifest
 from utils.distributed import DistEnv
-from utils.errors import Stopped
+from utils.errors import Stopped, UserError
 from utils.report import COLOURS
 from utils.verdict import Verdict, judge
 
@@ -297,6 +298,35 @@ def test_either_layout(data: Path, plain: bool) -> None:
     assert len(repeated) == len(repeated.files) == 123
     assert [repeated.path(at) for at in (0, 41)] == [images.path(0)] * 2
     assert np.array_equal(repeated.labels[41:82], images.labels)
+
+
+def test_a_bad_file_in_the_sample_does_not_count(tmp_path: Path) -> None:
+    write_images(tmp_path, (1, 1, 1))
+    (tmp_path / "blue" / "text.jpg").write_text("no image")
+    images = benchmark.read_images(tmp_path)
+    sizes = []
+    for path in tmp_path.glob("*/*-000.jpg"):
+        with Image.open(path) as image:
+            sizes.append(image.size)
+    width, height, _ = benchmark.sample_images(images)
+    assert (width, height) == pytest.approx(tuple(np.mean(sizes, axis=0)))
+    for path in tmp_path.glob("*/*-000.jpg"):
+        path.write_text("no image")
+    with pytest.raises(UserError, match="none of 4 files is an image"):
+        benchmark.sample_images(images)
+
+
+def test_a_run_of_the_series_that_fails_leaves_no_old_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = tmp_path / "out" / "resnet18" / "benchmark.json"
+    old.parent.mkdir(parents=True)
+    old.write_text("{}")
+    with pytest.raises(typer.Exit) as ended:
+        performance.main(tmp_path / "nowhere", tmp_path / "out", only="resnet18", window_seconds=1.0, limit=100.0)
+    assert ended.value.exit_code == 1
+    assert "resnet18: exit 2, see" in capsys.readouterr().out
+    assert not old.exists()
 
 
 def test_generated_images_are_like_imagenets(tmp_path: Path) -> None:

@@ -73,10 +73,15 @@ def test_a_signal_ends_the_run_under_way(data: Path, tmp_path: Path) -> None:
     assert "stopped by" in log.read_text()
 
 
-def test_a_run_that_ends_by_itself_is_an_error(data: Path, tmp_path: Path) -> None:
+def test_a_run_that_ends_by_itself_does_not_take_the_others_along(data: Path, tmp_path: Path) -> None:
     words = [sys.executable, ROOT / "scripts" / "scaling.py", "--data-dir", data, "--output-dir", tmp_path]
-    words += ["--batch-size", 4, "--log-steps", 1, "--flags", "--arch nothing"]
-    done = subprocess.run([*map(str, words)], capture_output=True, text=True, env=environment())
+    words += ["--batch-size", 4, "--log-steps", 1, "--processes", 1, "--rounds", 1, "--loaders", "torch,dali"]
+    words += ["--flags", f"{FLAGS} --cache host"]  # which the torch loader has not
+    done = subprocess.run([*map(str, words)], capture_output=True, text=True, env=environment(), timeout=200)
     assert done.returncode == 1
-    assert "dali on 1: ended too early, see" in done.stderr
-    assert "--arch nothing" in (tmp_path / "dali-1.log").read_text()
+    assert done.stderr.startswith("round 1: torch on 1: ended too early, see"), done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert "--cache host with --loader torch" in (tmp_path / "torch-1.log").read_text()
+    assert "| dali | 1 |" in done.stdout
+    assert "| torch |" not in done.stdout
+    assert (tmp_path / "scaling.png").is_file()
