@@ -27,13 +27,20 @@ from utils.augment import BatchAugment, Normalize
 from utils.compiler import compile_network
 from utils.config import TrainConfig, flag
 from utils.dataset import FileEntry, Manifest
-from utils.distributed import DistEnv, broadcast, broadcast_weights, diverged_parameters, gather, raise_together
+from utils.distributed import (
+    DistEnv,
+    broadcast,
+    broadcast_weights,
+    diverged_parameters,
+    gather,
+    together,
+)
 from utils.errors import RunFailed, UserError
 from utils.gradients import CapturedGradients, FlatAllReduce, Gradients, on_stream, recording_stream
 from utils.inspection import BAD_FILES, bad_files, survey
 from utils.layers import accelerate
 from utils.layout import Layout, choose_batch_size, layout_of, saved_layout
-from utils.log import Log
+from utils.log import Log, speak
 from utils.machine import FeedChoice, joined_by_nvlink
 from utils.metrics import Meter
 from utils.optim import create_optimizer, create_schedule, scaled_lr
@@ -235,7 +242,10 @@ def resolve(
     num_classes = len(manifests[0].classes)
     amp = config.amp
     if amp == "auto":
-        amp = ("bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16") if on_cuda else "none"
+        amp = "none"
+        if on_cuda:
+            all_can = all(gather(torch.cuda.is_bf16_supported(including_emulation=False), env))
+            amp = "bf16" if all_can else "fp16"
     compiled = on_cuda if config.compile is None else config.compile
     if config.cuda_graph and not on_cuda:
         raise UserError("--cuda-graph without a GPU: there is none to launch it on; use --no-cuda-graph", common=True)
@@ -276,8 +286,9 @@ def prepare_output(config: TrainConfig, env: DistEnv) -> None:
     Raises:
         UserError: on all ranks, if rank 0 cannot write there.
     """
-    error = None
-    if env.is_main:
+    with together(env):
+        if not env.is_main:
+            return
         probe = config.output_dir / ".write-test"
         try:
             config.output_dir.mkdir(parents=True, exist_ok=True)
@@ -288,9 +299,10 @@ def prepare_output(config: TrainConfig, env: DistEnv) -> None:
             for name in OUTPUTS:
                 if (config.output_dir / name).is_dir():
                     raise IsADirectoryError(errno.EISDIR, f"{name} in it is a folder")
-        except OSError as reason:
-            error = UserError(f"--output-dir {config.output_dir}: cannot be written ({reason.strerror}); give another")
-    raise_together(error, env)
+        except OSError as error:
+            raise UserError(
+                f"--output-dir {config.output_dir}: cannot be written ({error.strerror}); give another"
+            ) from error
 
 
 def lock_output(config: TrainConfig, env: DistEnv, stack: contextlib.ExitStack) -> bool:
@@ -304,14 +316,10 @@ def lock_output(config: TrainConfig, env: DistEnv, stack: contextlib.ExitStack) 
     Raises:
         UserError: on all ranks, if another run holds it for 10 seconds, more than the workers of a dead one live.
     """
-    error = None
     locked = env.is_main and os.path.isdir(config.output_dir)  # unlike Path.is_dir, False for what may not be looked at
-    if locked:
-        try:
+    with together(env):
+        if locked:
             _lock(config.output_dir, stack)
-        except UserError as found:
-            error = found
-    raise_together(error, env)
     return any(gather(locked, env))
 
 
@@ -351,7 +359,7 @@ def create_sampler(config: TrainConfig, manifest: Manifest, env: DistEnv) -> Sam
             f"start at most {len(manifest)}",
             common=True,
         )
-    if sampler.steps_per_epoch == 0 and not config.evaluate:
+    if sampler.steps_per_epoch == 0:
         raise UserError(
             f"--batch-size {config.batch_size}: {env.world_size} processes x {config.batch_size} images x "
             f"{config.grad_accum_steps} batches is a global batch of {sampler.global_batch_size}, more than the "
@@ -370,29 +378,33 @@ def open_checkpoint(config: TrainConfig, env: DistEnv) -> tuple[Path | None, dic
     path: Path | None = None
     saved: dict[str, Any] = {}
     skipped: list[str] = []
-    error = None
-    try:
+    with together(env):
         path, saved, skipped = checkpoint.load_newest(checkpoint.find(config))
-    except UserError as found:
-        error = found
-    raise_together(error, env)
     if env.is_main:
         for line in skipped:
-            print(line, flush=True)
-    if len(set(gather(saved.get("step"), env))) > 1:
+            speak(line)
+    found = gather((saved.get("step"), saved.get("epoch"), skipped), env)
+    if len({(step, epoch) for step, epoch, _ in found}) > 1:  # an evaluation changes the epoch alone
+        why = "".join(f"; rank {rank} {lines[0]}" for rank, (_, _, lines) in enumerate(found) if lines)
         raise UserError(
-            f"--output-dir {config.output_dir}: not the same checkpoint on all ranks; use a shared folder", common=True
+            f"--output-dir {config.output_dir}: not the same checkpoint on all ranks{why}; use a shared folder",
+            common=True,
         )
     return path, saved
 
 
 def create_model(config: TrainConfig, env: DistEnv, resumed: bool) -> tuple[nn.Module, Normalize]:
-    """The network on its device, and what turns uint8 images into its input; `resumed` weights come later."""
+    """The network on its device, and what makes images its input; `resumed` weights come later. A collective.
+
+    Raises:
+        UserError: on all ranks: no such weights, or a network that does not take such images.
+    """
     assert config.num_classes is not None, "resolved"
     pretrained = None if resumed else config.pretrained
-    model = models.create_model(config.arch, config.num_classes, pretrained, config.image_size)
-    model.train(not config.evaluate)
-    models.check_input(model, config.arch, config.image_size, config.local_batch_size)
+    with together(env):  # weights may be missing on one machine
+        model = models.create_model(config.arch, config.num_classes, pretrained, config.image_size)
+        model.train(not config.evaluate)
+        models.check_input(model, config.arch, config.image_size, config.local_batch_size)
     model.to(env.device)
     if config.fused_layers:
         accelerate(model)
@@ -503,12 +515,25 @@ def restore(state: TrainState, net: nn.Module, saved: dict[str, Any], config: Tr
 
 def check_resume(path: Path, saved: dict[str, Any], fingerprint: dict[str, Any], env: DistEnv) -> None:
     """Raise UserError on all ranks unless the run is, on each, the one that was saved. A collective."""
-    error = None
-    try:
+    with together(env):
         checkpoint.check_fingerprint(path, saved["fingerprint"], fingerprint)
-    except UserError as found:
-        error = found
-    raise_together(error, env)
+
+
+def open_output(config: TrainConfig, log: Log, state: TrainState) -> None:
+    """Let metrics.jsonl end where `state` is, and write config.json. A collective.
+
+    Raises:
+        UserError: on all ranks, if rank 0 cannot write there.
+    """
+    with together(state.env):
+        try:
+            log.rewind(state.epoch, state.step)
+            if state.env.is_main:
+                config.save(config.output_dir / "config.json")
+        except OSError as error:
+            raise UserError(
+                f"--output-dir {config.output_dir}: cannot be written ({error.strerror}); make room there"
+            ) from error
 
 
 def create_run(
@@ -553,10 +578,8 @@ def create_run(
     stack.callback(gradients.close)
     log = Log(config.output_dir, env, config.epochs, sampler.steps_per_epoch, config.tensorboard)
     stack.callback(log.close)
-    log.rewind(state.epoch, state.step)
+    open_output(config, log, state)
     before = saved_layout(saved) if saved else None
-    if env.is_main:
-        config.save(config.output_dir / "config.json")
     return Run(
         config=config,
         env=env,

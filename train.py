@@ -39,7 +39,7 @@ from run import (
 from utils.alarm import shared_alarm
 from utils.config import TrainConfig, parse
 from utils.dataset import Manifest
-from utils.distributed import DistEnv, average_buffers, gather, process_group, read_launch
+from utils.distributed import DistEnv, average_buffers, broadcast, gather, process_group, read_launch
 from utils.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -51,6 +51,8 @@ from utils.errors import (
     one_line,
 )
 from utils.evaluate import evaluate
+from utils.files import write_whole
+from utils.log import speak
 from utils.machine import choose_common_feed, seconds_since_launch
 from utils.optim import check_optimizer
 from utils.state import SHARED_MODULES, TrainState
@@ -189,12 +191,14 @@ def evaluate_epoch(run: Run) -> None:
     run.stop.arm(run.env)
     result = evaluate_networks(run)
     top1 = max(result["val/top1"], result.get("val/ema_top1", 0.0))
-    is_best = top1 > state.best_top1
+    before, is_best = state.best_top1, top1 > state.best_top1
     state.epoch += 1
     state.best_top1 = max(top1, state.best_top1)
     state.result = {"epoch": state.epoch, "step": state.step} | result
     run.log.evaluation(state.result)
     run.save(is_best)
+    if broadcast(run.unsaved, run.env) is not None:
+        state.best_top1 = before  # what best.pt has, and the next epoch is to be compared with
 
 
 def evaluate_networks(run: Run) -> dict[str, Any]:
@@ -253,9 +257,9 @@ def evaluate_checkpoint(
         result |= {("" if name == "model" else "ema_") + key: value for key, value in found.items()}
     if env.is_main:
         if skipped := describe_skipped(config, manifests):
-            print(f"skipped {skipped}", flush=True)
+            speak(f"skipped {skipped}")
         write_json(config.output_dir / "evaluation.json", result)
-        print("  ".join(f"{key} {value}" for key, value in result.items()), flush=True)
+        speak("  ".join(f"{key} {value}" for key, value in result.items()))
 
 
 def load_weights(model: nn.Module, saved: dict[str, Any], name: str, config: TrainConfig) -> None:
@@ -325,9 +329,7 @@ def describe_overflows(state: TrainState) -> str:
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
     """Write a JSON file that is whole or not there."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(values, indent=2) + "\n")
-    temporary.replace(path)
+    write_whole(path, json.dumps(values, indent=2) + "\n")
 
 
 def train(config: TrainConfig) -> None:
@@ -362,8 +364,9 @@ def train(config: TrainConfig) -> None:
             lock_output(config, env, stack)
         manifests = leave_out_bad(config, manifests, env, saved)
         run = create_run(config, manifests, env, stack, started, path, saved)
+        del saved  # memory for the whole run otherwise
         introduce(run, manifests, feed)
-        if run.state.epoch >= config.epochs and (config.output_dir / SUMMARY).is_file():
+        if run.state.epoch >= config.epochs and broadcast((config.output_dir / SUMMARY).is_file(), env):
             return
         if env.is_main:
             (config.output_dir / SUMMARY).unlink(missing_ok=True)  # of fewer epochs
@@ -394,7 +397,8 @@ def main(argv: Sequence[str]) -> int:
 
 def complain(text: str) -> None:
     """The one line that explains a failure."""
-    print(f"train.py: {one_line(text)}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):
+        print(f"train.py: {one_line(text)}", file=sys.stderr, flush=True)
 
 
 def report(error: UserError) -> None:

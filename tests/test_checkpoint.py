@@ -1,5 +1,6 @@
 """What is on the disk is whole, also after a crash at the worst instant."""
 
+import json
 import os
 import resource
 import signal
@@ -149,6 +150,43 @@ def test_a_failed_save_is_told_and_tried_again(data: Path, tmp_path: Path, launc
     again = launch(*flags, "--epochs", "2")
     assert again.status == 0
     assert read_checkpoint(tmp_path)["epoch"] == 2
+
+
+# train.py on a disk that is full from step 6, in the second of twelve epochs, to the beginning of the last.
+FULL_FOR_A_WHILE = """
+import resource, signal, sys
+from torch.optim.optimizer import register_optimizer_step_post_hook
+import train
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+steps = 0
+
+def limit(optimizer, arguments, options):
+    global steps
+    steps += 1
+    unlimited = resource.RLIM_INFINITY
+    if steps in (6, 56):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000 if steps == 6 else unlimited, unlimited))
+
+register_optimizer_step_post_hook(limit)
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+def test_best_is_the_best_that_could_be_saved(data: Path, tmp_path: Path, launch: Callable[..., Finished]) -> None:
+    script = tmp_path / "full_for_a_while.py"
+    script.write_text(FULL_FOR_A_WHILE)
+    flags = ("--data-dir", data, *FLAGS, "--epochs", 12, "--lr", 2, "--output-dir", tmp_path / "run")
+    done = subprocess.run(
+        [sys.executable, *map(str, (script, *flags))],
+        capture_output=True, text=True, env=environment() | {"PYTHONPATH": str(ROOT)}, check=False, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    first, *lost, last = (record["val/top1"] for record in read_metrics(tmp_path / "run") if "val/top1" in record)
+    assert first < last <= max(lost), "or this tests nothing"
+    best = read_checkpoint(tmp_path / "run", "best.pt")
+    assert (best["epoch"], best["result"]["val/top1"], best["best_top1"]) == (12, last, last)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["best_top1"] == last
 
 
 def test_a_second_run_in_the_folder_is_refused(data: Path, tmp_path: Path, launch: Callable[..., Finished]) -> None:

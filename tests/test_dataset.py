@@ -210,6 +210,8 @@ def test_stand_ins_keep_the_order(small: Path) -> None:
     assert stood_in.stand_ins == {
         "a/2.jpg": "a/1.jpg", "b/2.jpg": "b/5.jpg", "b/4.jpg": "b/5.jpg", "b/7.jpg": "b/1.jpg",
     }  # fmt: skip
+    with pytest.raises(UserError, match=r"train: of a no image is left .*repair one \(a/1\.jpg: cut\)"):
+        listed.with_stand_ins({"a/1.jpg": "cut", "a/2.jpg": "damaged"})
 
 
 def test_a_class_of_bad_files_alone_is_refused(small: Path) -> None:

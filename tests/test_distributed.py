@@ -1,12 +1,13 @@
 """Who am I: torchrun's variables, Slurm's, or none."""
 
+import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from utils.distributed import Launch, choose_device, fresh_part, own_gpu, read_launch
+from utils.distributed import Launch, check_devices, choose_device, fresh_part, own_gpu, process_group, read_launch
 from utils.errors import RunFailed, UserError
 
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
@@ -68,6 +69,43 @@ def test_each_attempt_has_a_part_of_the_store_to_itself() -> None:
         assert not any(part.check(["address"]) for part in parts)
         parts[0].set("address", str(attempt))
         assert [part.get("address") for part in parts] == [str(attempt).encode()] * 3
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(other.getsockname()[1])} | TORCHRUN | {"RANK": "0"}
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        with (
+            pytest.raises(RunFailed, match=r"rank 0: cannot meet rank 0 .*EADDRINUSE.*--timeout is 30 s"),
+            process_group("cpu", 30.0),
+        ):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("devices", "said"),
+    [
+        (("cuda a 1", "cpu", "cuda b 1", "cpu"), "rank 1, 3 of 4 sees no GPU, the others do"),
+        (("cuda a 1", "cuda a 2", "cuda b 1", "cuda a 2"), "rank 1 and rank 3 have the same GPU"),
+        (("cuda a 1", "cuda a 2", "cuda b 1", "cuda b 2"), None),
+        (("cpu",) * 4, None),
+    ],
+)
+def test_devices_that_do_not_go_together_are_refused_on_all_ranks(devices: tuple[str, ...], said: str | None) -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True)
+    with ThreadPoolExecutor(4) as threads:
+        checks = [
+            threads.submit(check_devices, own, TCPStore("127.0.0.1", server.port), rank, 4)
+            for rank, own in enumerate(devices)
+        ]
+        errors = [check.exception() for check in checks]
+    if said is None:
+        assert errors == [None] * 4
+    else:
+        assert all(isinstance(error, UserError) and said in str(error) and error.common for error in errors), errors
 
 
 def test_who_does_not_come_is_named() -> None:

@@ -1,6 +1,11 @@
 """metrics.jsonl holds one history, whatever was lost."""
 
+import contextlib
 import json
+import resource
+import signal
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +24,46 @@ def test_rewind_drops_what_is_after_the_position(tmp_path: Path, cpu: DistEnv) -
     assert [json.loads(line) for line in path.read_text().splitlines()] == records
     log.rewind(epoch=0, step=2)  # trained to the epoch's end, not evaluated
     assert [json.loads(line) for line in path.read_text().splitlines()] == records[:2]
+
+
+@contextlib.contextmanager
+def limited_to(size: int) -> Iterator[None]:
+    """No file of this process grows beyond `size` bytes, as on a disk that is full."""
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        signal.signal(signal.SIGXFSZ, before)
+
+
+def test_rewind_on_a_full_disk(tmp_path: Path, cpu: DistEnv) -> None:
+    """Nothing to drop is nothing to write; what cannot be written stays as it was."""
+    path = tmp_path / "metrics.jsonl"
+    text = "".join(json.dumps({"epoch": 1, "step": step}) + "\n" for step in range(100))
+    path.write_text(text)
+    log = Log(tmp_path, cpu, epochs=1, steps_per_epoch=100, tensorboard=False)
+    with limited_to(100):
+        log.rewind(epoch=0, step=100)
+        with pytest.raises(OSError, match="File too large"):
+            log.rewind(epoch=0, step=50)
+    assert path.read_text() == text
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's thread
+def test_events_on_a_full_disk(tmp_path: Path, cpu: DistEnv, capsys: pytest.CaptureFixture[str]) -> None:
+    log = Log(tmp_path, cpu, epochs=1, steps_per_epoch=100, tensorboard=True)
+    with limited_to(400):
+        for step in range(29):
+            log.record({"epoch": 1, "step": step, "train/loss": 1.0})
+            time.sleep(0.02)  # for TensorBoard's own thread to fail
+    log.record({"epoch": 1, "step": 29, "train/loss": 1.0})
+    log.close()
+    assert capsys.readouterr().out.count("TensorBoard's events are no longer written") == 1
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 30
 
 
 def test_only_rank_0_writes(tmp_path: Path, cpu: DistEnv, capsys: pytest.CaptureFixture[str]) -> None:

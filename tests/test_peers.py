@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import resource
 import signal
 import subprocess
 import time
@@ -23,21 +24,22 @@ from tests.conftest import (
     read_checkpoint,
     workers_of,
 )
+from utils.peers import _has_ended
 
 TORCH_KILLS = 30  # seconds after which torchrun kills what ignores SIGTERM
 pytestmark = pytest.mark.dist
 
 
 class Started:
-    """A launch of two processes that would train for hours, and whose end somebody else decides."""
+    """A launch by torchrun that would train for hours, and whose end somebody else decides."""
 
-    def __init__(self, data: Path, folder: Path, *flags: str) -> None:
+    def __init__(self, data: Path, folder: Path, *flags: str, processes: int = 2) -> None:
         self.folder = folder
         words = ("--data-dir", data, *TINY, "--epochs", 100000, "--batch-size", 4, "--output-dir", folder / "run")
         self.out, self.err = folder / "out", folder / "err"
         self.shared = set(os.listdir("/dev/shm"))
         with self.out.open("w") as out, self.err.open("w") as err:
-            line = [*command(2), *map(str, words), *flags]
+            line = [*command(processes, "--standalone"), *map(str, words), *flags]
             self.launcher = subprocess.Popen(line, stdout=out, stderr=err, env=environment())
         self.workers: dict[int, int] = {}
         self.processes: dict[int, int] = {}
@@ -73,8 +75,8 @@ class Started:
 
 
 @contextlib.contextmanager
-def started(data: Path, folder: Path, *flags: str) -> Iterator[Started]:
-    launch = Started(data, folder, *flags)
+def started(data: Path, folder: Path, *flags: str, processes: int = 2) -> Iterator[Started]:
+    launch = Started(data, folder, *flags, processes=processes)
     try:
         yield launch
     finally:
@@ -137,6 +139,29 @@ def test_workers_end_with_their_launcher(data: Path, tmp_path: Path, launch: Cal
     assert f"step {stopped[0]}\n" in again.out, again.out + again.err
     before, after = int(stopped[0]), read_checkpoint(tmp_path / "run")["step"]
     assert after > before or (after == before and after % (41 // 8) == 0)  # at an epoch's end evaluation comes first
+
+
+def test_a_lone_worker_ends_with_its_launcher(data: Path, tmp_path: Path) -> None:
+    with started(data, tmp_path, processes=1) as launch:
+        launch.wait_for(launch.trains)
+        launch.launcher.kill()
+        launch.check_nothing_left(30)
+    assert "stopped by SIGTERM at step" in launch.out.read_text()
+
+
+def test_only_a_process_that_is_gone_has_ended() -> None:
+    with subprocess.Popen(["true"]) as process:
+        while not _has_ended(str(process.pid)):  # a zombie until it is waited for
+            time.sleep(0.01)
+    assert _has_ended(str(process.pid))
+    assert not _has_ended(str(os.getpid()))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # not a handle more
+    try:
+        ended = _has_ended(str(os.getpid()))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert not ended
 
 
 @pytest.mark.slow

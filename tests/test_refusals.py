@@ -113,6 +113,8 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
     ("--batch-size 1", ("--image-size 32:", "a batch of 1 ", "another --batch-size")),
     ("--optimizer sdg", ("--optimizer sdg:", "the closest are sgd, ")),
     ("--optimizer fusedsgd", ("--optimizer fusedsgd:", "cannot be had here", "give another")),  # apex's, CUDA only
+    ("--optimizer adahessian", ("--optimizer adahessian:", "gradients of gradients", "give another")),
+    ("--timeout 1e10", ("--timeout 1e+10:", "at most 1000000 seconds")),
     ("--resume nowhere.pt", ("--resume nowhere.pt:", "no such checkpoint", "give an existing file, auto or none")),
     ("--pretrained nowhere.pt", ("--pretrained nowhere.pt:", "no such file", "give a weights file")),
     ("--config nowhere.yaml", ("--config nowhere.yaml:", "No such file", "give a YAML file")),

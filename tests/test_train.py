@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,17 @@ import pytest
 import timm
 import torch
 
-from tests.conftest import ROOT, TINY, Finished, assert_same, environment, read_checkpoint, read_metrics, write_data
+from tests.conftest import (
+    ROOT,
+    TINY,
+    Finished,
+    assert_same,
+    command,
+    environment,
+    read_checkpoint,
+    read_metrics,
+    write_data,
+)
 from tests.test_resume import EVERYTHING, PLAIN, flags_for, steps_logged, train_losses
 from utils.state import mean_buffers
 
@@ -130,16 +142,74 @@ def test_resume_is_exact_on_three_ranks(
 
 @pytest.mark.dist
 def test_slurm_without_torchrun(data: Path, tmp_path: Path) -> None:
-    flags = ("--data-dir", data, *TINY, "--epochs", 1, "--batch-size", 4, "--output-dir", tmp_path)
+    """Two steps of one job at the same time, whose processes must not take each other for their own."""
+    flags = ("--data-dir", data, *TINY, "--epochs", 1, "--batch-size", 4)
     job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
     job |= {"SLURM_STEP_NODELIST": "localhost"}
-    words = [sys.executable, str(ROOT / "train.py"), *map(str, flags)]
-    tasks = [
-        subprocess.Popen(words, env=environment() | job | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)})
-        for rank in range(2)
-    ]
-    assert [task.wait(timeout=120) for task in tasks] == [0, 0]
-    assert json.loads((tmp_path / "summary.json").read_text())["world_size"] == 2
+    tasks = []
+    for rank in range(2):
+        for step in range(2):
+            own = {"SLURM_STEP_ID": str(step), "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+            words = [sys.executable, ROOT / "train.py", *flags, "--seed", step, "--output-dir", tmp_path / str(step)]
+            tasks.append(subprocess.Popen(list(map(str, words)), env=environment() | job | own))
+    assert [task.wait(timeout=120) for task in tasks] == [0, 0, 0, 0]
+    for step in range(2):
+        assert json.loads((tmp_path / str(step) / "summary.json").read_text())["world_size"] == 2
+        assert json.loads((tmp_path / str(step) / "config.json").read_text())["seed"] == step
+
+
+def in_own_folders(folders: Sequence[Path], flags: Sequence[object]) -> list[Finished]:
+    """train.py with a process for each folder, its working directory, as on machines that do not share their disks."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = environment() | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(len(folders))}
+    words = [sys.executable, ROOT / "train.py", *flags]
+    ranks = [
+        subprocess.Popen(
+            list(map(str, words)), cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(len(folders))},
+        )
+        for rank, folder in enumerate(folders)
+    ]  # fmt: skip
+    said = [rank.communicate(timeout=120) for rank in ranks]
+    return [Finished(rank.returncode, *texts) for rank, texts in zip(ranks, said, strict=True)]
+
+
+@pytest.mark.dist
+def test_what_one_rank_alone_sees(data: Path, tmp_path: Path, launch: Callable[..., Finished]) -> None:
+    """Checkpoints, summaries and weights that are not on every machine: all ranks draw the same conclusion, at once."""
+    flags = ("--data-dir", data, *TINY, "--batch-size", 4, "--epochs", 2, "--timeout", 30)
+    shared, *folders = (tmp_path / name for name in ("shared", "0", "1"))
+    assert launch(*flags, "--output-dir", shared, processes=2).status == 0
+    for folder in folders:
+        shutil.copytree(shared, folder / "run")
+
+    (folders[1] / "run" / "summary.json").unlink()
+    done = in_own_folders(folders, [*flags, "--output-dir", "run"])
+    assert [rank.status for rank in done] == [0, 0], done
+
+    whole = (folders[1] / "run" / "last.pt").read_bytes()
+    (folders[1] / "run" / "last.pt").write_bytes(whole[:1000])  # last-1.pt is of the same step, before its evaluation
+    done = in_own_folders(folders, [*flags, "--output-dir", "run"])
+    assert [rank.status for rank in done] == [2, 2], done
+    assert "not the same checkpoint on all ranks; rank 1 skipped: --resume run/last.pt: damaged" in done[0].err
+    assert done[1].err == ""
+
+    torch.save(timm.create_model("test_resnet", num_classes=3).state_dict(), folders[0] / "weights.pt")
+    done = in_own_folders(folders, [*flags, "--output-dir", "new", "--pretrained", "weights.pt"])
+    assert [rank.status for rank in done] == [2, 2], done
+    assert "--pretrained weights.pt: no such file" in done[0].err
+
+
+def test_nobody_listens(data: Path, tmp_path: Path) -> None:
+    """Standard output on a full disk: the run goes on, and ends well."""
+    flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--epochs", 2, "--output-dir", tmp_path)
+    words = [*command(1), *map(str, flags)]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, env=environment(), timeout=200)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert read_checkpoint(tmp_path)["epoch"] == 2
 
 
 def test_everything_on_trains_and_learns(data: Path, tmp_path: Path, launch: Callable[..., Finished]) -> None:

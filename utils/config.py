@@ -18,6 +18,7 @@ import typer
 import yaml
 
 from utils.errors import UserError
+from utils.files import write_whole
 
 # typer carries click under a private name; BadParameter is the public way to click's common base class.
 USAGE_ERROR: Any = typer.BadParameter.__mro__[2]
@@ -116,7 +117,7 @@ class TrainConfig:
 
     def save(self, path: Path) -> None:
         """Write the fields as JSON; the file is itself a valid `--config`, on a machine of the same kind."""
-        path.write_text(json.dumps(self.to_dict(), indent=2) + "\n")
+        write_whole(path, json.dumps(self.to_dict(), indent=2) + "\n")
 
 
 def flag(name: str) -> str:
@@ -132,6 +133,7 @@ _AT_LEAST: dict[str, float] = {
 LONGEST_RECIPE = 1_000_000
 _BELOW_ONE = ("momentum", "label_smoothing", "ema_decay")
 _ABOVE_ZERO = ("lr", "timeout")
+LONGEST_TIMEOUT = 1e6  # seconds; a store that is told to wait for much longer does not wait at all
 
 
 def validate(config: TrainConfig) -> None:
@@ -151,6 +153,8 @@ def validate(config: TrainConfig) -> None:
     for name in _ABOVE_ZERO:
         if not 0 < getattr(config, name) < float("inf"):
             raise UserError(f"{flag(name)} {getattr(config, name)}: must be more than 0 and finite")
+    if config.timeout > LONGEST_TIMEOUT:
+        raise UserError(f"--timeout {config.timeout:g}: must be at most {LONGEST_TIMEOUT:.0f} seconds")
     if not 0 < config.crop_scale <= 1:
         raise UserError(f"--crop-scale {config.crop_scale}: must be more than 0 and at most 1")
     for name, meaning in (("random_erase", "probability"), ("hflip", "probability"), ("hw_decoder_load", "share")):

@@ -94,13 +94,21 @@ class Manifest:
         """The same number of images with the same labels and fingerprint, none of them among the files `bad`.
 
         The next good file of the class takes the place of a bad one, and is in two places then: a run that has begun
-        with these files keeps its order of images. Every class must have a good one (as `without` finds out).
+        with these files keeps its order of images.
+
+        Raises:
+            UserError: a class would have no image left.
         """
         order = np.arange(len(self))
         is_bad = np.array([name in bad for name in self.files], dtype=bool)
         for index in np.flatnonzero(is_bad):
             start, end = np.searchsorted(self.labels, [self.labels[index], self.labels[index] + 1])
             good = start + np.flatnonzero(~is_bad[start:end])
+            if not len(good):
+                raise UserError(
+                    f"{self.root}: of {self.classes[self.labels[index]]} no image is left that this run began with; "
+                    f"repair one ({self.files[index]}: {bad[self.files[index]]}), or start anew in another --output-dir"
+                )
             order[index] = good[np.searchsorted(good, index) % len(good)]
         return dataclasses.replace(
             self,

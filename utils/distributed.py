@@ -90,16 +90,20 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
     return Launch(*values)
 
 
-def _rendezvous(environ: Mapping[str, str]) -> str:
-    """Where the processes meet: torchrun's store, or the first host of a Slurm step."""
+def _rendezvous(environ: Mapping[str, str]) -> tuple[str, str]:
+    """Where the processes meet, torchrun's store or the first host of a Slurm step, and a name that is theirs alone.
+
+    Steps of one job may run at the same time, so each has a port of its own, below those that Linux gives out.
+    """
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
-        return "env://"
+        return "env://", "brisk"
     hosts = environ.get("SLURM_STEP_NODELIST", "")
     first = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", hosts)  # node[03-05,9].lan,... -> node03.lan
-    job = environ.get("SLURM_JOB_ID", "")
-    if first is None or not job.isdigit():
+    job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "0")
+    if first is None or not job.isdigit() or not step.isdigit():
         raise UserError("MASTER_ADDR and MASTER_PORT are missing in the environment; start with torchrun or srun")
-    return f"tcp://{first[1]}{first[2] or ''}{first[3] or ''}:{20000 + int(job) % 20000}"
+    port = 20000 + (int(job) + 7919 * int(step)) % 12000
+    return f"tcp://{first[1]}{first[2] or ''}{first[3] or ''}:{port}", f"brisk-{job}.{step}"
 
 
 def choose_device(choice: str, launch: Launch) -> torch.device:
@@ -161,22 +165,24 @@ def process_group(
     env = DistEnv(**dataclasses.asdict(launch), device=device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    end_with_launcher()
     if env.world_size == 1:
         yield env
         return
-    end_with_launcher()
     limit = datetime.timedelta(seconds=timeout)
-    meet = _rendezvous(os.environ)
+    meet, name = _rendezvous(os.environ)
     try:
         store, _, _ = next(rendezvous(meet, env.rank, env.world_size, timeout=limit))
-    except dist.DistError:
+    except dist.DistError as error:
+        reason = str(error).partition("\n")[0]
         raise RunFailed(
-            f"rank {env.rank}: rank 0 or its launcher does not answer at {meet} for {timeout:g} s (--timeout)",
+            f"rank {env.rank}: cannot meet rank 0 or its launcher at {meet} ({reason}); --timeout is {timeout:g} s",
             common=False,
         ) from None
-    store = fresh_part(store, env.rank, env.world_size, timeout)
+    store = fresh_part(PrefixStore(name, store), env.rank, env.world_size, timeout)
     peers = Peers(store, env.rank, env.world_size, timeout)
     with peers.watched(tell):
+        check_devices(_describe(device), store, env.rank, env.world_size)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=PrefixStore("group", store),
@@ -201,7 +207,6 @@ def fresh_part(store: Store, rank: int, world_size: int, timeout: float) -> Pref
         RunFailed: a process did not come within `timeout` seconds.
     """
     own, deadline = uuid.uuid4().hex, time.monotonic() + timeout
-    store = PrefixStore("brisk", store)
     store.set(f"word/{rank}", own)
     part = own  # rank 0's word is the name
     missing = list(range(1, world_size)) if rank == 0 else [0]
@@ -220,6 +225,38 @@ def fresh_part(store: Store, rank: int, world_size: int, timeout: float) -> Pref
         names = ", ".join(map(str, missing))
         raise RunFailed(f"rank {names} did not come within {timeout:g} s (--timeout)", common=False)
     return PrefixStore(part, store)
+
+
+def _describe(device: torch.device) -> str:
+    """`cpu`, or `cuda` and what no other GPU is called."""
+    if device.type != "cuda":
+        return device.type
+    return f"{device.type} {os.uname().nodename} {torch.cuda.get_device_properties(device).uuid}"
+
+
+def check_devices(own: str, store: Store, rank: int, world_size: int) -> None:
+    """Compare the ranks' devices, each as `_describe` has it. A collective, before any that those devices take part in.
+
+    Raises:
+        UserError: on all ranks: some have GPUs and others do not, or two have the same.
+    """
+    store.set(f"device/{rank}", own)
+    devices = [store.get(f"device/{rank}").decode() for rank in range(world_size)]
+    kinds = [device.split()[0] for device in devices]
+    if len(set(kinds)) > 1:
+        without = ", ".join(str(rank) for rank, kind in enumerate(kinds) if kind == "cpu")
+        raise UserError(
+            f"--device auto: rank {without} of {world_size} sees no GPU, the others do; check nvidia-smi and the "
+            "driver there, or give --device cpu",
+            common=True,
+        )
+    for rank, device in enumerate(devices):
+        if kinds[0] == "cuda" and device in devices[:rank]:
+            raise UserError(
+                f"rank {devices.index(device)} and rank {rank} have the same GPU; start one process per GPU "
+                "(torchrun --nproc_per_node, srun --ntasks-per-node)",
+                common=True,
+            )
 
 
 def all_reduce_sum(tensor: Tensor) -> Tensor:
@@ -261,6 +298,17 @@ def raise_together(error: UserError | None, env: DistEnv) -> None:
     for found in gather(str(error) if error else None, env):
         if found is not None:
             raise UserError(found, common=True)
+
+
+@contextlib.contextmanager
+def together(env: DistEnv) -> Iterator[None]:
+    """Around what some ranks may find wrong and others not: a UserError of any is raised on all. A collective."""
+    error = None
+    try:
+        yield
+    except UserError as found:
+        error = found
+    raise_together(error, env)
 
 
 @torch.no_grad()

@@ -11,8 +11,19 @@ from typing import Any
 from tqdm import tqdm
 
 from utils.distributed import DistEnv
+from utils.files import write_whole
 
 METRICS = "metrics.jsonl"
+
+
+def speak(text: str) -> None:
+    """A line for the user, above the bar if there is one.
+
+    No run ends because it cannot be written: to a full disk, or into a pipe that nobody reads any more.
+    """
+    with contextlib.suppress(OSError):
+        tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
 
 
 class Log:
@@ -41,8 +52,7 @@ class Log:
     def say(self, text: str) -> None:
         """A line for the user, above the bar if there is one."""
         if self._active:
-            tqdm.write(text, file=sys.stdout)
-            sys.stdout.flush()
+            speak(text)
 
     def rewind(self, epoch: int, step: int) -> None:
         """Drop records after a position, written by a launch that went on past the checkpoint and was lost.
@@ -50,14 +60,16 @@ class Log:
         Args:
             epoch: epochs that are evaluated.
             step: steps that are taken.
+
+        Raises:
+            OSError: it cannot be written.
         """
         if not self._active:
             return
-        lines = self._path.read_text().splitlines() if self._path.is_file() else []
-        kept = [line for line in lines if _is_before(line, epoch, step)]
-        temporary = self._path.with_name(f".{METRICS}.tmp")
-        temporary.write_text("".join(line + "\n" for line in kept))
-        temporary.replace(self._path)
+        text = self._path.read_text() if self._path.is_file() else ""
+        kept = "".join(line + "\n" for line in text.splitlines() if _is_before(line, epoch, step))
+        if kept != text or not self._path.is_file():
+            write_whole(self._path, kept)
 
     def record(self, values: dict[str, Any]) -> None:
         """Append one object to metrics.jsonl, and its numbers to TensorBoard; JSON has null for what is not finite."""
@@ -74,10 +86,18 @@ class Log:
             self.say(f"warning: {self._path}: not written ({error.strerror})")
             with contextlib.suppress(OSError):
                 os.truncate(self._path, size)  # not half a line
-        if self._events is not None:
+        self._record_events(values)
+
+    def _record_events(self, values: dict[str, Any]) -> None:
+        if self._events is None:
+            return
+        try:
             for name in values.keys() - {"epoch", "step"}:
                 self._events.add_scalar(name, values[name], values["step"])
             self._events.flush()
+        except OSError as error:  # its writer's thread has ended
+            self._events = None
+            self.say(f"warning: TensorBoard's events are no longer written ({error.strerror}); metrics.jsonl is")
 
     def start_epoch(self, epoch: int, step: int) -> None:
         """A fresh bar on a terminal; nothing elsewhere.
@@ -138,7 +158,8 @@ class Log:
         """End the bar and TensorBoard's file."""
         self._close_bar()
         if self._events is not None:
-            self._events.close()
+            with contextlib.suppress(OSError):
+                self._events.close()
 
 
 def _is_before(line: str, epoch: int, step: int) -> bool:

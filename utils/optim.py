@@ -19,11 +19,13 @@ def scaled_lr(lr: float, global_batch_size: int) -> float:
 
 
 def check_optimizer(name: str) -> None:
-    """Raise UserError, with the closest names, unless timm knows the optimizer."""
+    """Raise UserError, with the closest names, unless timm knows the optimizer and our step is enough for it."""
     known = timm.optim.list_optimizers()
     if name not in known:
         close = ", ".join(difflib.get_close_matches(name, known, n=3, cutoff=0.0))
         raise UserError(f"--optimizer {name}: unknown to timm; the closest are {close}")
+    if timm.optim.get_optimizer_info(name).second_order:
+        raise UserError(f"--optimizer {name}: needs gradients of gradients, which are not computed here; give another")
 
 
 def create_optimizer(config: TrainConfig, model: nn.Module, global_batch_size: int) -> Optimizer:

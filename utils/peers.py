@@ -205,17 +205,21 @@ class Peers:
         return self._place(rank) + "is stopped (SIGSTOP)" if _state(pid) in "Tt" else ""
 
 
+@functools.cache
 def _machine() -> str:
-    """Name of what process ids are counted in."""
-    return f"{os.uname().nodename}/{os.readlink('/proc/self/ns/pid')}"
+    """Name of what process ids are counted in; the host's name and its namespace's may be those of others too."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{os.uname().nodename}/{os.readlink('/proc/self/ns/pid')}/{boot}"
 
 
 def _state(pid: str) -> str:
-    """The kernel's letter for what a process of this machine does."""
+    """The kernel's letter for what a process of this machine does; "?" if it cannot be asked."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return "X"
+    except OSError:  # no handle left
+        return "?"
 
 
 def _has_ended(pid: str) -> bool:

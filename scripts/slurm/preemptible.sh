@@ -13,6 +13,8 @@
 #SBATCH --open-mode=append
 set -euo pipefail
 
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun does not take it from the job by itself
+
 # Slurm sends SIGTERM to this script too when it preempts the job; srun's processes answer it, not the script.
 trap '' TERM
 status=0

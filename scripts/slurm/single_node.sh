@@ -11,5 +11,7 @@
 #SBATCH --signal=USR1@180
 set -euo pipefail
 
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun does not take it from the job by itself
+
 # srun starts a process per GPU and passes the signal to each of them; torchrun is not needed.
 srun --kill-on-bad-exit=1 python train.py "$@"
