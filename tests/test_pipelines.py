@@ -85,7 +85,9 @@ def test_a_new_origin_draws_anew_and_resumes(tmp_path: Path, cpu: DistEnv) -> No
 
 
 @pytest.mark.parametrize(("decode", "cache"), [("fused", "none"), ("full", "none"), ("full", "host")])
-@pytest.mark.parametrize("augment", POLICIES)
+@pytest.mark.parametrize(
+    "augment", [pytest.param(name, marks=[] if name == "trivialaugment" else pytest.mark.slow) for name in POLICIES]
+)
 def test_dali_continues_bit_for_bit(data: Path, cpu: DistEnv, decode: str, cache: str, augment: str) -> None:
     train, _ = scan_splits(data)
     config, sampler = config_for(decode=decode, cache=cache, augment=augment), Sampler(len(train), 8)

@@ -127,6 +127,7 @@ def test_other_loaders_resume(
         assert "the proxy loader resumes its random draws at epochs only" in launch(*flags, "--output-dir", middle).out
 
 
+@pytest.mark.slow
 def test_killed_between_training_and_evaluation(
     data: Path, tmp_path: Path, launch: Callable[..., Finished], launch_and_end: Callable[..., int]
 ) -> None:

@@ -103,7 +103,8 @@ def optimizer_state(checkpoint: dict[str, Any]) -> list[dict[str, torch.Tensor]]
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("loader", ["dali", pytest.param("torch", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("loader", ["dali", "torch"])
 def test_stop_through_torchrun(
     data: Path,
     tmp_path: Path,
@@ -177,29 +178,36 @@ def in_own_folders(folders: Sequence[Path], flags: Sequence[object]) -> list[Fin
 
 
 @pytest.mark.dist
-def test_what_one_rank_alone_sees(data: Path, tmp_path: Path, launch: Callable[..., Finished]) -> None:
-    """Checkpoints, summaries and weights that are not on every machine: all ranks draw the same conclusion, at once."""
-    flags = ("--data-dir", data, *TINY, "--batch-size", 4, "--epochs", 2, "--timeout", 30)
+@pytest.mark.parametrize(
+    "what", ["checkpoint", *(pytest.param(what, marks=pytest.mark.slow) for what in ("summary", "weights"))]
+)
+def test_what_one_rank_alone_sees(data: Path, tmp_path: Path, launch: Callable[..., Finished], what: str) -> None:
+    """Files that are not on every machine: all ranks draw the same conclusion, at once."""
+    flags = ("--data-dir", data, *TINY, "--batch-size", 4, "--epochs", 1, "--timeout", 30, "--output-dir", "run")
     shared, *folders = (tmp_path / name for name in ("shared", "0", "1"))
-    assert launch(*flags, "--output-dir", shared, processes=2).status == 0
     for folder in folders:
-        shutil.copytree(shared, folder / "run")
-
-    (folders[1] / "run" / "summary.json").unlink()
-    done = in_own_folders(folders, [*flags, "--output-dir", "run"])
-    assert [rank.status for rank in done] == [0, 0], done
-
-    whole = (folders[1] / "run" / "last.pt").read_bytes()
-    (folders[1] / "run" / "last.pt").write_bytes(whole[:1000])  # last-1.pt is of the same step, before its evaluation
-    done = in_own_folders(folders, [*flags, "--output-dir", "run"])
+        folder.mkdir()
+    if what != "weights":
+        assert launch(*flags, "--output-dir", shared, processes=2).status == 0
+        for folder in folders:
+            shutil.copytree(shared, folder / "run")
+    if what == "summary":
+        (folders[1] / "run" / "summary.json").unlink()
+        done = in_own_folders(folders, flags)
+        assert [rank.status for rank in done] == [0, 0], done
+        return
+    if what == "checkpoint":  # last-1.pt is of the same step, before its evaluation
+        whole = (folders[1] / "run" / "last.pt").read_bytes()
+        (folders[1] / "run" / "last.pt").write_bytes(whole[:1000])
+        done = in_own_folders(folders, flags)
+        said = "not the same checkpoint on all ranks; rank 1 skipped: --resume run/last.pt: damaged"
+    else:
+        torch.save(timm.create_model("test_resnet", num_classes=3).state_dict(), folders[0] / "weights.pt")
+        done = in_own_folders(folders, [*flags, "--pretrained", "weights.pt"])
+        said = "--pretrained weights.pt: no such file"
     assert [rank.status for rank in done] == [2, 2], done
-    assert "not the same checkpoint on all ranks; rank 1 skipped: --resume run/last.pt: damaged" in done[0].err
+    assert said in done[0].err
     assert done[1].err == ""
-
-    torch.save(timm.create_model("test_resnet", num_classes=3).state_dict(), folders[0] / "weights.pt")
-    done = in_own_folders(folders, [*flags, "--output-dir", "new", "--pretrained", "weights.pt"])
-    assert [rank.status for rank in done] == [2, 2], done
-    assert "--pretrained weights.pt: no such file" in done[0].err
 
 
 def test_nobody_listens(data: Path, tmp_path: Path) -> None:
@@ -212,6 +220,7 @@ def test_nobody_listens(data: Path, tmp_path: Path) -> None:
     assert read_checkpoint(tmp_path)["epoch"] == 2
 
 
+@pytest.mark.slow
 def test_everything_on_trains_and_learns(data: Path, tmp_path: Path, launch: Callable[..., Finished]) -> None:
     """Colours are easy: a run that does not learn them is broken somewhere."""
     flags = (*flags_for(data, 1, EVERYTHING), "--epochs", 40, "--lr", 2, "--log-steps", 5, "--mixup", 0.1)
