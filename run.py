@@ -27,14 +27,7 @@ from utils.augment import BatchAugment, Normalize
 from utils.compiler import compile_network
 from utils.config import TrainConfig, flag
 from utils.dataset import FileEntry, Manifest
-from utils.distributed import (
-    DistEnv,
-    broadcast,
-    broadcast_weights,
-    diverged_parameters,
-    gather,
-    together,
-)
+from utils.distributed import DistEnv, broadcast, broadcast_weights, diverged_parameters, gather, together
 from utils.errors import RunFailed, UserError
 from utils.gradients import CapturedGradients, FlatAllReduce, Gradients, on_stream, recording_stream
 from utils.inspection import BAD_FILES, bad_files, survey

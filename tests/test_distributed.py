@@ -88,9 +88,9 @@ def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("devices", "said"),
     [
-        (("cuda a 1", "cpu", "cuda b 1", "cpu"), "rank 1, 3 of 4 sees no GPU, the others do"),
-        (("cuda a 1", "cuda a 2", "cuda b 1", "cuda a 2"), "rank 1 and rank 3 have the same GPU"),
-        (("cuda a 1", "cuda a 2", "cuda b 1", "cuda b 2"), None),
+        (("cuda 1", "cpu", "cuda 2", "cpu"), "rank 1, 3 of 4 sees no GPU, the others do"),
+        (("cuda 1", "cuda 2", "cuda 3", "cuda 2"), "rank 1 and rank 3 have the same GPU"),
+        (("cuda 1", "cuda 2", "cuda 3", "cuda 4"), None),
         (("cpu",) * 4, None),
     ],
 )

@@ -228,10 +228,8 @@ def fresh_part(store: Store, rank: int, world_size: int, timeout: float) -> Pref
 
 
 def _describe(device: torch.device) -> str:
-    """`cpu`, or `cuda` and what no other GPU is called."""
-    if device.type != "cuda":
-        return device.type
-    return f"{device.type} {os.uname().nodename} {torch.cuda.get_device_properties(device).uuid}"
+    """`cpu`, or `cuda` and what no other GPU in the world is called."""
+    return f"cuda {torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else device.type
 
 
 def check_devices(own: str, store: Store, rank: int, world_size: int) -> None:

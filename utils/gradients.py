@@ -16,7 +16,7 @@ from utils.seed import random_state, set_random_state
 
 WARMUP_PASSES = 3  # torch's advice; the first also compiles
 DDP_WARMUP_PASSES = 11  # torch's advice: DDP times its first ten passes, which a recording cannot
-AWAIT_SECONDS = 0.01
+AWAIT_SECONDS = 0.01  # between two looks at whether the device is done
 _ALIGNMENT = 4  # float32 in the 16 bytes that a GPU's thread loads at once
 
 
@@ -209,8 +209,8 @@ def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
 def _await_device(stream: torch.cuda.Stream) -> None:
     """Wait for `stream`, and let signals and the other threads of this process have their turn.
 
-    A rank that has compiled first waits here for the others, up to minutes. Without this it would launch on until the
-    device takes no more, in a call that holds Python's lock: then nobody hears that it shall stop, or a peer is gone.
+    A rank that has compiled first waits here for the others, up to minutes. If it launched on instead, until the device
+    takes no more, it would wait in CUDA: two such ranks of four heard neither a signal nor of their peers' end.
     """
     done = stream.record_event()
     while not done.query():

@@ -208,7 +208,9 @@ class Peers:
 @functools.cache
 def _machine() -> str:
     """Name of what process ids are counted in; the host's name and its namespace's may be those of others too."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    boot = ""
+    with contextlib.suppress(OSError):  # some sandboxes have none
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{os.uname().nodename}/{os.readlink('/proc/self/ns/pid')}/{boot}"
 
 
