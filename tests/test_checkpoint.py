@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import ROOT, TINY, Finished, assert_same, environment, read_checkpoint, read_metrics
-from utils.checkpoint import EARLIER, LAST, find, load_newest, write_temporary
+from utils.checkpoint import EARLIER, LAST, _write, find, load_newest, write_temporary
 from utils.config import TrainConfig
 from utils.errors import UserError
 
@@ -27,6 +27,16 @@ def test_best_is_not_written_over_after_a_crash_between_two_names(tmp_path: Path
     os.link(best, tmp_path / f".{LAST}.tmp")
     write_temporary({"step": 1}, tmp_path / LAST)
     assert best.read_bytes() == b"the best so far"
+
+
+def test_best_stays_where_the_rest_cannot_be_written(tmp_path: Path) -> None:
+    """The last thing that takes room is what becomes last-1.pt: on a disk without hard links it is a copy."""
+    for name in (LAST, "best.pt"):
+        (tmp_path / name).write_bytes(b"before")
+    (tmp_path / f".{EARLIER[0]}.tmp").mkdir()
+    with pytest.raises(OSError, match="irectory"):
+        _write({"step": 1}, tmp_path, is_best=True)
+    assert (tmp_path / "best.pt").read_bytes() == (tmp_path / LAST).read_bytes() == b"before"
 
 
 def test_a_run_goes_on_from_such_a_crash(data: Path, tmp_path: Path, launch: Callable[..., Finished]) -> None:

@@ -200,15 +200,19 @@ def save(
 
 def _write(checkpoint: dict[str, Any], folder: Path, is_best: bool) -> None:
     # Each name is, at any instant and after a crash, the old content or the new one, whole; last.pt is always there.
-    # best.pt goes before it, as last.pt already says that this is the best.
-    written = write_temporary(checkpoint, folder / LAST)
-    if is_best:
-        _rename(_link(written, folder / BEST), folder / BEST)
-    if (folder / EARLIER[0]).exists():
-        (folder / EARLIER[0]).replace(folder / EARLIER[1])
-    if (folder / LAST).exists():
-        _rename(_link(folder / LAST, folder / EARLIER[0]), folder / EARLIER[0])
-    _rename(written, folder / LAST)
+    # What takes room comes before the first rename: best.pt never changes for a checkpoint that then cannot be written.
+    # It goes before last.pt, which says that this is the best.
+    last, earlier, oldest, best = (folder / name for name in (LAST, *EARLIER, BEST))
+    written = write_temporary(checkpoint, last)
+    new_best = _link(written, best) if is_best else None
+    new_earlier = _link(last, earlier) if last.exists() else None
+    if new_best is not None:
+        _rename(new_best, best)
+    if earlier.exists():
+        earlier.replace(oldest)
+    if new_earlier is not None:
+        _rename(new_earlier, earlier)
+    _rename(written, last)
 
 
 def _temporary(path: Path) -> Path:
