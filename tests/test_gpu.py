@@ -356,6 +356,15 @@ def test_resume_in_mid_epoch_is_exact(
     assert losses[0] == losses[1]
 
 
+def test_fp16_gradients_that_no_scale_fits_end_the_run(
+    data: Path, tmp_path: Path, launch: Callable[..., Finished]
+) -> None:
+    flags = ("--amp", "fp16", "--lr", 1e6, "--max-bad-steps", 1000, "--epochs", 20, "--batch-size", 8, "--no-compile")
+    done = launch("--data-dir", data, *FLAGS, *flags, "--output-dir", tmp_path)
+    assert done.status == 1, done.err
+    assert re.search(r"at step \d+, lr .*: fp16 gradients overflow at any scale of the loss; use --amp bf16", done.err)
+
+
 @pytest.mark.parametrize("extra", [("--decode", "fused"), ("--decode", "full"), ("--cache", "gpu")], ids=" ".join)
 @pytest.mark.parametrize("kind", ["text", "cut in the middle"])
 def test_a_bad_file_is_named_or_left_out(
