@@ -19,7 +19,7 @@ export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun does not take it from the 
 trap '' TERM
 status=0
 srun --kill-on-bad-exit=1 python train.py "$@" || status=$?
-if [[ $status -eq 143 ]]; then # stopped, with a checkpoint
+if [[ $status -eq 143 || $status -eq 138 ]]; then # stopped, with a checkpoint; or by USR1 before it listened
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"
