@@ -34,7 +34,9 @@ train() {
 
 : >"$out/table.txt"
 status=0
-timeout 1500 "$PYTHON" -m pytest -m gpu -q -p no:cacheprovider tests/test_gpu.py tests/test_kernels.py 2>&1 | tee "$out/tests.log" || status=$?
+wanted=gpu
+[[ $gpus -gt 1 ]] || wanted="gpu and not gpus"
+timeout 1500 "$PYTHON" -m pytest -m "$wanted" -q -p no:cacheprovider tests/test_gpu.py tests/test_gpus.py tests/test_kernels.py 2>&1 | tee "$out/tests.log" || status=$?
 echo "gpu tests: exit $status" | tee -a "$out/table.txt"
 
 train resnet50 --arch resnet50 --epochs 5 --batch-size 256 --amp bf16 --optimizer adamw --lr 2e-3 --weight-decay 0.05 \

@@ -119,7 +119,13 @@ def launch() -> Callable[..., Finished]:
 def launch_and_end() -> Callable[..., int]:
     """Start train.py and end it with a signal once `when()` is true; returns the launcher's exit status."""
 
-    def run(*flags: str | Path, when: Callable[[], bool], number: int = signal.SIGKILL, processes: int = 1) -> int:
+    def run(
+        *flags: str | Path,
+        when: Callable[[], bool],
+        number: int = signal.SIGKILL,
+        processes: int = 1,
+        rank: int | None = None,
+    ) -> int:
         process = subprocess.Popen([*command(processes), *map(str, flags)], env=environment())
         try:
             deadline = time.monotonic() + 120
@@ -127,7 +133,9 @@ def launch_and_end() -> Callable[..., int]:
                 assert process.poll() is None, f"ended by itself with {process.returncode}"
                 assert time.monotonic() < deadline, "the moment to end it never came"
                 time.sleep(0.002)
-            if number == signal.SIGKILL:
+            if rank is not None:
+                os.kill(workers_of(process.pid)[rank], number)
+            elif number == signal.SIGKILL:
                 kill_tree(process.pid)
             else:
                 process.send_signal(number)  # torchrun passes it on
