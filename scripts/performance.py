@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The runs behind docs/performance.md, on one GPU with 16 cores: a series of benchmark.py, then their table.
+"""The runs behind docs/performance.md, on one GPU with 16 cores: a series of benchmark.py and starts, then their table.
 
     scripts/performance.py --data-dir DIR --output-dir OUT             # all runs, about 15 minutes
     scripts/performance.py --data-dir DIR --output-dir OUT --only resnet50,resnet18
@@ -9,15 +9,18 @@ holds class folders of photographs as they come from a camera or ImageNet, not r
 """
 
 import json
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 BENCHMARK = Path(__file__).with_name("benchmark.py")
+TRAIN = Path(__file__).resolve().parent.parent / "train.py"
+STARTS, START_COUNT = "starts", 4  # launches of train.py; the first may compile
 DALI = "dali-full,dali-fused"
 RUNS = {  # besides the decoding threads, eight read files, and mostly wait
     "resnet50": ("--arch", "resnet50", "--workers", "4", "--loaders", DALI),
@@ -32,6 +35,7 @@ RUNS = {  # besides the decoding threads, eight read files, and mostly wait
     "loaders-4": ("--arch", "resnet50", "--workers", "4", "--loaders", "dali-full,torch"),
     "loaders-16": ("--arch", "resnet50", "--workers", "15"),
 }  # fmt: skip
+NAMES = (*RUNS, STARTS)
 
 
 def run(name: str, data_dir: Path, output_dir: Path, window_seconds: float, limit: float) -> str:
@@ -49,6 +53,25 @@ def run(name: str, data_dir: Path, output_dir: Path, window_seconds: float, limi
         except subprocess.TimeoutExpired:
             return f"cut off after {limit:.0f} s"
     return "done" if status == 0 else f"exit {status}, see {folder / 'log.txt'}"
+
+
+def time_starts(output_dir: Path, limit: float, flags: Sequence[str] = (), count: int = START_COUNT) -> str:
+    """Launch train.py on synthetic data until its first step, several times; returns how it ended, with seconds."""
+    folder = output_dir / STARTS
+    words = (TRAIN, "--loader", "synthetic", "--resume", "none", "--time-limit", 0.001, "--output-dir", folder, *flags)
+    seconds = []
+    for _ in range(count):
+        try:
+            done = subprocess.run(
+                [sys.executable, *map(str, words)], capture_output=True, text=True, timeout=limit, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return f"cut off after {limit:.0f} s"
+        found = re.search(r"first step done ([\d.]+) s after the launch", done.stdout)
+        if found is None:
+            return f"exit {done.returncode}: {done.stderr.strip()}"
+        seconds.append(found[1])
+    return f"done; launch to first step: {', '.join(seconds)} s"
 
 
 def rows(output_dir: Path) -> Iterator[str]:
@@ -77,18 +100,21 @@ def shown(rate: dict[str, Any]) -> str:
 def main(
     data_dir: Annotated[Path, typer.Option(help="Folder of images.")],
     output_dir: Annotated[Path, typer.Option(help="Where the results go.")],
-    only: Annotated[str, typer.Option(help=f"Some of {', '.join(RUNS)}.", show_default="all")] = ",".join(RUNS),
+    only: Annotated[str, typer.Option(help=f"Some of {', '.join(NAMES)}.", show_default="all")] = ",".join(NAMES),
     window_seconds: Annotated[float, typer.Option(help="Length of a window.")] = 1.0,
     limit: Annotated[float, typer.Option(help="Seconds after which a run is cut off.")] = 400.0,
 ) -> None:
     """Run the benchmarks and print their table; status 1 if one of them failed."""
     for name in only.split(","):
-        if name not in RUNS:
-            raise typer.BadParameter(f"{name!r} is not one of {', '.join(RUNS)}", param_hint="--only")
+        if name not in NAMES:
+            raise typer.BadParameter(f"{name!r} is not one of {', '.join(NAMES)}", param_hint="--only")
     failed = False
     for name in only.split(","):
-        ended = run(name, data_dir, output_dir, window_seconds, limit)
-        failed |= ended != "done"
+        if name == STARTS:
+            ended = time_starts(output_dir, limit)
+        else:
+            ended = run(name, data_dir, output_dir, window_seconds, limit)
+        failed |= not ended.startswith("done")
         print(f"{name}: {ended}", flush=True)
     print("\n".join(rows(output_dir)))
     raise typer.Exit(int(failed))

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import re
 import shutil
 import signal
 import subprocess
@@ -33,7 +34,7 @@ from scripts.measure import (
     open_loaders,
     settings,
 )
-from tests.conftest import ROOT, environment, write_images
+from tests.conftest import ROOT, environment, read_checkpoint, write_images
 from train import train_step
 from utils.config import TrainConfig
 from utils.dataset import Manifest
@@ -327,6 +328,20 @@ def test_a_run_of_the_series_that_fails_leaves_no_old_figures(
     assert ended.value.exit_code == 1
     assert "resnet18: exit 2, see" in capsys.readouterr().out
     assert not old.exists()
+
+
+def test_starts_are_timed(tmp_path: Path) -> None:
+    tiny = ("--arch", "test_resnet", "--image-size", "32", "--batch-size", "4", "--device", "cpu")
+    ended = performance.time_starts(tmp_path, 100, tiny, count=2)
+    found = re.fullmatch(r"done; launch to first step: (.*) s", ended)
+    assert found, ended
+    seconds = [float(word) for word in found[1].split(", ")]
+    assert len(seconds) == 2
+    assert min(seconds) > 0
+    assert read_checkpoint(tmp_path / "starts")["step"] <= 2, "a start ends after its first step"
+    assert performance.time_starts(tmp_path, 100, ("--arch", "nonsense")).startswith(
+        "exit 2: train.py: --arch nonsense"
+    )
 
 
 def test_generated_images_are_like_imagenets(tmp_path: Path) -> None:
