@@ -24,6 +24,7 @@ from tests.conftest import (
     workers_of,
     write_data,
 )
+from utils.machine import nvlink_between
 
 pytestmark = [pytest.mark.gpu, pytest.mark.gpus, pytest.mark.dist]
 
@@ -49,6 +50,12 @@ def whole(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = [*command(WORLD), "--data-dir", images, *FLAGS, "--batch-size", 4, "--output-dir", folder]
     subprocess.run(list(map(str, words)), env=environment(), check=True, timeout=200)
     return folder
+
+
+def test_exchange_of_gradients_is_chosen_by_nvlink(whole: Path) -> None:
+    uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(WORLD)]
+    chosen = json.loads((whole / "config.json").read_text())["grad_exchange"]
+    assert chosen == ("flat" if nvlink_between(uuids) else "ddp")
 
 
 @pytest.mark.parametrize(
