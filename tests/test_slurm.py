@@ -1,7 +1,8 @@
 """scripts/slurm/ on a real Slurm: a controller and two nodes on this machine, two GPUs each that are none.
 
-apt-get install slurmctld slurmd slurm-client munge
-scripts/test.sh -m slurm -n 0                         # as root
+    scripts/test.sh -m slurm -n 0
+
+Needs root, and Slurm's and munge's programs: slurmctld, slurmd, slurm-client and munge, as Debian calls them.
 """
 
 import contextlib
