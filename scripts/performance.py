@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The runs behind docs/performance.md, on one GPU with 16 cores: a series of benchmark.py and starts, then their table.
 
-    scripts/performance.py --data-dir DIR --output-dir OUT             # all runs, about 15 minutes
+    scripts/performance.py --data-dir DIR --output-dir OUT             # all runs, about half an hour
     scripts/performance.py --data-dir DIR --output-dir OUT --only resnet50,resnet18
 
 Each run leaves its benchmark.json, benchmark.png and log in OUT/NAME; runs of earlier calls are in the table too. DIR
@@ -21,6 +21,7 @@ import typer
 BENCHMARK = Path(__file__).with_name("benchmark.py")
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 STARTS, START_COUNT = "starts", 4  # launches of train.py; the first may compile
+STOPPED = 143  # train.py's exit status at its time limit
 DALI = "dali-full,dali-fused"
 RUNS = {  # besides the decoding threads, eight read files, and mostly wait
     "resnet50": ("--arch", "resnet50", "--workers", "4", "--loaders", DALI),
@@ -68,7 +69,7 @@ def time_starts(output_dir: Path, limit: float, flags: Sequence[str] = (), count
         except subprocess.TimeoutExpired:
             return f"cut off after {limit:.0f} s"
         found = re.search(r"first step done ([\d.]+) s after the launch", done.stdout)
-        if found is None:
+        if found is None or done.returncode != STOPPED:
             return f"exit {done.returncode}: {done.stderr.strip()}"
         seconds.append(found[1])
     return f"done; launch to first step: {', '.join(seconds)} s"

@@ -20,7 +20,7 @@ import pytest
 
 from tests.conftest import ROOT, TINY, Finished, assert_same, environment, read_checkpoint, read_metrics
 
-pytestmark = [pytest.mark.slurm, pytest.mark.dist]
+pytestmark = [pytest.mark.slurm, pytest.mark.dist, pytest.mark.timeout(600)]
 
 CONFIG = """
 ClusterName=brisk
@@ -52,7 +52,7 @@ HOST = socket.gethostname()  # also the first node: processes meet at a job's fi
 TWO_OF_ONE_NODE = (f"--nodelist={HOST}", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1")
 ONE_OF_EACH_NODE = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1")
 FOR_EVER = ("--epochs", "100000")
-SECONDS = 120  # for anything to happen
+SECONDS = 240  # for anything to happen
 
 
 def until(when: Callable[[], bool]) -> None:
