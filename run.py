@@ -27,7 +27,7 @@ from utils.augment import BatchAugment, Normalize
 from utils.compiler import compile_network
 from utils.config import TrainConfig, flag
 from utils.dataset import FileEntry, Manifest
-from utils.distributed import DistEnv, broadcast, broadcast_weights, diverged_parameters, gather, together
+from utils.distributed import DistEnv, broadcast, broadcast_weights, connect, diverged_parameters, gather, together
 from utils.errors import RunFailed, UserError
 from utils.gradients import CapturedGradients, FlatAllReduce, Gradients, on_stream, recording_stream
 from utils.inspection import BAD_FILES, bad_files, survey
@@ -424,6 +424,7 @@ def distribute(model: nn.Module, config: TrainConfig, env: DistEnv, stream: torc
             net.register_comm_hook(None, bf16_compress_hook)
     elif env.world_size > 1:
         broadcast_weights(model)
+    connect(model, env)
     return compile_network(net) if config.compile else net
 
 

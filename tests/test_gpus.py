@@ -134,17 +134,28 @@ sys.exit(train.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["stop", "kill"])
-def test_who_has_compiled_first_hears(images: Path, tmp_path: Path, number: int) -> None:
-    """Its passes wait on the GPU for the others, more of them than the GPU's queue takes."""
+@pytest.mark.parametrize(
+    ("number", "exchange"),
+    [(signal.SIGTERM, "flat"), (signal.SIGKILL, "flat"), (signal.SIGTERM, "ddp")],
+    ids=["stop", "kill", "stop ddp"],
+)
+def test_who_has_compiled_first_hears(images: Path, tmp_path: Path, number: int, exchange: str) -> None:
+    """Its passes wait on the GPU for the others, more of them than the GPU's queue takes.
+
+    Trees are a way through the machine that gradients alone take here, as a network of machines would make them.
+    """
     script = tmp_path / "slow_train.py"
     script.write_text(COMPILES_FOR_LONG)
-    flags = ("--data-dir", images, *FLAGS, "--arch", "efficientnet_b0", "--batch-size", 4, "--output-dir", tmp_path)
+    flags = (
+        "--data-dir", images, *FLAGS, "--arch", "efficientnet_b0", "--batch-size", 4, "--output-dir", tmp_path,
+        "--grad-exchange", exchange,
+    )  # fmt: skip
     err = tmp_path / "err"
     with err.open("w") as file:
         process = subprocess.Popen(
             [*command(WORLD, program=script), *map(str, flags)],
-            stderr=file, env=environment() | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
+            stderr=file, env=environment() | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+            | {"NCCL_ALGO": "allreduce:tree;broadcast:ring"},
         )  # fmt: skip
     try:
         deadline = time.monotonic() + 240

@@ -21,6 +21,7 @@ from utils.errors import RunFailed, UserError
 from utils.peers import Peers, end_with_launcher
 
 T = TypeVar("T")
+DDP_BUCKETS = (2**18, 25 * 2**18)  # float32: 1 MiB for the first, then 25 (torch 2.11's defaults)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -332,6 +333,19 @@ def broadcast_weights(module: nn.Module) -> None:
     """Rank 0's parameters and buffers, on every rank, in place. A collective."""
     for tensor in itertools.chain(module.parameters(), module.buffers()):
         dist.broadcast(tensor, 0)
+
+
+def connect(module: nn.Module, env: DistEnv) -> None:
+    """Let NCCL connect the ranks for all-reduces as large as `module`'s gradients and as DDP's buckets. A collective.
+
+    NCCL connects within the first exchange that takes a new way through the machines, and the host waits in C until all
+    ranks are there. Now they are; later one may compile for minutes longer than another, which would not hear a signal.
+    """
+    if env.world_size == 1 or env.device.type != "cuda":
+        return
+    gradients = sum(parameter.numel() for parameter in module.parameters())
+    for numel in sorted({min(size, gradients) for size in (*DDP_BUCKETS, gradients)}):
+        dist.all_reduce(torch.zeros(numel, device=env.device))
 
 
 @torch.no_grad()
