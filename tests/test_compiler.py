@@ -24,33 +24,43 @@ def test_compiled_kernels_land_in_the_users_cache(environment: pytest.MonkeyPatc
     environment.setenv("XDG_CACHE_HOME", str(tmp_path))
     keep_results()
     torch.compile(lambda images: images.sin() + images.cos())(torch.ones(7))
-    assert list((tmp_path / "brisk").glob("compiled-*/**/*.py")), "no generated code"
+    assert list((tmp_path / "brisk").glob("compiled/**/*.py")), "no generated code"
 
 
 FRESH_PROCESS = """
+import sys
+from pathlib import Path
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from utils import layers
 from utils.compiler import compile_network
-from utils.layers import accelerate
 
-network = compile_network(accelerate(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))))
-network(torch.ones(2, 3, 8, 8)).sum().backward()
+layers.__file__ = sys.argv[1]
+network = nn.Sequential(
+    nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.MaxPool2d(3, 2, 1), nn.Conv2d(8, 8, 3, 1, 1, groups=8)
+)
+assert all(type(layer).__module__ == "utils.layers" for layer in layers.accelerate(network)[1:])
+compile_network(network)(torch.ones(2, 3, 8, 8)).sum().backward()
 print(counters["aot_autograd"]["autograd_cache_hit"], counters["inductor"]["fxgraph_cache_hit"])
 """
 
 
 @pytest.mark.slow
 def test_the_next_launch_finds_a_network_with_fused_layers(tmp_path: Path) -> None:
+    """But not if the source of the layers has changed in between."""
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     environment.pop("TORCHINDUCTOR_CACHE_DIR", None)  # which torch sets once it has compiled
+    own, changed = ROOT / "utils" / "layers.py", tmp_path / "layers.py"
+    changed.write_text(own.read_text() + "# changed\n")
     hits = [
         subprocess.run(
-            [sys.executable, "-c", FRESH_PROCESS], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+            [sys.executable, "-c", FRESH_PROCESS, source],
+            cwd=ROOT, env=environment, capture_output=True, text=True, check=True,
         ).stdout.split()
-        for _ in range(2)
-    ]
-    assert hits == [["0", "0"], ["1", "2"]], "forward and backward graph"
+        for source in (own, own, changed)
+    ]  # fmt: skip
+    assert hits == [["0", "0"], ["1", "2"], ["0", "0"]], "forward and backward graph"
 
 
 def test_the_users_own_choice_stays(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import cast
 
 import torch
-import torch._functorch.config
 from torch import nn
+from torch._inductor import config
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
+from utils import layers
+
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-LAYERS = Path(__file__).with_name("layers.py")
 
 
 def compile_network(net: nn.Module) -> nn.Module:
@@ -31,13 +32,13 @@ def keep_results() -> None:
     share also shares the results; they are keyed by network, versions and GPU. A folder that cannot be written
     leaves torch's default.
 
-    Networks with autograd functions of their own, as those of utils.layers, are left out of torch's cache unless it is
-    told otherwise, since its key need not change with a function's source. The folder's name does.
+    torch leaves networks with functions that it does not know out of its cache, as its key need not change with their
+    source. Those of utils.layers are named to it, with a digest of that file, which it adds to the key.
     """
-    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    digest = hashlib.sha256(Path(layers.__file__).read_bytes()).hexdigest()
+    config.unsafe_marked_cacheable_functions.update(dict.fromkeys(layers.IN_GRAPH, digest))
     try:
-        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = caches / "brisk" / f"compiled-{hashlib.sha256(LAYERS.read_bytes()).hexdigest()[:16]}"
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "brisk" / "compiled"
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError):  # the latter from a user without a home
         return

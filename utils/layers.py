@@ -19,6 +19,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Activation = Literal["identity", "relu", "silu"]
 Part = Literal["norm", "pool", "stem", "depthwise"]
 PARTS: tuple[Part, ...] = ("norm", "pool", "stem", "depthwise")
+IN_GRAPH: list[str] = []  # full names of the functions that stand in the graphs that torch.compile sees
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # on CUDA; float64 takes the plain path
 
 
@@ -35,6 +36,16 @@ def _operator(fake: Function) -> Callable[[Function], Function]:
         return cast(Function, operator)
 
     return register
+
+
+def _whole(function: Function) -> Function:
+    """Let the compiler's front end take a function as a whole; its back end still looks inside.
+
+    At every launch the front end would follow each autograd.Function forward and backward, seconds for the 53 batch
+    norms of a ResNet-50 (docs/experiments.md). `function` uses no tensors but its arguments.
+    """
+    IN_GRAPH.append(f"{function.__module__}.{function.__name__}")
+    return cast(Function, torch.compiler.allow_in_graph(function))  # type: ignore[no-untyped-call]
 
 
 def _use_kernels(tensor: Tensor) -> bool:
@@ -157,6 +168,13 @@ class _BatchNormAct(torch.autograd.Function):
         return _cast(dx, x.dtype), dot * std_inverse, dy_sum, None, None, None, None
 
 
+@_whole
+def _batch_norm_act(
+    x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, eps: float, activation: str
+) -> Tensor:
+    return cast(Tensor, _BatchNormAct.apply(x, weight, bias, mean, var, eps, activation))
+
+
 class BatchNorm2d(nn.BatchNorm2d):
     """torch's, followed by `activation`; parameters, buffers and what it computes are the same."""
 
@@ -168,8 +186,7 @@ class BatchNorm2d(nn.BatchNorm2d):
             return _activate(super().forward(x), self.activation)
         mean, var = batch_norm_stats(x.detach())
         self._update(mean, var * (count / (count - 1)))
-        arguments = (x, self.weight, self.bias, mean, var, self.eps, self.activation)
-        return cast(Tensor, _BatchNormAct.apply(*arguments))
+        return _batch_norm_act(x, self.weight, self.bias, mean, var, self.eps, self.activation)
 
     @torch.no_grad()
     def _update(self, mean: Tensor, var: Tensor) -> None:
@@ -246,11 +263,16 @@ class _MaxPool(torch.autograd.Function):
         return max_pool_backward(dy, *ctx.saved_tensors, *ctx.size)
 
 
+@_whole
+def _max_pool(x: Tensor) -> Tensor:
+    return cast(Tensor, _MaxPool.apply(x))
+
+
 class MaxPool2d(nn.MaxPool2d):
     """torch's, of kernel 3, stride 2 and padding 1."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return cast(Tensor, _MaxPool.apply(x))
+        return _max_pool(x)
 
 
 # Convolution of images.
@@ -360,13 +382,18 @@ class _Depthwise(torch.autograd.Function):
         return dx, _cast(grad, weight.dtype), None
 
 
+@_whole
+def _depthwise(x: Tensor, weight: Tensor, stride: int) -> Tensor:
+    return cast(Tensor, _Depthwise.apply(x, weight, stride))
+
+
 class DepthwiseConv2d(nn.Conv2d):
     """torch's, of one filter a channel, an odd square kernel that keeps the size, and stride 1 or 2."""
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        y = cast(Tensor, _Depthwise.apply(x, self.weight, self.stride[0]))
+        y = _depthwise(x, self.weight, self.stride[0])
         return y if self.bias is None else y + _column(self.bias).to(y.dtype)
 
 
