@@ -29,7 +29,6 @@ def test_compiled_kernels_land_in_the_users_cache(environment: pytest.MonkeyPatc
 
 FRESH_PROCESS = """
 import sys
-from pathlib import Path
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
