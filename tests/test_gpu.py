@@ -25,7 +25,6 @@ from utils.augment import BatchAugment, Normalize
 from utils.config import TrainConfig
 from utils.dataset import scan_splits, synthetic
 from utils.distributed import DistEnv
-from utils.errors import UserError
 from utils.gradients import CapturedGradients, FlatAllReduce, Gradients, on_stream, recording_stream
 from utils.machine import nvlink_between
 from utils.sampler import Sampler
@@ -301,17 +300,34 @@ def test_signals_are_heard_while_a_recording_waits_for_the_device() -> None:
     assert busy["at the signal"] == [True]
 
 
-def test_network_that_cannot_be_captured_is_refused_with_the_remedy() -> None:
-    class Synchronising(nn.Linear):
-        def forward(self, images: torch.Tensor) -> torch.Tensor:
-            assert images.sum().item() != 0  # waits for the device, which a recording cannot
-            return super().forward(images.flatten(1))
+WAITS_FOR_THE_DEVICE = """
+import sys, timm, train
 
-    net = Synchronising(3 * 24 * 24, 10).cuda()
-    gradients = Gradients(net, nn.CrossEntropyLoss(), torch.amp.GradScaler("cuda", enabled=False), torch.float32, 1)
-    images, targets = torch.randn(8, 3, 24, 24, device="cuda"), torch.randint(0, 10, (8,), device="cuda")
-    with pytest.raises(UserError, match=r"--cuda-graph: .* use --no-cuda-graph"):
-        CapturedGradients(gradients, recording_stream(torch.device("cuda", 0)))(images, targets, 0)
+def wait(module, images):
+    images[0].sum().item()
+
+@timm.models.register_model
+def waiting_net(**options):
+    net = timm.create_model("test_resnet", **options)
+    net.register_forward_pre_hook(wait)
+    return net
+
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+def test_network_that_cannot_be_captured_is_refused_with_the_remedy(
+    data: Path, tmp_path: Path, launch: Callable[..., Finished], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a process of its own, as torch's random numbers are of no use after a recording that failed."""
+    program = tmp_path / "train_waiting.py"
+    program.write_text(WAITS_FOR_THE_DEVICE)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+    flags = [*FLAGS, "--data-dir", data, "--output-dir", tmp_path / "out", "--arch", "waiting_net", "--no-compile"]
+    done = launch(*flags, "--epochs", 1, "--batch-size", 8, "--cuda-graph", program=program)
+    assert done.status == 2, done.err
+    assert re.search(r"--cuda-graph: .* use --no-cuda-graph", done.err.splitlines()[-1])
+    assert launch(*flags, "--epochs", 1, "--batch-size", 8, "--no-cuda-graph", program=program).status == 0
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ sys.exit(train.main(sys.argv[1:]))
 def test_who_has_compiled_first_hears(images: Path, tmp_path: Path, number: int, exchange: str) -> None:
     """Its passes wait on the GPU for the others, more of them than the GPU's queue takes.
 
-    Trees are a way through the machine that gradients alone take here, as a network of machines would make them.
+    Gradients alone take trees here, as in a network of machines; among two GPUs these are no way of their own.
     """
     script = tmp_path / "slow_train.py"
     script.write_text(COMPILES_FOR_LONG)
