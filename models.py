@@ -29,7 +29,9 @@ def check_arch(arch: str) -> None:
         raise UserError(f"--arch {arch}: timm has no such pretrained variant; the closest are {close}")
 
 
-def create_model(arch: str, num_classes: int, pretrained: str | None = None, image_size: int = 224) -> nn.Module:
+def create_model(
+    arch: str, num_classes: int, pretrained: str | None = None, image_size: int = 224, need_head: bool = False
+) -> nn.Module:
     """Build a network.
 
     Args:
@@ -38,12 +40,18 @@ def create_model(arch: str, num_classes: int, pretrained: str | None = None, ima
         pretrained: None, "timm" for timm's published weights, or a local file (.safetensors, .pt, a checkpoint of
             Brisk); the head is left at its random start where its shape differs.
         image_size: side of the input, for networks that are built for one size (vision transformers).
+        need_head: whether pretrained weights must have a head of that shape, as for an evaluation.
 
     Raises:
         UserError: unknown name, weights that cannot be had or do not fit, or a size that the network rejects.
     """
     check_arch(arch)
     sized = timm.get_pretrained_cfg(arch)
+    if need_head and pretrained == "timm" and sized is not None and sized.num_classes != num_classes:
+        raise UserError(
+            f"--evaluate --pretrained: timm's weights for {arch} tell {sized.num_classes} classes apart, not the "
+            f"{num_classes} of the data; give --resume PATH of a run on that data"
+        )
     options = {"img_size": image_size} if sized is not None and sized.fixed_input_size else {}
     try:
         model: nn.Module = timm.create_model(arch, pretrained=pretrained == "timm", num_classes=num_classes, **options)
@@ -56,7 +64,7 @@ def create_model(arch: str, num_classes: int, pretrained: str | None = None, ima
             f"--arch {arch}: timm cannot build it at --image-size {image_size} ({_first_line(error)})"
         ) from error
     if pretrained not in (None, "timm"):
-        _load_weights(model, Path(pretrained))
+        _load_weights(model, Path(pretrained), need_head)
     return model.to(memory_format=torch.channels_last)
 
 
@@ -97,7 +105,7 @@ def normalization(model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...
     return tuple(settings["mean"]), tuple(settings["std"])
 
 
-def _load_weights(model: nn.Module, path: Path) -> None:
+def _load_weights(model: nn.Module, path: Path, need_head: bool) -> None:
     if not os.path.isfile(path):  # unlike Path.is_file, False for what may not be looked at
         raise UserError(f"--pretrained {path}: no such file; give a weights file, or no value for timm's weights")
     try:
@@ -113,9 +121,9 @@ def _load_weights(model: nn.Module, path: Path) -> None:
     settings: Any = model.pretrained_cfg
     head = tuple(f"{name}." for name in _as_tuple(settings.get("classifier")))
     for name in list(loaded):
-        if name.startswith(head) and name in wanted and loaded[name].shape != wanted[name].shape:
+        if not need_head and name.startswith(head) and name in wanted and loaded[name].shape != wanted[name].shape:
             del loaded[name]
-    absent = [name for name in wanted if name not in loaded and not name.startswith(head)]
+    absent = [name for name in wanted if name not in loaded and (need_head or not name.startswith(head))]
     unfit = [name for name in loaded if name not in wanted or loaded[name].shape != wanted[name].shape]
     if absent or unfit:
         raise UserError(

@@ -31,6 +31,7 @@ from utils.distributed import DistEnv, broadcast, broadcast_weights, connect, di
 from utils.errors import RunFailed, UserError
 from utils.gradients import CapturedGradients, FlatAllReduce, Gradients, on_stream, recording_stream
 from utils.inspection import BAD_FILES, bad_files, survey
+from utils.launcher import restarted_by
 from utils.layers import accelerate
 from utils.layout import Layout, choose_batch_size, layout_of, saved_layout
 from utils.log import Log, speak
@@ -81,6 +82,11 @@ class Run:
     seconds_to_first_step: float | None = None  # of this launch, from the start of the process
     unsaved: str | None = None  # why the last save failed; known to rank 0 alone
 
+    @property
+    def again(self) -> str:
+        """What resumes this run."""
+        return "the same command" if self.config.resume == "auto" else "the same command with --resume auto"
+
     def save(self, is_best: bool = False) -> None:
         """Write last.pt (and best.pt) as of now; if that fails, say so and let the run go on. A collective.
 
@@ -88,7 +94,7 @@ class Run:
         may be, as the scaler has skipped that step.
 
         Raises:
-            RunFailed: on all ranks, if their weights are not the same.
+            RunFailed: on all ranks, if their weights are not the same, or running statistics are lost for good.
         """
         with self.state.meter.paused():
             self._check_ranks()
@@ -96,6 +102,7 @@ class Run:
             if self.unsaved is not None:
                 self.log.say(f"warning: no checkpoint at step {self.state.step}: {self.unsaved}; the one before stands")
                 return
+            self._check_statistics()
             loader = self.train_loader.state()
             self.unsaved = checkpoint.save(
                 self.state, loader, self.config, self.fingerprint, self.classes, self.left_out, is_best
@@ -114,7 +121,24 @@ class Run:
             raise RunFailed(
                 f"at step {self.state.step}: the weights of rank {ranks} are no longer those of rank 0 ({names[0]} and "
                 f"{len(names) - 1} more on rank {rank}), which points to a faulty GPU or memory; nothing was saved "
-                "since the last checkpoint, which the same command resumes"
+                f"since the last checkpoint, which {self.again} resumes"
+            )
+
+    def _check_statistics(self) -> None:
+        # Of batch norm: a forward pass that overflows leaves them so for ever, even if fp16's scaler skips the step, so
+        # that evaluations alone would show it.
+        statistics = [
+            buffer
+            for module in self.state.modules().values()
+            for name, buffer in module.named_buffers()
+            if name.endswith(("running_mean", "running_var"))
+        ]
+        finite = not statistics or bool(torch.stack([values.isfinite().all() for values in statistics]).all())
+        if not all(gather(finite, self.env)):
+            remedy = "use --amp bf16 or none" if self.config.amp == "fp16" else "lower --lr"
+            raise RunFailed(
+                f"at step {self.state.step}: running statistics are not finite, as activations overflowed; {remedy}; "
+                "the last good checkpoint stands"
             )
 
     def _unfit(self) -> str | None:
@@ -371,6 +395,8 @@ def open_checkpoint(config: TrainConfig, env: DistEnv) -> tuple[Path | None, dic
     path: Path | None = None
     saved: dict[str, Any] = {}
     skipped: list[str] = []
+    if saved_before_restart(config, env):
+        config = dataclasses.replace(config, resume="auto")
     with together(env):
         path, saved, skipped = checkpoint.load_newest(checkpoint.find(config))
     if env.is_main:
@@ -386,6 +412,20 @@ def open_checkpoint(config: TrainConfig, env: DistEnv) -> tuple[Path | None, dic
     return path, saved
 
 
+def saved_before_restart(config: TrainConfig, env: DistEnv) -> bool:
+    """Whether this launch has left a checkpoint before torchrun or Slurm started it again. A collective.
+
+    `--resume none` and `--resume PATH` say where a launch begins, not where each of its restarts does.
+    """
+    names = {name for of_rank in gather(restarted_by(), env) for name in of_rank}
+    if not names or config.resume == "auto" or config.evaluate:
+        return False
+    saved: dict[str, Any] = {}
+    with contextlib.suppress(UserError):  # none of them is whole
+        _, saved, _ = checkpoint.load_newest(checkpoint.find(dataclasses.replace(config, resume="auto")))
+    return any(gather(not names.isdisjoint(saved.get("launchers", [])), env))
+
+
 def create_model(config: TrainConfig, env: DistEnv, resumed: bool) -> tuple[nn.Module, Normalize]:
     """The network on its device, and what makes images its input; `resumed` weights come later. A collective.
 
@@ -395,7 +435,7 @@ def create_model(config: TrainConfig, env: DistEnv, resumed: bool) -> tuple[nn.M
     assert config.num_classes is not None, "resolved"
     pretrained = None if resumed else config.pretrained
     with together(env):  # weights may be missing on one machine
-        model = models.create_model(config.arch, config.num_classes, pretrained, config.image_size)
+        model = models.create_model(config.arch, config.num_classes, pretrained, config.image_size, config.evaluate)
         model.train(not config.evaluate)
         models.check_input(model, config.arch, config.image_size, config.local_batch_size)
     model.to(env.device)
@@ -535,6 +575,7 @@ def create_run(
     manifests: tuple[Manifest, Manifest],
     env: DistEnv,
     stack: contextlib.ExitStack,
+    stop: StopRequest,
     started: float,
     path: Path | None,
     saved: dict[str, Any],
@@ -546,6 +587,7 @@ def create_run(
         manifests: of train/ and val/.
         env: this process.
         stack: closes what was opened.
+        stop: not armed.
         started: `time.perf_counter()` at the launch.
         path, saved: of `open_checkpoint`.
 
@@ -556,8 +598,6 @@ def create_run(
     fingerprint = checkpoint.fingerprint(config, *manifests, env, pipelines.DALI_VERSION)
     if path is not None:
         check_resume(path, saved, fingerprint, env)
-    stop = StopRequest(config.time_limit, env.peers)
-    stack.callback(stop.close)
     state, normalize = create_state(config, sampler, env, started, resumed=bool(saved))
     stream = recording_stream(env.device) if config.cuda_graph else None
     net = distribute(state.model, config, env, stream)
@@ -570,7 +610,7 @@ def create_run(
     stack.callback(train_loader.close)
     gradients = create_gradients(config, net, state, stream)
     stack.callback(gradients.close)
-    log = Log(config.output_dir, env, config.epochs, sampler.steps_per_epoch, config.tensorboard)
+    log = Log(config.output_dir, env, config.epochs, sampler.steps_per_epoch, config.tensorboard, state.step)
     stack.callback(log.close)
     open_output(config, log, state)
     before = saved_layout(saved) if saved else None

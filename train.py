@@ -37,7 +37,8 @@ from run import (
     resolve,
 )
 from utils.alarm import shared_alarm
-from utils.config import TrainConfig, parse
+from utils.checkpoint import BEST
+from utils.config import TrainConfig, flag, parse
 from utils.dataset import Manifest
 from utils.distributed import DistEnv, average_buffers, broadcast, gather, process_group, read_launch
 from utils.errors import (
@@ -52,10 +53,12 @@ from utils.errors import (
 )
 from utils.evaluate import evaluate
 from utils.files import write_whole
+from utils.launcher import end_launcher, seconds_since_launch
 from utils.log import speak
-from utils.machine import choose_common_feed, seconds_since_launch
+from utils.machine import choose_common_feed
 from utils.optim import check_optimizer
 from utils.state import SHARED_MODULES, TrainState
+from utils.stop import StopRequest
 
 SUMMARY = "summary.json"
 LEAST_SCALE = 1e-3  # of the loss in fp16: 26 steps that overflow, from torch's first scale
@@ -100,6 +103,7 @@ def train_step(run: Run) -> None:
             batch = next(run.train_loader)
         loss = run.gradients(*run.augment(*batch), micro)
         state.meter.update(loss, len(batch.targets))
+    state.meter.end_step()
     optimizer_step(run)
     state.step += 1
 
@@ -164,7 +168,9 @@ def log_interval(run: Run) -> None:
 def raise_stopped(run: Run) -> NoReturn:
     """End the run after its checkpoint."""
     require_saved(run)
-    run.log.say(f"stopped by {run.stop.reason} at step {run.state.step}; the same command resumes here")
+    run.log.say(f"stopped by {run.stop.reason} at step {run.state.step}; {run.again} resumes here")
+    if not run.stop.by_signal:
+        end_launcher()
     raise Stopped
 
 
@@ -177,7 +183,7 @@ def require_saved(run: Run) -> None:
     if unsaved is not None:
         raise RunFailed(
             f"--output-dir {run.config.output_dir}: the checkpoint of step {run.state.step} could not be written "
-            f"({unsaved}); the same command goes on from the one before it"
+            f"({unsaved}); {run.again} goes on from the one before it"
         )
 
 
@@ -191,6 +197,8 @@ def evaluate_epoch(run: Run) -> None:
     run.stop.arm(run.env)
     result = evaluate_networks(run)
     top1 = max(result["val/top1"], result.get("val/ema_top1", 0.0))
+    if not broadcast((run.config.output_dir / BEST).is_file(), run.env):
+        state.best_top1 = -1.0  # resumed in another folder: its best.pt is the best of those that it has seen
     before, is_best = state.best_top1, top1 > state.best_top1
     state.epoch += 1
     state.best_top1 = max(top1, state.best_top1)
@@ -247,7 +255,8 @@ def evaluate_checkpoint(
         )
     model, normalize = create_model(config, env, resumed=bool(saved))
     loader = pipelines.create_val_loader(config, manifests[1], env)
-    result: dict[str, Any] = {"checkpoint": str(path) if path else f"pretrained {config.pretrained}"}
+    sizes = {"image_size": config.image_size, "val_resize": config.val_resize}
+    result: dict[str, Any] = {"checkpoint": str(path) if path else f"pretrained {config.pretrained}"} | sizes
     for name in SHARED_MODULES if saved else SHARED_MODULES[:1]:
         if saved and name not in saved:
             continue
@@ -258,6 +267,9 @@ def evaluate_checkpoint(
     if env.is_main:
         if skipped := describe_skipped(config, manifests):
             speak(f"skipped {skipped}")
+        if saved and any(saved["config"][name] != value for name, value in sizes.items()):
+            own = " ".join(f"{flag(name)} {saved['config'][name]}" for name in sizes)
+            speak(f"note: its own evaluations were at other sizes, {own}")
         write_json(config.output_dir / "evaluation.json", result)
         speak("  ".join(f"{key} {value}" for key, value in result.items()))
 
@@ -328,8 +340,11 @@ def describe_overflows(state: TrainState) -> str:
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write a JSON file that is whole or not there."""
-    write_whole(path, json.dumps(values, indent=2) + "\n")
+    """Write a JSON file that is whole or not there; JSON has null for what is not finite."""
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()
+    }
+    write_whole(path, json.dumps(finite, indent=2, allow_nan=False) + "\n")
 
 
 def train(config: TrainConfig) -> None:
@@ -349,6 +364,8 @@ def train(config: TrainConfig) -> None:
         env.watched(complain),
         shared_alarm(env, complain),
     ):
+        stop = StopRequest(config.time_limit, env.peers)
+        stack.callback(stop.close)
         # Before the checkpoint is read: a launch that is ending may be about to write another.
         locked = config.evaluate or lock_output(config, env, stack)
         path, saved = open_checkpoint(config, env)
@@ -363,7 +380,7 @@ def train(config: TrainConfig) -> None:
         if not locked:
             lock_output(config, env, stack)
         manifests = leave_out_bad(config, manifests, env, saved)
-        run = create_run(config, manifests, env, stack, started, path, saved)
+        run = create_run(config, manifests, env, stack, stop, started, path, saved)
         del saved  # memory for the whole run otherwise
         introduce(run, manifests, feed)
         if run.state.epoch >= config.epochs and broadcast((config.output_dir / SUMMARY).is_file(), env):
@@ -375,6 +392,8 @@ def train(config: TrainConfig) -> None:
             evaluate_epoch(run)
             if run.state.epoch < config.epochs and run.stop.agreed():
                 raise_stopped(run)
+            if run.seconds_to_first_step is None:  # resumed before the evaluation; now the first step compiles
+                run.stop.disarm()
         require_saved(run)
         write_summary(run)
 

@@ -4,7 +4,8 @@
     scripts/benchmark.py --data-dir DIR --arch resnet50 --output-dir runs/benchmark
 
 Prints a table and a verdict; writes benchmark.json and benchmark.png to --output-dir. DIR holds train/CLASS/*.jpg or
-CLASS/*.jpg; without it, images are generated.
+CLASS/*.jpg; without it, images are generated. Empty files are left out and named; one that cannot be decoded ends the
+benchmark when a loader meets it.
 
 Measured are every loader alone, the step of train.py on one synthetic batch, the same step fed by every loader, and
 reading the files without decoding them, as this machine serves them now (from memory, if they have been read before).
@@ -44,9 +45,10 @@ from utils import dataset
 from utils.config import BATCH_SIZE, USAGE_ERROR, TrainConfig, number_option, validate
 from utils.dataset import Manifest
 from utils.distributed import DistEnv, process_group, read_launch
-from utils.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, Stopped, UserError, one_line
+from utils.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, BadFile, Stopped, UserError, one_line
 from utils.machine import choose_feed, inspect_machine
 from utils.report import benchmark_json, draw_chart, introduction, sentences, table
+from utils.stop import StopRequest
 from utils.verdict import TITLES, Figures, judge
 
 LEAST_WINDOWS = 5
@@ -72,12 +74,12 @@ class Options:
 
 
 def read_images(data_dir: Path) -> Manifest:
-    """Manifest of `data_dir/train`, or of `data_dir` itself if that holds the class folders.
+    """Manifest of `data_dir/train`, or of `data_dir` itself if that holds the class folders; without the bad files.
 
     Raises:
         UserError: as `utils.dataset.scan`.
     """
-    return dataset.scan(data_dir, "train" if (data_dir / "train").is_dir() else ".")
+    return dataset.scan(data_dir, "train" if (data_dir / "train").is_dir() else ".", skip_bad=True)
 
 
 def repeat(manifest: Manifest, least: int) -> Manifest:
@@ -204,8 +206,10 @@ def open_run(
     choice = choose_feed(config, inspect_machine(env), decoded=0)
     config = resolve(dataclasses.replace(config, output_dir=work), (manifest, manifest), env, choice)
     prepare_output(config, env)
-    run = create_run(config, (manifest, manifest), env, stack, time.perf_counter(), None, {})
-    run.stop.arm(env)
+    stop = StopRequest()
+    stack.callback(stop.close)
+    run = create_run(config, (manifest, manifest), env, stack, stop, time.perf_counter(), None, {})
+    stop.arm(env)
     return run, manifest
 
 
@@ -219,6 +223,7 @@ def collect(facts: dict[str, Any], run: Run, loaders: Sequence[Loader], files: F
         image_height=facts["image_height"],
         image_size=facts["image_size"],
         workers=facts["workers"],
+        cores=facts["cores"],
         on_gpu=facts["device"] == "cuda",
         jpeg_engines=facts["jpeg_engines"],
         kept=facts["kept"],
@@ -247,7 +252,8 @@ def benchmark(options: Options, argv: Sequence[str]) -> None:
         run, manifest = open_run(config, images, env, work / "run", stack)
         prepare_output(dataclasses.replace(run.config, output_dir=options.output_dir), env)
         facts = describe(options, run, images, argv)
-        print(introduction(facts), end="\n\n", flush=True)
+        left_out = f"\nleft out: {one_line(dataset.describe(images.bad))}" if images.bad else ""
+        print(f"{introduction(facts)}{left_out}\n", flush=True)
         loaders, files = open_loaders(options.loaders, run, manifest, stack)
         figures = collect(facts, run, loaders, files)
     verdict = judge(figures)
@@ -344,6 +350,10 @@ def main(argv: Sequence[str]) -> int:
     except USAGE_ERROR as error:
         message = " ".join(error.format_message().split()).rstrip(".")
         return _refuse(f"{message}; benchmark.py --help lists all flags")
+    except BadFile as error:
+        # Its message ends with train.py's remedy, a flag that this command does not have.
+        file = str(error).removeprefix("rank 0: ").rpartition(";")[0]
+        return _refuse(f"{file}; remove it, and what else scripts/check_dataset.py DIR --output-dir OUT finds")
     except UserError as error:
         return _refuse(str(error))
     except Stopped:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that can only be seen on GPUs, in one command: the tests marked gpu, then whole runs on every GPU of
-# this machine, then a table.
+# this machine, then a table. Exit status 1 if one of them did not end as it should.
 #
 #   scripts/gpu_check.sh DATA_DIR OUT     # DATA_DIR: Imagenette in ImageFolder layout (train/, val/)
 set -euo pipefail
@@ -16,30 +16,43 @@ export PYTHONUNBUFFERED=1
 work=$(mktemp -d)
 trap 'rm -rf -- "$work"' EXIT
 mkdir -p "$out"
+runs=(resnet50 efficientnet_b0)
+for name in tests "${runs[@]}"; do
+    rm -f -- "$out/$name.log" "$out/$name.json" # of an earlier call
+done
+: >"$out/table.txt"
+failed=0
 cd "$root"
 
 gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
 launcher=("$PYTHON")
 [[ $gpus -le 1 ]] || launcher=("$PYTHON" -m torch.distributed.run --standalone "--nproc_per_node=$gpus")
 
-# train NAME FLAGS...: a run in its own folder, its log and files kept in OUT. Adds its exit status to the table.
+# report NAME STATUS WANTED: adds an exit status to the table, and remembers one that should not be.
+report() {
+    local remark=
+    [[ $2 -eq $3 ]] || { remark=", not $3" && failed=1; }
+    echo "$1: exit $2$remark" >>"$out/table.txt"
+    tail -n 1 "$out/table.txt"
+}
+
+# train NAME WANTED FLAGS...: a run in its own folder, its log and files kept in OUT, which should end with WANTED.
 train() {
-    local name=$1 status=0
-    shift
+    local name=$1 wanted=$2 status=0
+    shift 2
     timeout 280 "${launcher[@]}" train.py --data-dir "$data" --output-dir "$work/$name" --val-resize 146 \
         --image-size 128 --crop-scale 0.35 --log-steps 9 "$@" 2>&1 | tee -a "$out/$name.log" || status=$?
-    echo "$name: exit $status" | tee -a "$out/table.txt"
+    report "$name" "$status" "$wanted"
     cp "$work/$name/summary.json" "$out/$name.json" 2>/dev/null || echo "$name: no summary yet" >>"$out/table.txt"
 }
 
-: >"$out/table.txt"
 status=0
-wanted=gpu
-[[ $gpus -gt 1 ]] || wanted="gpu and not gpus"
-timeout 1500 "$PYTHON" -m pytest -m "$wanted" -q -p no:cacheprovider tests/test_gpu.py tests/test_gpus.py tests/test_kernels.py 2>&1 | tee "$out/tests.log" || status=$?
-echo "gpu tests: exit $status" | tee -a "$out/table.txt"
+marked=gpu
+[[ $gpus -gt 1 ]] || marked="gpu and not gpus"
+timeout 1500 "$PYTHON" -m pytest -m "$marked" -q -p no:cacheprovider tests/test_gpu.py tests/test_gpus.py tests/test_kernels.py 2>&1 | tee "$out/tests.log" || status=$?
+report "gpu tests" "$status" 0
 
-train resnet50 --arch resnet50 --epochs 5 --batch-size 256 --amp bf16 --optimizer adamw --lr 2e-3 --weight-decay 0.05 \
+train resnet50 0 --arch resnet50 --epochs 5 --batch-size 256 --amp bf16 --optimizer adamw --lr 2e-3 --weight-decay 0.05 \
     --warmup-epochs 1
 
 # Stopped in mid-epoch by a signal, then resumed by the same command.
@@ -51,14 +64,18 @@ b0=(--arch efficientnet_b0 --epochs 1 --batch-size 256 --amp fp16 --augment auto
     pkill -TERM -f "train.py --data-dir $data --output-dir $work/efficientnet_b0"
 ) &
 watcher=$!
-train efficientnet_b0 "${b0[@]}"
+train efficientnet_b0 $((gpus > 1 ? 1 : 143)) "${b0[@]}" # torchrun ends with 1
 kill "$watcher" 2>/dev/null || : # it would wait for ever for a run that failed before its first line
-train efficientnet_b0 "${b0[@]}"
+train efficientnet_b0 0 "${b0[@]}"
 
-"$PYTHON" - "$out" <<'PYTHON' | tee -a "$out/table.txt"
+"$PYTHON" - "$out" "${runs[@]}" <<'PYTHON' | tee -a "$out/table.txt"
 import json, pathlib, platform, sys
 import torch
-print(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, torch {torch.__version__}, Python {platform.python_version()}")
-for path in sorted(pathlib.Path(sys.argv[1]).glob("*.json")):
-    print(path.stem, json.loads(path.read_text()))
+gpus = torch.cuda.device_count()
+name = torch.cuda.get_device_name() if gpus else "GPUs"
+print(f"{gpus} x {name}, torch {torch.__version__}, Python {platform.python_version()}")
+for run in sys.argv[2:]:
+    path = pathlib.Path(sys.argv[1], f"{run}.json")
+    print(run, json.loads(path.read_text()) if path.exists() else "has no summary")
 PYTHON
+exit "$failed"

@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -116,29 +117,33 @@ class Unchanged(BatchAugment):
 
 
 class _Bytes(torch.utils.data.Dataset[int]):
-    """The encoded size of each file, by reading all of it."""
+    """The encoded size of each file, by reading all of it; 0 for one that cannot be read, of which the loaders tell."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
 
     def __getitem__(self, index: int) -> int:
-        with open(self.manifest.path(index), "rb", buffering=0) as file:
+        with contextlib.suppress(OSError), open(self.manifest.path(index), "rb", buffering=0) as file:
             return len(file.read())
+        return 0
 
 
 class FilesReader:
-    """Reads batches of files and drops them, by as many processes as the loaders have threads."""
+    """Reads batches of files and drops them, by `readers` processes."""
 
-    def __init__(self, config: TrainConfig, manifest: Manifest, sampler: Sampler, first_batch: int) -> None:
-        loader = torch.utils.data.DataLoader(
-            _Bytes(manifest),
-            batch_sampler=(sampler.indices(batch).tolist() for batch in itertools.count(first_batch)),
-            num_workers=config.workers or 0,
-            prefetch_factor=PREFETCH,
-            collate_fn=sum,
-        )
-        with safe_fork():
-            self._batches: Iterator[int] = iter(loader)
+    def __init__(self, manifest: Manifest, sampler: Sampler, readers: int, first_batch: int) -> None:
+        self.readers = readers
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "This DataLoader will create")  # more than the cores; they mostly wait
+            loader = torch.utils.data.DataLoader(
+                _Bytes(manifest),
+                batch_sampler=(sampler.indices(batch).tolist() for batch in itertools.count(first_batch)),
+                num_workers=readers,
+                prefetch_factor=PREFETCH,
+                collate_fn=sum,
+            )
+            with safe_fork():
+                self._batches: Iterator[int] = iter(loader)
 
     def __next__(self) -> int:
         return next(self._batches)
@@ -218,12 +223,15 @@ def open_loader(name: str, run: Run, manifest: Manifest, first_batch: int = 0) -
         stream = TimmLoader(run, manifest)
     else:
         stream = pipelines.create_train_loader(chosen, manifest, run.sampler, run.env, first_batch)
-    next(stream)
-    _synchronize(device)
-    seconds = time.perf_counter() - started
-    for _ in range(queue):
+    with contextlib.ExitStack() as failing:  # the workers of torch's loader would hold up the end of the process
+        failing.callback(stream.close)
         next(stream)
-    _synchronize(device)
+        _synchronize(device)
+        seconds = time.perf_counter() - started
+        for _ in range(queue):
+            next(stream)
+        _synchronize(device)
+        failing.pop_all()
     taken = max(0, free - _free_memory(device)) / 1e6 if device.type == "cuda" else None
     _settle(device)
     return Loader(name, stream, queue, stride, seconds, taken)
@@ -239,15 +247,27 @@ def settings(name: str, run: Run) -> TrainConfig:
     return dataclasses.replace(config, hw_decoder_load=choice.hw_decoder_load)
 
 
+def reading_threads(workers: int) -> int:
+    """Threads that read files for DALI's training loader, which has `workers` CPU threads that decode.
+
+    They mostly wait, so their number decides what a disk with a high latency delivers; `pipelines._FileReader` sets it
+    for each of the pipelines.
+    """
+    shares = [max(1, (workers + turn) // pipelines.TURNS) for turn in range(pipelines.TURNS)]
+    return sum(max(pipelines.READ_THREADS, share // 2) for share in shares)
+
+
 def open_loaders(
     names: Sequence[str], run: Run, manifest: Manifest, stack: contextlib.ExitStack
 ) -> tuple[list[Loader], FilesReader]:
     """Open all, those with worker processes first: a process is best forked before DALI has threads.
 
-    Each starts in its own part of the epoch, so that none finds in memory what another has just read.
+    Each starts in its own part of the epoch, so that none finds in memory what another has just read. The files are
+    read by as many as read for the loader that the verdict is about: DALI, wherever it is among them.
     """
-    part = run.sampler.batches_per_epoch // (len(names) + 1)
-    files = FilesReader(run.config, manifest, run.sampler, first_batch=part * len(names))
+    part, workers = run.sampler.batches_per_epoch // (len(names) + 1), run.config.workers or 1
+    readers = reading_threads(workers) if any(name.startswith("dali") for name in names) else workers
+    files = FilesReader(manifest, run.sampler, readers, first_batch=part * len(names))
     stack.callback(files.close)
     loaders = {}
     for name in sorted(names, key=lambda name: name.startswith("dali")):
@@ -354,13 +374,13 @@ def cpu_seconds() -> float:
 
 
 def measure_feeds(
-    run: Run, loaders: Sequence[Loader], files: Stream, windows: int, window_seconds: float
+    run: Run, loaders: Sequence[Loader], files: FilesReader, windows: int, window_seconds: float
 ) -> tuple[Rate, Rate, tuple[Feed, ...]]:
     """Measure the synthetic step, reading the files, and every loader alone and in training, in turns."""
-    workers, batch_size = run.config.workers or 1, run.config.local_batch_size
+    batch_size = run.config.local_batch_size
     contestants = [
         Contestant("synthetic step", lambda: train_step(run), meter=run.state.meter),
-        Contestant("files", files.__next__, files, PREFETCH * workers, workers),
+        Contestant("files", files.__next__, files, PREFETCH * files.readers, files.readers),
         *(contestant for loader in loaders for contestant in (loader.alone(), loader.training(run))),
     ]
     results = measure(contestants, run, windows, window_seconds)

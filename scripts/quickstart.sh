@@ -17,6 +17,24 @@ data_dir=$root/digits
 output_dir=$root/run
 
 use_environment requirements.txt
+# A second quickstart starts afresh, but deletes no run on other images.
+"$PYTHON" - "$output_dir" "$data_dir" <<'PYTHON'
+import json
+import os
+import sys
+from pathlib import Path
+
+output_dir, data_dir = map(Path, sys.argv[1:])
+try:
+    trained_on = json.loads((output_dir / "config.json").read_text())["data_dir"]
+    is_own = os.path.realpath(trained_on) == os.path.realpath(data_dir)
+except (OSError, ValueError, LookupError, TypeError):
+    is_own = not os.path.lexists(output_dir) or (output_dir.is_dir() and not any(output_dir.iterdir()))
+if not is_own:
+    message = f"{output_dir} exists and is not from a quickstart: remove it or name another folder"
+    print(f"quickstart.sh: {message}", file=sys.stderr)
+    sys.exit(2)
+PYTHON
 "$PYTHON" scripts/make_digits.py "$data_dir"
 
 gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
@@ -28,7 +46,7 @@ batch_size=$((64 / processes > 8 ? 64 / processes : 8))
 
 echo "training on $((gpus > 0 ? gpus : cores)) $([[ $gpus -gt 0 ]] && echo "GPU(s)" || echo "CPU core(s)")," \
     "$processes process(es) of $threads thread(s)"
-rm -rf -- "$output_dir" # a second quickstart starts afresh
+rm -rf -- "$output_dir"
 # Digits have a left and a right, so no flip; a small part of one may be another, so no small crops.
 OMP_NUM_THREADS=$threads "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="$processes" train.py \
     --data-dir "$data_dir" --output-dir "$output_dir" --resume none --seed 0 --device auto \

@@ -5,10 +5,11 @@
     scripts/scaling.py --data-dir DIR --output-dir OUT --processes 1,2 --cpus 8      # on 8 CPU threads in all
 
 DIR holds train/CLASS/*.jpg and val/CLASS/*.jpg. The files are linked as often as it takes to fill an epoch, and are
-not kept decoded, as a large data set could not be. Smaller runs take other GPUs in each round: those of one machine
-need not be equally fast, and together they wait for the slowest. A run is ended by a signal when its windows are
-measured; its first log intervals, in which it warms up, do not count. Prints a table and writes scaling.json,
-scaling.png and the logs of the runs to --output-dir; scaling.json after every run.
+not kept decoded, as a large data set could not be. Smaller runs take other GPUs in each round, of those that
+CUDA_VISIBLE_DEVICES names if it is set: the GPUs of one machine need not be equally fast, and together they wait for
+the slowest. A run is ended by a signal when its windows are measured; its first log intervals, in which it warms up, do
+not count. Prints a table and writes scaling.json, scaling.png and the logs of the runs to --output-dir; scaling.json
+after every run.
 """
 
 import dataclasses
@@ -64,9 +65,13 @@ def link_images(data_dir: Path, folder: Path, least: int) -> None:
             (folder / split / path.parent.name / f"{turn:06}-{path.name}").symlink_to(path)
 
 
-def gpus_of_round(turn: int, processes: int, most: int) -> str:
-    """GPUs for a run in round `turn`, from 0: each of `most` in turn, as CUDA_VISIBLE_DEVICES has them."""
-    return ",".join(str((turn * processes + number) % most) for number in range(processes))
+def gpus_of_round(turn: int, processes: int, most: int, visible: str | None) -> str:
+    """GPUs for a run in round `turn`, from 0: each of `most` in turn, as CUDA_VISIBLE_DEVICES has them.
+
+    They are the first of those that it names already (`visible`), as under Slurm; a run that needs more gets them all.
+    """
+    gpus = [str(number) for number in range(most)] if visible is None else visible.split(",")[:most]
+    return ",".join(gpus[(turn * processes + number) % len(gpus)] for number in range(min(processes, len(gpus))))
 
 
 def measure(
@@ -91,7 +96,7 @@ def measure(
         process = subprocess.Popen(
             [*map(str, words), *flags],
             stdout=out, stderr=out, preexec_fn=lambda: os.sched_setaffinity(0, threads),
-            env={"CUDA_VISIBLE_DEVICES": gpus} | os.environ,  # unless the user chose some
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": gpus},
         )  # fmt: skip
         try:
             while len(lines := metrics.read_text().splitlines() if metrics.exists() else []) < WARMUP + windows:
@@ -181,7 +186,7 @@ def main(
         for turn in range(rounds):
             for point in points:
                 words = [*shlex.split(flags), "--batch-size", str(batch_size), "--log-steps", str(log_steps)]
-                gpus = gpus_of_round(turn, point.processes, max(numbers))
+                gpus = gpus_of_round(turn, point.processes, max(numbers), os.environ.get("CUDA_VISIBLE_DEVICES"))
                 try:
                     measure(point, Path(folder), output_dir, words, cpus, windows, gpus)
                 except RuntimeError as error:

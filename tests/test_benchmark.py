@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import gc
 import json
 import math
+import multiprocessing
 import re
 import shutil
 import signal
@@ -46,7 +48,7 @@ from utils.verdict import Verdict, judge
 LOADERS = ("dali_fused", "dali_full", "torch", "timm")
 FACTS = {
     "num_images": 41, "generated": False, "image_width": 56.0, "image_height": 56.0, "image_size": 32, "workers": 1,
-    "device": "cpu", "jpeg_engines": 0, "kept": False, "windows": 1, "window_seconds": 0.1,
+    "cores": 1, "device": "cpu", "jpeg_engines": 0, "kept": False, "windows": 1, "window_seconds": 0.1,
 }  # fmt: skip
 TINY = TrainConfig(
     loader="synthetic", resume="none", arch="test_resnet", image_size=32, batch_size=8, workers=1, device="cpu"
@@ -140,7 +142,8 @@ def test_json_agrees_with_itself(finished: tuple[dict[str, Any], Path, str]) -> 
     verdict = result["verdict"]
     assert verdict["share"] == pytest.approx(result["real_to_synthetic"])
     assert verdict["bound"] in ("input", "compute", "balanced")
-    assert verdict["limit"] in ("decoder", "cpu threads", "disk")  # there is no GPU
+    limits = ("decoder", "cpu threads", "disk")  # there is no GPU
+    assert verdict["limit"] in ((None,) if verdict["bound"] == "balanced" else limits)
     assert training[verdict["feed"].replace("-", "_")] == result["dali_throughput"]
 
 
@@ -284,10 +287,46 @@ def test_timm_feeds_the_step_with_normalised_images(opened: Callable[..., tuple[
 
 def test_files_reader_reads(opened: Callable[..., tuple[Run, Manifest]]) -> None:
     run, manifest = opened()
-    reader = FilesReader(run.config, manifest, run.sampler, first_batch=3)
+    reader = FilesReader(manifest, run.sampler, readers=2, first_batch=3)
     expected = [sum(Path(manifest.path(i)).stat().st_size for i in run.sampler.indices(b)) for b in (3, 4)]
     assert [next(reader), next(reader)] == expected
     reader.close()
+
+
+def test_a_file_that_is_gone_does_not_end_the_reading(
+    opened: Callable[..., tuple[Run, Manifest]], tmp_path: Path
+) -> None:
+    run, manifest = opened()
+    gone = dataclasses.replace(manifest, root=tmp_path / "gone")
+    reader = FilesReader(gone, run.sampler, readers=1, first_batch=0)
+    assert next(reader) == 0
+    reader.close()
+
+
+@pytest.mark.parametrize("workers", [1, 21])
+def test_files_are_read_by_as_many_as_dali_reads_with(
+    opened: Callable[..., tuple[Run, Manifest]], workers: int
+) -> None:
+    """DALI's thread pools hold those that read and those that decode, one or more for each of two pipelines."""
+    run, manifest = opened(workers=workers)
+    before = pool_threads()
+    with contextlib.ExitStack() as stack:
+        _, files = open_loaders(("dali-fused",), run, manifest, stack)
+        assert files.readers == len(multiprocessing.active_children()) == pool_threads() - before - max(2, workers)
+
+
+def test_files_are_read_by_as_many_as_torch_reads_with(opened: Callable[..., tuple[Run, Manifest]]) -> None:
+    run, manifest = opened(workers=1)
+    with contextlib.ExitStack() as stack:
+        _, files = open_loaders(("torch",), run, manifest, stack)
+        assert files.readers == 1
+        assert len(multiprocessing.active_children()) == 2, "torch's worker, and another that reads"
+
+
+def pool_threads() -> int:
+    """Threads in the pools of all DALI pipelines of this process."""
+    gc.collect()  # those that nobody holds any more
+    return sum("[DALI][TP" in path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -353,6 +392,25 @@ def test_generated_images_are_like_imagenets(tmp_path: Path) -> None:
     assert 450 < width < 550
     assert 330 < height < 420
     assert 80_000 < size < 140_000
+
+
+@pytest.mark.parametrize("loader", ["dali-fused", "dali-full", "torch"])
+def test_a_bad_file_ends_it_in_one_line(loader: str, tmp_path: Path) -> None:
+    write_images(tmp_path / "data", (4, 4, 4))
+    empty, text = (tmp_path / "data" / "blue" / name for name in ("empty.jpg", "text.jpg"))
+    empty.touch()
+    text.write_text("no image")
+    done = command(
+        "--data-dir", tmp_path / "data", "--arch", "test_resnet", "--output-dir", tmp_path / "out",
+        "--image-size", "32", "--batch-size", "8", "--workers", "1", "--device", "cpu", "--loaders", loader,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "13 images" in done.stdout, "the empty file is not among them"
+    assert "left out: blue/empty.jpg: an empty file" in done.stdout
+    assert done.stderr.startswith(f"benchmark.py: {text}: ")
+    assert done.stderr.count("\n") == 1
+    assert "check_dataset.py" in done.stderr
+    assert "--bad-files" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 
 from tests.conftest import ROOT
 from utils.config import FIRST, TrainConfig, flag, parse
+from utils.errors import UserError
 
 FIELDS = dataclasses.fields(TrainConfig)
 # A value other than the default for every field, so that none can be forgotten on the way.
@@ -61,6 +62,37 @@ def test_keys_with_dashes_or_underscores(tmp_path: Path, key: str) -> None:
 def test_yaml_reads_floats_that_yaml_1_1_calls_text(tmp_path: Path) -> None:
     config = parse(["--config", recipe(tmp_path, "data-dir: images\nlr: 3e-4\nweight-decay: 1E-5\nepochs: 10\n")])
     assert (config.lr, config.weight_decay, config.epochs) == (0.0003, 0.00001, 10)
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        *(("output-dir", name) for name in ("2026_11_22", "1.10", "0123", "0x1F", "1e3", "12:30:45", "+1", ".inf")),
+        *(("output-dir", name) for name in ("2026-11-22", "2026-22-11", "2026-11-22 10:00:00")),
+        *(("pretrained", "0123"), ("resume", "1_0"), ("arch", "1.0")),
+        *(("seed", "010"), ("seed", "1_000"), ("lr", "1_0.50"), ("lr", "1e-3"), ("weight-decay", ".5e-4")),
+    ],
+)
+def test_a_recipe_means_what_the_same_text_on_the_command_line_means(tmp_path: Path, key: str, text: str) -> None:
+    # YAML 1.1 has numbers to the base of 8, 16 and 60, underscores in them, and dates.
+    expected = parse(["--data-dir", "images", f"--{key}", text])
+    for line in (
+        f"{key}: {text}",
+        f"{key}: '{text}'",
+        f"data-dir: &name {text}\n{key}: *name",
+        f'{{"{key}": "{text}"}}',
+    ):
+        read = parse(["--data-dir", "images", "--config", recipe(tmp_path, line)])
+        assert dataclasses.replace(read, config=None) == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "text"), [("seed", "1:30"), ("epochs", "0x10"), ("lr", "1:30.5"), ("lr", "2026-11-22")]
+)
+def test_a_recipe_is_refused_as_the_same_text_on_the_command_line(tmp_path: Path, key: str, text: str) -> None:
+    for words in ([f"--{key}", text], ["--config", recipe(tmp_path, f"{key}: {text}\n")]):
+        with pytest.raises(UserError, match=rf"'--{key}': '{re.escape(text)}' is not a"):
+            parse(["--data-dir", "images", *words])
 
 
 def test_empty_recipe_and_null_change_nothing(tmp_path: Path) -> None:

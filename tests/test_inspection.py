@@ -303,6 +303,22 @@ def test_oddities() -> None:
     }
 
 
+@pytest.mark.parametrize("loader", ["dali", "torch"])
+def test_formats_with_several_names_are_not_suspicious(
+    tmp_path: Path, cpu: DistEnv, loader: Literal["dali", "torch"]
+) -> None:
+    images = [Image.effect_noise((40, 30), 50) for _ in range(7)]
+    images[0].convert("RGB").save(tmp_path / "phone.jpg", "MPO", save_all=True, append_images=[images[1]])
+    for image, name in zip(images[2:6], ("a.pgm", "b.pnm", "c.ppm", "d.png"), strict=True):
+        image.convert("RGB" if name == "c.ppm" else "L").save(tmp_path / name)
+    images[6].save(tmp_path / "wrong.png", "PPM")
+    entries = [stat_file(str(path))._replace(name=path.name) for path in sorted(tmp_path.iterdir())]
+    known = survey(tmp_path, entries, pipelines.decoder_of(loader), tmp_path, 1, cpu)
+    assert known is not None
+    assert inspection.bad_files(known) == {}
+    assert suspicious(known) == {"wrong.png": "named .png, holds pnm"}
+
+
 def test_entries_that_their_listing_calls_bad_are_not_opened(tmp_path: Path, cpu: DistEnv) -> None:
     os.mkfifo(tmp_path / "pipe.jpg")
     entries = [FileEntry("pipe.jpg", 0, 0, "not a regular file")]

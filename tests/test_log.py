@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from utils.distributed import DistEnv
 from utils.log import Log
@@ -64,6 +65,17 @@ def test_events_on_a_full_disk(tmp_path: Path, cpu: DistEnv, capsys: pytest.Capt
     log.close()
     assert capsys.readouterr().out.count("TensorBoard's events are no longer written") == 1
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 30
+
+
+def test_events_of_a_launch_that_was_lost_are_forgotten(tmp_path: Path, cpu: DistEnv) -> None:
+    for launch, first in (1.0, 1), (2.0, 4):  # the second resumes after step 3
+        log = Log(tmp_path, cpu, epochs=1, steps_per_epoch=9, tensorboard=True, step=first - 1)
+        for step in range(first, first + 5):
+            log.record({"epoch": 1, "step": step, "train/loss": launch})
+        log.close()
+        time.sleep(1.1)  # TensorBoard tells files apart by the second
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("train/loss")
+    assert [(event.step, event.value) for event in events] == [(s, 1.0 if s < 4 else 2.0) for s in range(1, 9)]
 
 
 def test_only_rank_0_writes(tmp_path: Path, cpu: DistEnv, capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,7 +67,9 @@ def test_bad_steps_are_counted_in_a_row(cpu: DistEnv) -> None:
     meter = Meter(cpu)
     for values, bad in (([1.0, float("nan"), float("inf")], 2), ([float("nan")], 3), ([float("nan"), 2.0], 0)):
         for value in values:
-            meter.update(torch.tensor(value), 4)
+            for loss in (1.0, value, 1.0):  # of the batches of a step
+                meter.update(torch.tensor(loss), 4)
+            meter.end_step()
         assert meter.is_finite() == (bad == 0)
         assert meter.read().bad_steps == bad
 

@@ -10,20 +10,31 @@ from run import without_later
 from tests.conftest import ROOT, TINY, environment, read_checkpoint, read_metrics
 from utils.dataset import Manifest, scan_splits
 
-# train.py with a fault in its memory: after step 3 of rank FAULTY a weight gets another value.
+# train.py with a fault in its memory: after step 3 of rank FAULTY a weight, or a statistic, gets another value.
 FAULTY = """
 import os, sys, torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 import train
 
 steps = 0
+models = []
+create = train.models.create_model
+
+def keep(*arguments):
+    models.append(create(*arguments))
+    return models[-1]
+
+train.models.create_model = keep
 
 def corrupt(optimizer, arguments, options):
     global steps
     steps += 1
     if steps == 3 and os.environ.get("RANK", "0") == os.environ["FAULTY"]:
         with torch.no_grad():
-            optimizer.param_groups[-1]["params"][-1].view(-1)[0] = float(os.environ["VALUE"])
+            wrong = optimizer.param_groups[-1]["params"][-1]
+            if os.environ["WHAT"] == "statistics":
+                wrong = models[-1].get_buffer("bn1.running_var")
+            wrong.view(-1)[0] = float(os.environ["VALUE"])
 
 register_optimizer_step_post_hook(corrupt)
 sys.exit(train.main(sys.argv[1:]))
@@ -32,15 +43,16 @@ sys.exit(train.main(sys.argv[1:]))
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("processes", "faulty", "value", "said", "steps"),
+    ("processes", "faulty", "what", "value", "said", "steps"),
     [
-        (1, "0", "nan", "no checkpoint at step 3: the weights are not finite", [1, 2, 3, 4, 5]),
-        (2, "1", "0.125", "at step 3: the weights of rank 1 are no longer those of rank 0 (", [1, 2, 3]),
+        (1, "0", "weights", "nan", "no checkpoint at step 3: the weights are not finite", [1, 2, 3, 4, 5]),
+        (2, "1", "weights", "0.125", "at step 3: the weights of rank 1 are no longer those of rank 0 (", [1, 2, 3]),
+        (2, "1", "statistics", "inf", "at step 3: running statistics are not finite, as activations", [1, 2, 3]),
     ],
-    ids=["nan", "diverged"],
+    ids=["nan", "diverged", "statistics"],
 )
 def test_weights_that_went_wrong_are_not_saved(
-    data: Path, tmp_path: Path, processes: int, faulty: str, value: str, said: str, steps: list[int]
+    data: Path, tmp_path: Path, processes: int, faulty: str, what: str, value: str, said: str, steps: list[int]
 ) -> None:
     script = tmp_path / "faulty.py"
     script.write_text(FAULTY)
@@ -59,7 +71,7 @@ def test_weights_that_went_wrong_are_not_saved(
         [*map(str, words), "--output-dir", str(tmp_path / "out"), "--checkpoint-steps", "1", "--epochs", "9",
          "--max-bad-steps", "2"],
         capture_output=True, text=True, timeout=200, check=False,
-        env=environment() | {"PYTHONPATH": str(ROOT), "FAULTY": faulty, "VALUE": value},
+        env=environment() | {"PYTHONPATH": str(ROOT), "FAULTY": faulty, "WHAT": what, "VALUE": value},
     )  # fmt: skip
     assert done.returncode == 1
     assert (done.stdout + done.stderr).count(said) == 1

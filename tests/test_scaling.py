@@ -10,15 +10,40 @@ import pytest
 from PIL import Image
 
 from scripts.scaling import gpus_of_round
-from tests.conftest import ROOT, environment
+from tests.conftest import ROOT, descendants, environment
 
 FLAGS = "--arch test_resnet --image-size 32 --val-resize 36 --workers 1 --device cpu"
 
 
 def test_small_runs_take_every_gpu_in_turn() -> None:
-    assert [gpus_of_round(turn, 1, 2) for turn in range(3)] == ["0", "1", "0"]
-    assert [gpus_of_round(turn, 2, 4) for turn in range(3)] == ["0,1", "2,3", "0,1"]
-    assert [gpus_of_round(turn, 4, 4) for turn in range(2)] == ["0,1,2,3", "0,1,2,3"]
+    assert [gpus_of_round(turn, 1, 2, None) for turn in range(3)] == ["0", "1", "0"]
+    assert [gpus_of_round(turn, 2, 4, None) for turn in range(3)] == ["0,1", "2,3", "0,1"]
+    assert [gpus_of_round(turn, 4, 4, None) for turn in range(2)] == ["0,1,2,3", "0,1,2,3"]
+
+
+def test_small_runs_take_every_visible_gpu_in_turn() -> None:
+    assert [gpus_of_round(turn, 1, 2, "5,7") for turn in range(3)] == ["5", "7", "5"]
+    assert [gpus_of_round(turn, 1, 2, "GPU-a,GPU-b,GPU-c") for turn in range(3)] == ["GPU-a", "GPU-b", "GPU-a"]
+    assert gpus_of_round(1, 2, 2, "5,7") == "5,7"
+    assert gpus_of_round(1, 2, 2, "5") == "5", "train.py says that this is not enough"
+    assert gpus_of_round(1, 2, 2, "") == "", "none is to be used"
+
+
+@pytest.mark.dist
+def test_each_round_sees_its_own_gpus(data: Path, tmp_path: Path) -> None:
+    words = [sys.executable, ROOT / "scripts" / "scaling.py", "--data-dir", data, "--output-dir", tmp_path / "out"]
+    sizes = ("--batch-size", "4", "--log-steps", "1", "--windows", "2000", "--processes", "1,2")
+    chosen = environment() | {"CUDA_VISIBLE_DEVICES": "5,7"}
+    process = subprocess.Popen([*map(str, words), "--flags", FLAGS, *sizes], env=chosen)
+    log = tmp_path / "out" / "dali-1.log"
+    while not (log.exists() and "first step" in log.read_text()):
+        assert process.poll() is None
+        time.sleep(0.1)
+    (trainer, *_) = descendants(process.pid)
+    seen = Path(f"/proc/{trainer}/environ").read_bytes().split(b"\0")
+    process.terminate()
+    assert process.wait(60) == 143
+    assert b"CUDA_VISIBLE_DEVICES=5" in seen
 
 
 @pytest.mark.dist

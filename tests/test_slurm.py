@@ -206,6 +206,18 @@ def test_a_preemptible_job_that_stops_itself_goes_back_into_the_queue(
     until(lambda: job.has_ended() and not workers(run))
 
 
+def test_a_preemptible_job_that_is_cancelled_stays_cancelled(cluster: Cluster, data: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    flags = ("--data-dir", data, *FLAGS, *FOR_EVER, "--output-dir", run)
+    job = cluster.submit("preemptible.sh", tmp_path / "log", TWO_OF_ONE_NODE, *flags)
+    until(lambda: steps(run) > 7)
+    job.cancel()
+    until(lambda: (job.has_ended() or job["Restarts"] != "0") and not workers(run))
+    assert (job["JobState"], job["Restarts"]) == ("CANCELLED", "0"), job.text
+    assert "stopped by SIGTERM at step" in job.text
+    assert read_checkpoint(run)["step"] >= 7
+
+
 def workers(run: Path) -> list[int]:
     """Process ids of the trainers of an output folder, on all nodes."""
     found = []

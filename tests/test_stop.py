@@ -31,10 +31,10 @@ def test_a_signal_is_noted_and_its_repetition_ignored(cpu: DistEnv, name: str) -
     assert signal.getsignal(number) == before
 
 
-def run_program(lines: str) -> subprocess.CompletedProcess[str]:
+def run_program(lines: str, limit: float = 0) -> subprocess.CompletedProcess[str]:
     begin = (
-        "import os, signal, time, torch, utils.stop; from utils.distributed import DistEnv\n"
-        "utils.stop.REPEAT_SECONDS = 0.2; stop = utils.stop.StopRequest()\n"
+        f"limit = {limit}; import os, signal, time, torch, utils.stop; from utils.distributed import DistEnv\n"
+        "utils.stop.REPEAT_SECONDS = 0.2; stop = utils.stop.StopRequest(limit)\n"
     )
     words = [sys.executable, "-c", begin + lines + "print('still here')\n"]
     return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -48,6 +48,26 @@ def test_a_late_second_signal_ends_at_once() -> None:
     )
     assert done.returncode == -signal.SIGTERM, done.stderr
     assert done.stdout == ""
+
+
+def test_the_first_signal_after_the_time_limit_leaves_time_to_save() -> None:
+    """Schedulers warn at about the same time."""
+    done = run_program(
+        "stop.arm(DistEnv(0, 0, 1, 1, torch.device('cpu'))); assert stop.agreed(); time.sleep(0.5)\n"
+        "os.kill(os.getpid(), signal.SIGTERM); assert stop.reason == 'the time limit'\n",
+        limit=0.001,
+    )
+    assert done.stdout == "still here\n", done.stderr
+
+
+def test_a_worker_that_inherited_the_handlers_just_ends() -> None:
+    done = run_program(
+        "child = os.fork()\n"
+        "if child == 0: time.sleep(10)\n"
+        "else: time.sleep(0.5); os.kill(child, signal.SIGUSR1); assert os.waitpid(child, 0)[1] == 143 << 8\n"
+    )
+    assert done.stdout == "still here\n"
+    assert done.stderr == ""
 
 
 @pytest.mark.parametrize("name", SIGNALS)
@@ -96,3 +116,32 @@ def test_stop_within_the_evaluation(
     assert evaluations[0] == evaluations[1]
     assert evaluations[1][0]["val/count"] == 1501
     assert_same(read_checkpoint(whole)["model"], read_checkpoint(cut)["model"])
+
+
+SIGNALLED = """
+import os, signal, sys, train
+
+def signalled(*parts):
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+setattr(train, os.environ["AT"], signalled)
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("at", ["train_step", "evaluate"])
+def test_where_nothing_can_be_lost_a_signal_ends_at_once(
+    data: Path, tmp_path: Path, launch: Callable[..., Finished], monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """The first step after an evaluation with which a launch began, as it may compile; and `--evaluate`."""
+    flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--output-dir", tmp_path / "out")
+    assert launch(*flags, "--epochs", 1).status == 0
+    program = tmp_path / "signalled.py"
+    program.write_text(SIGNALLED)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+    monkeypatch.setenv("AT", at)
+    before_evaluation = tmp_path / "out" / "last-1.pt"
+    extra = ("--evaluate",) if at == "evaluate" else ("--resume", before_evaluation, "--epochs", 2)
+    done = launch(*flags, *extra, program=program)
+    assert done.status == 143, done.err
+    assert done.err.splitlines()[-1] == "stopped by SIGUSR1 before the first step; nothing is lost"

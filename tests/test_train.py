@@ -1,6 +1,7 @@
 """Whole runs of train.py: what comes out, and that the arithmetic of a step is right."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -27,6 +28,7 @@ from tests.conftest import (
     write_data,
 )
 from tests.test_resume import EVERYTHING, PLAIN, flags_for, steps_logged, train_losses
+from train import write_json
 from utils.state import mean_buffers
 
 
@@ -241,9 +243,38 @@ def test_pretrained_weights_start_a_run_but_not_its_resume(
     assert json.loads((tmp_path / "evaluation.json").read_text())["checkpoint"] == f"pretrained {weights}"
     first = launch(*flags, "--epochs", 1, "--lr", 1e-12)
     assert first.status == 0, first.err
+    unsure = launch(*flags, "--evaluate")
+    assert unsure.status == 2
+    assert f"--resume {tmp_path}/best.pt or --resume none" in unsure.err
+    assert launch(*flags, "--evaluate", "--resume", "none").status == 0
+    assert json.loads((tmp_path / "evaluation.json").read_text())["checkpoint"] == f"pretrained {weights}"
     trained = read_checkpoint(tmp_path)["model"]
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(trained[name], parameter.detach())
     weights.unlink()
     again = launch(*flags, "--epochs", 2)
     assert again.status == 0, again.err
+
+
+def test_what_the_best_checkpoint_of_a_folder_is(data: Path, tmp_path: Path, launch: Callable[..., Finished]) -> None:
+    """The best of the evaluations that were made there: neither of the run before, nor of another folder."""
+    flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--output-dir")
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert launch(*flags, first, "--epochs", 1).status == 0
+    later = launch(*flags, second, "--resume", first / "last.pt", "--epochs", 2, "--lr", 1e-12)
+    assert later.status == 0, later.err
+    assert read_checkpoint(second, "best.pt")["epoch"] == 2
+    assert (first / "best.pt").exists()
+    anew = launch(*flags, first, "--resume", "none", "--epochs", 2, "--time-limit", 0.1)
+    assert anew.status == 143, anew.err
+    assert "the same command with --resume auto resumes here" in anew.out
+    assert not (first / "best.pt").exists()
+    evaluated = launch(*flags, first, "--evaluate", "--image-size", 48, "--val-resize", 54)
+    assert "other sizes, --image-size 32 --val-resize 36" in evaluated.out, evaluated.err
+    found = json.loads((first / "evaluation.json").read_text())
+    assert (found["checkpoint"], found["image_size"], found["val_resize"]) == (f"{first}/last.pt", 48, 54)
+
+
+def test_json_has_null_for_what_is_not_finite(tmp_path: Path) -> None:
+    write_json(tmp_path / "values.json", {"loss": math.inf, "top1": 0.5, "checkpoint": "best.pt"})
+    assert json.loads((tmp_path / "values.json").read_text()) == {"loss": None, "top1": 0.5, "checkpoint": "best.pt"}

@@ -15,6 +15,7 @@ from utils.config import TrainConfig, flag
 from utils.dataset import Manifest
 from utils.distributed import DistEnv, gather_main
 from utils.errors import UserError
+from utils.launcher import launchers
 from utils.leave import writing
 from utils.state import TrainState, mean_buffers
 
@@ -84,18 +85,22 @@ def find(config: TrainConfig) -> list[Path]:
     """The checkpoints that `--resume` means, newest first; none to start from scratch (or from `--pretrained`).
 
     Raises:
-        UserError: a path was given that does not exist, or `--evaluate` has nothing to evaluate.
+        UserError: a path was given that does not exist, or `--evaluate` has nothing to evaluate, or two things.
     """
     if config.resume not in ("auto", "none"):
         path = Path(config.resume)
         if not os.path.isfile(path):  # unlike Path.is_file, False for what may not be looked at
             raise UserError(f"--resume {path}: no such checkpoint; give an existing file, auto or none")
         return [path]
-    if config.resume == "none" or (config.evaluate and config.pretrained is not None):
+    if config.resume == "none":
         return []
     names = (BEST, LAST, *EARLIER) if config.evaluate else (LAST, *EARLIER, BEST)
     paths = [config.output_dir / name for name in names if os.path.isfile(config.output_dir / name)]
-    if config.evaluate and not paths:
+    if config.evaluate and config.pretrained is not None and paths:
+        raise UserError(
+            f"--evaluate: {paths[0]} or --pretrained {config.pretrained}? give --resume {paths[0]} or --resume none"
+        )
+    if config.evaluate and config.pretrained is None and not paths:
         raise UserError(f"--evaluate: no checkpoint in --output-dir {config.output_dir}; give --resume PATH")
     return paths
 
@@ -176,6 +181,7 @@ def save(
         return None
     checkpoint = state.shared() | {
         "format": FORMAT,
+        "launchers": launchers(),
         "config": config.to_dict(),
         "fingerprint": fingerprint,
         "classes": list(classes),
@@ -187,6 +193,8 @@ def save(
     try:
         with writing:
             _write(checkpoint, config.output_dir, is_best)
+            if state.best_top1 < 0:  # not evaluated yet, so this is of another run
+                (config.output_dir / BEST).unlink(missing_ok=True)
     except (OSError, RuntimeError) as error:  # the latter from torch's writer, which hides the former
         for name in (LAST, *EARLIER, BEST):
             with contextlib.suppress(OSError):
@@ -237,6 +245,8 @@ def _link(source: Path, path: Path) -> Path:
         os.link(source, temporary)
     except OSError:  # a file system without hard links
         shutil.copyfile(source, temporary)
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
     return temporary
 
 

@@ -94,7 +94,7 @@ class TrainConfig:
 
     resume: str = _option("auto", RUN, "auto: from last.pt, if there is one.", True, "auto|none|PATH")
     checkpoint_steps: int = _option(0, RUN, "Steps between saves; 0: an epoch.")
-    evaluate: bool = _option(False, SWITCHES, "Only evaluate the checkpoint of --resume.")
+    evaluate: bool = _option(False, SWITCHES, "Only evaluate: best.pt, or --resume PATH.")
     seed: int = _option(0, RUN, "Of weights, order and augmentation.")
     deterministic: bool = _option(False, SWITCHES, "Same bits in every run; slower.")
     log_steps: int = _option(50, RUN, "Steps between two lines of metrics.jsonl.")
@@ -330,6 +330,8 @@ def _load_recipe(context: typer.Context, path: Path | None) -> Path | None:
 def read_recipe(path: Path) -> dict[str, Any]:
     """Field name -> value of a YAML (or JSON) recipe; keys may use dashes or underscores.
 
+    A value means what the same text means on the command line; only booleans and null are YAML's.
+
     Raises:
         UserError: unreadable file, unknown key (the closest one is named), a key given twice, or a value that is no
             scalar.
@@ -339,8 +341,8 @@ def read_recipe(path: Path) -> dict[str, Any]:
             text = file.read(LONGEST_RECIPE + 1)  # not more: /dev/zero has no end
         if len(text) > LONGEST_RECIPE:
             raise ValueError(f"more than {LONGEST_RECIPE:,} characters")
-        recipe = yaml.safe_load(text)
-        keys = _top_level_keys(text)
+        recipe = yaml.load(text, Loader=_RecipeLoader)
+        written = _top_level(text)
     except Exception as error:  # PyYAML raises what its constructors meet, from KeyError to RecursionError
         reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"--config {path}: cannot be read ({reason}); give a YAML file of flags") from None
@@ -348,6 +350,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
         raise UserError(f"--config {path}: must be a mapping like 'lr: 0.5', not {type(recipe).__name__}")
     fields = {field.name: field for field in dataclasses.fields(TrainConfig) if field.name != "config"}
     values: dict[str, Any] = {}
+    keys = [key.replace("-", "_") for key, _ in written]
     for key in keys:
         if keys.count(key) > 1:  # YAML would take the last and say nothing
             raise UserError(f"--config {path}: '{key.replace('_', '-')}' is given twice; keep one")
@@ -357,23 +360,32 @@ def read_recipe(path: Path) -> dict[str, Any]:
             close = difflib.get_close_matches(name, fields, n=1, cutoff=0.0)
             raise UserError(f"--config {path}: unknown key '{key}'; the closest is '{close[0].replace('_', '-')}'")
         if value is not None and not (name == "pretrained" and value is False):
-            values[name] = _recipe_value(path, key, value, _kinds(fields[name]))
+            as_written = dict(written).get(key, value)  # what "<<" merges does not stand at the top level
+            values[name] = _recipe_value(path, key, value, as_written, _kinds(fields[name]))
     return values
 
 
-def _top_level_keys(text: str) -> list[str]:
-    """As they stand in the file, where a mapping would hold the last of two that are the same."""
+class _RecipeLoader(yaml.SafeLoader):
+    """YAML in which a date is text: no flag takes a date, and a folder may be called 2026-22-11, which is none."""
+
+
+_RecipeLoader.add_constructor("tag:yaml.org,2002:timestamp", yaml.SafeLoader.construct_yaml_str)  # type: ignore[type-var]
+
+
+def _top_level(text: str) -> list[tuple[str, Any]]:
+    """Keys and values as they stand in the file, where a mapping would hold the last of two keys that are the same."""
     node = yaml.compose(text, Loader=yaml.SafeLoader)
     if not isinstance(node, yaml.MappingNode):
         return []
-    return [str(key.value).replace("-", "_") for key, _ in node.value]
+    return [(str(key.value), value.value) for key, value in node.value]
 
 
-def _recipe_value(path: Path, key: str, value: Any, kinds: tuple[Any, ...]) -> Any:
+def _recipe_value(path: Path, key: str, value: Any, as_written: Any, kinds: tuple[Any, ...]) -> Any:
     if key == "pretrained" and value is True:
         return "timm"
     if not isinstance(value, str | int | float) or isinstance(value, bool) != (bool in kinds):
         wanted = "true or false" if bool in kinds else "one value"
         raise UserError(f"--config {path}: {key}: {value!r:.80} is not allowed; give {wanted}")
-    # As text, so that a recipe is held to the same types as the command line (2.5 is no batch size).
-    return value if isinstance(value, bool) else str(value)
+    # As text, so that a recipe is held to the same types as the command line (2.5 is no batch size), and as written:
+    # YAML would make 83 of the folder 0123, and 90 of the seed 1:30.
+    return value if isinstance(value, bool) else str(as_written)

@@ -18,7 +18,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from utils.errors import RunFailed, UserError
-from utils.peers import Peers, end_with_launcher
+from utils.launcher import end_with_launcher
+from utils.peers import Peers
 
 T = TypeVar("T")
 DDP_BUCKETS = (2**18, 25 * 2**18)  # float32: 1 MiB for the first, then 25 (torch 2.11's defaults)

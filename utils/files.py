@@ -1,6 +1,7 @@
 """Files: written whole, or left as they were."""
 
 import contextlib
+import os
 from pathlib import Path
 
 
@@ -12,7 +13,10 @@ def write_whole(path: Path, text: str) -> None:
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.write_text(text)
+        with temporary.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
         temporary.replace(path)
     except OSError:
         with contextlib.suppress(OSError):

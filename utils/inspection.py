@@ -40,6 +40,8 @@ CODECS = {
     ".jpg": "jpeg", ".jpeg": "jpeg", ".jpe": "jpeg", ".png": "png", ".webp": "webp", ".bmp": "bmp", ".tif": "tiff",
     ".tiff": "tiff", ".ppm": "pnm", ".pgm": "pnm", ".pnm": "pnm",
 }  # fmt: skip
+# Pillow's own names: a JPEG with more pictures behind the first, as phones write it, and all formats of Netpbm.
+_PILLOW_NAMES = {"mpo": "jpeg", "ppm": "pnm"}
 _T = TypeVar("_T")
 _DECORATION = re.compile(r"\x1b\[[\d;]*m|\[\w+\] ?|Could not .* stream - ")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -328,7 +330,8 @@ def _odd(path: str, found: Found) -> Iterator[str]:
         yield f"tiny, {found.width} x {found.height} pixels"
     if longer > NARROW * shorter:
         yield f"narrow, {found.width} x {found.height} pixels: its shorter side becomes --val-resize"
-    if found.codec != CODECS.get(suffix, found.codec):
-        yield f"named {suffix}, holds {found.codec}"
+    codec = _PILLOW_NAMES.get(found.codec, found.codec)
+    if codec != CODECS.get(suffix, codec):
+        yield f"named {suffix}, holds {codec}"
     if found.warning:
         yield f"damaged, decodes all the same ({found.warning})"

@@ -35,9 +35,12 @@ class Log:
         epochs: of the whole run, for the bar.
         steps_per_epoch: likewise.
         tensorboard: whether to write events too.
+        step: steps that are taken; TensorBoard forgets the events of a launch that went on and was lost.
     """
 
-    def __init__(self, output_dir: Path, env: DistEnv, epochs: int, steps_per_epoch: int, tensorboard: bool) -> None:
+    def __init__(
+        self, output_dir: Path, env: DistEnv, epochs: int, steps_per_epoch: int, tensorboard: bool, step: int = 0
+    ) -> None:
         self._path = output_dir / METRICS
         self._active = env.is_main
         self._epochs, self._steps_per_epoch = epochs, steps_per_epoch
@@ -47,7 +50,7 @@ class Log:
         if tensorboard and self._active:
             from torch.utils.tensorboard import SummaryWriter  # slow to import, and only on request
 
-            self._events = SummaryWriter(str(output_dir / "tensorboard"))
+            self._events = SummaryWriter(str(output_dir / "tensorboard"), purge_step=step + 1)
 
     def say(self, text: str) -> None:
         """A line for the user, above the bar if there is one."""

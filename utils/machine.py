@@ -6,7 +6,6 @@ import dataclasses
 import importlib.util
 import itertools
 import os
-import time
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +19,7 @@ from utils.errors import UserError
 PREFETCH = 6  # batches
 SMALL = 1 / 8  # of the free memory: decoded images that take no more are kept there unasked, on the CPU
 LARGEST = 0.8  # of the free memory, for images that are to be kept
+BY_DALI = ("dali", "proxy")  # loaders whose images DALI decodes; the others have no use for --decode and its like
 _NVML_P2P_NVLINK = 2  # NVML_P2P_CAPS_INDEX_NVLINK
 
 
@@ -72,18 +72,30 @@ def free_memory(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/s
     """Bytes that this machine, and every control group around this process, has left; page cache counts as free.
 
     https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files
+    https://docs.kernel.org/admin-guide/cgroup-v1/memory.html
     """
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free = 1024 * int(lines["MemAvailable"].split()[0])
-    paths = [line[3:] for line in own.read_text().splitlines() if line.startswith("0::")] if own.exists() else []
-    group = groups / (paths[0].strip("/") if paths else "")
-    for folder in (group, *group.parents):
-        with contextlib.suppress(OSError, ValueError):  # no such file at the root; "max" for no limit
-            limit, used = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
-            statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            free = min(free, limit - used + int(statistics["inactive_file"]))
-        if folder == groups:
-            break
+    paths: dict[str, str] = {}  # by controller; that of version 2 is ""
+    for line in own.read_text().splitlines() if own.exists() else []:
+        _, controllers, path = line.split(":", 2)
+        paths |= dict.fromkeys(controllers.split(","), path.strip("/"))
+    for root, path, (maximum, current, inactive) in (
+        (groups, paths.get("", ""), ("memory.max", "memory.current", "inactive_file")),
+        (
+            groups / "memory",
+            paths.get("memory", ""),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ),
+    ):
+        group = root / path
+        for folder in (group, *group.parents):
+            with contextlib.suppress(OSError, ValueError):  # no such file there, as at the root; "max" for no limit
+                limit, used = (int((folder / name).read_text()) for name in (maximum, current))
+                statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                free = min(free, limit - used + int(statistics[inactive]))
+            if folder == root:
+                break
     return max(free, 0)
 
 
@@ -123,7 +135,7 @@ def choose_common_feed(config: TrainConfig, env: DistEnv, saved: dict[str, Any],
     if saved and "cache" in open_names:
         remedy = "its checkpoint was trained so: resume where they fit, or start anew with --resume none"
     raise_together(_misfit(choice.cache, machine, decoded, remedy), env)
-    shown = {name: reasons[name] for name in open_names if name in reasons}
+    shown = {name: reasons[name] for name in open_names if name in reasons and config.loader in BY_DALI}
     return dataclasses.replace(choice, reasons=choice.reasons | shown)
 
 
@@ -162,6 +174,8 @@ def choose_feed(config: TrainConfig, machine: Machine, decoded: int) -> FeedChoi
         load = 0.65 if decode == "fused" else 0.9
         if machine.jpeg_engines:
             reasons["hw_decoder_load"] = f"for {decode} decoding"
+    if config.loader not in BY_DALI:
+        reasons = {name: reason for name, reason in reasons.items() if name == "workers"}
     prefetch = PREFETCH if config.prefetch is None else config.prefetch
     return FeedChoice(workers, decode, load, cache, prefetch, reasons)
 
@@ -214,12 +228,6 @@ def nvlink_between(uuids: list[str]) -> bool:
     )
     library.nvmlShutdown()
     return joined
-
-
-def seconds_since_launch() -> float:
-    """Wall time since the kernel started this process, before the first import."""
-    started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
 
 
 def _jpeg_engines() -> int:

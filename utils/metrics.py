@@ -21,7 +21,7 @@ class Interval:
         images_per_second: over all ranks, by wall time.
         data_wait: share of the wall time, 0 to 1, in which the device had nothing to do because input was late; the
             mean over the ranks.
-        bad_steps: how many steps in a row, up to now, had a loss that is not finite.
+        bad_steps: how many steps in a row, up to now, had a loss that is not finite, on the rank with most of them.
         skipped_steps: steps whose fp16 gradients overflowed, so that the scaler left the weights alone.
     """
 
@@ -64,6 +64,7 @@ class Meter:
         self._cold_totals = Totals()  # of each launch's first interval: compilation, the filling of the queues
         self._env = env
         self._loss = torch.zeros((), dtype=torch.float64, device=env.device)  # sum over images
+        self._bad_loss = torch.zeros((), dtype=torch.bool, device=env.device)  # within the step under way
         self._bad_steps = torch.zeros((), dtype=torch.int64, device=env.device)
         self._skipped = torch.zeros((), dtype=torch.int64, device=env.device)
         self._images = 0
@@ -105,16 +106,21 @@ class Meter:
     def update(self, loss: Tensor, images: int) -> None:
         """Add one batch; `loss` is its mean, a scalar on the device, and is not waited for."""
         self._loss += loss.detach() * images
-        self._bad_steps.add_(1).mul_(~torch.isfinite(loss.detach()))
+        self._bad_loss |= ~torch.isfinite(loss.detach())
         self._images += images
         self._timed_images += images
+
+    def end_step(self) -> None:
+        """After the last batch of an optimizer step."""
+        self._bad_steps.add_(1).mul_(self._bad_loss)
+        self._bad_loss.zero_()
 
     def count_skipped(self, skipped: Tensor) -> None:
         """Add a step that the fp16 scaler skipped, if `skipped`, a boolean scalar on the device, is true."""
         self._skipped += skipped
 
     def is_finite(self) -> bool:
-        """Whether the last loss was, on every rank. Waits for the device; a collective."""
+        """Whether the last step's loss was, on every rank. Waits for the device; a collective."""
         return all_reduce_sum(self._bad_steps.clamp(max=1).cpu()).item() == 0
 
     def read(self) -> Interval:
@@ -126,8 +132,11 @@ class Meter:
         else:
             wait = sum(end - start for start, end in self._waits)
         seconds = time.perf_counter() - self._started
-        own = torch.tensor([self._images, self._timed_images, wait / seconds, self._bad_steps], dtype=torch.float64)
-        loss, images, timed, share, bad = all_reduce_sum(torch.cat([self._loss.cpu().view(1), own])).tolist()
+        own = torch.tensor([self._images, self._timed_images, wait / seconds], dtype=torch.float64)
+        bad_steps = torch.zeros(self._env.world_size, dtype=torch.float64)  # of each rank
+        bad_steps[self._env.rank] = self._bad_steps
+        summed = all_reduce_sum(torch.cat([self._loss.cpu().view(1), own, bad_steps])).tolist()
+        loss, images, timed, share, *bad = summed
         share /= self._env.world_size
         totals = self._warm_totals if self._warm else self._cold_totals
         totals.images += timed
@@ -140,7 +149,7 @@ class Meter:
         self._skipped.zero_()
         self._images = 0
         self.start()
-        return Interval(loss / images, timed / seconds, share, round(bad / self._env.world_size), skipped)
+        return Interval(loss / images, timed / seconds, share, int(max(bad)), skipped)
 
     def _mark(self) -> Any:
         if self._env.device.type != "cuda":

@@ -1,11 +1,9 @@
 """Peers: when a process dies or hangs, the others end too and say which one it was, with its last words."""
 
 import contextlib
-import ctypes
 import dataclasses
 import functools
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,12 +13,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from utils.errors import EXIT_FAILED, EXIT_STOPPED, RunFailed, Stopped
+from utils.launcher import end_launcher
 from utils.leave import leave
 
 ROLL_CALL_SECONDS = 5.0  # well below the 30 s that torchrun gives the others after the first death
 TOLD_SECONDS = 1.0
 AGAIN = "the same command goes on from the last checkpoint"
-_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +92,7 @@ class Peers:
 
         self._ask(ask)
         if stepped_down == [True]:
+            end_launcher()
             leave(EXIT_STOPPED)
         if rolls and not rolls[0].lost:
             return False
@@ -124,6 +123,10 @@ class Peers:
     def went_on(self) -> None:
         """To be called once a step: collectives in between may last --timeout each, no longer."""
         self._went_on = time.monotonic()
+
+    def pause(self) -> None:
+        """Until `went_on` is called again its thread may take any time."""
+        self._went_on = None
 
     def stuck(self) -> bool:
         """Whether `went_on` has not been called for so long that its thread must be waiting for a device."""
@@ -235,9 +238,3 @@ def _is_communication(error: Exception) -> bool:
         isinstance(error, RuntimeError)
         and any(words in str(error) for words in ("gloo", "NCCL", "pair closure", "by peer", "Socket closed"))
     )
-
-
-def end_with_launcher() -> None:
-    """Ask the kernel for SIGTERM when torchrun dies: without it nobody would restart or end this process any more."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from utils.distributed import DistEnv
 from utils.errors import EXIT_STOPPED
-from utils.machine import seconds_since_launch
+from utils.launcher import seconds_since_start
 from utils.peers import Peers
 
 REPEAT_SECONDS = 3.0  # launchers send the same signal to a process twice: to its group, and to itself
@@ -24,7 +24,8 @@ class StopRequest:
     while the step runs and is read one step later, so that asking costs the device nothing.
 
     Args:
-        time_limit: seconds since the launch of this process after which to stop; 0 is off.
+        time_limit: seconds since the launch, that of torchrun where it starts this process, after which to stop; 0 is
+            off.
         peers: the other processes, or None.
     """
 
@@ -35,20 +36,24 @@ class StopRequest:
         self._env: DistEnv | None = None
         self._time_limit = time_limit
         self._reason: str | None = None
-        self._received_at = 0.0
+        self._received_at: float | None = None  # the first signal
+        self._process = os.getpid()
         self._flag = torch.zeros((), dtype=torch.int64)
         self._pending: dist.Work | None = None
         self._previous = {number: signal.signal(number, self._receive) for number in self.SIGNALS}
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
+        if os.getpid() != self._process:  # a worker, in the moment before it has handlers of its own
+            os._exit(EXIT_STOPPED)
         if self._env is None:
             os.write(2, f"stopped by {name} before the first step; nothing is lost\n".encode())
             if self._peers is not None:
                 self._peers.step_down()
             os._exit(EXIT_STOPPED)
-        if self._reason is None:
-            self._reason, self._received_at = name, time.monotonic()
+        if self._received_at is None:
+            self._received_at = time.monotonic()
+            self._reason = self._reason or name
         elif time.monotonic() - self._received_at > REPEAT_SECONDS:
             self.close()
             signal.raise_signal(number)
@@ -57,15 +62,26 @@ class StopRequest:
         """From now on there is something to lose, and a request waits for `agreed`. On all ranks at the same step."""
         self._env = env
 
+    def disarm(self) -> None:
+        """Undo of `arm`, on all ranks at the same step: what comes next can take minutes, and nothing is lost."""
+        if self._env is not None and self._env.peers is not None:
+            self._env.peers.pause()
+        self._env = None
+
     @property
     def reason(self) -> str:
         """The signal that this rank received, "the time limit", or "another rank"."""
         return self._reason or "another rank"
 
+    @property
+    def by_signal(self) -> bool:
+        """Whether this rank has received a signal, as all have that torchrun passes it on to."""
+        return self._received_at is not None
+
     def agreed(self) -> bool:
         """Whether any rank has been asked to stop; the same answer on all ranks. A collective, once a step."""
         assert self._env is not None, "armed"
-        if self._reason is None and 0 < self._time_limit <= seconds_since_launch():
+        if self._reason is None and 0 < self._time_limit <= seconds_since_start():
             self._reason = "the time limit"
         if self._env.world_size == 1:
             return self._reason is not None

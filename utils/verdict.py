@@ -7,16 +7,17 @@ rate over that of the same step on synthetic images; the noise is the larger spr
 - The loader alone is as fast as the synthetic step or faster, and at most half of what is missing was spent waiting
   for input: compute-bound. What is missing is the price of feeding on a device that decodes and trains; a faster disk
   or loader would not pay it.
-- `share` is below 0.98 by no more than the noise: balanced, no side can be told.
+- `share` is below 0.98 by no more than the noise: balanced, no side can be told, and no limit.
 - Else input-bound.
 
-Where compute-bound, the limit is the GPU, or the CPU threads of a machine without one. Elsewhere, beside a GPU, it is
-what loader and step share if the loader alone is at least 1.5 times as fast as the synthetic step: it is late only when
-both run. Else it is the disk if reading the files without decoding them is less than 1.2 times as fast as the loader;
-else the CPU threads if 0.8 of them or more are busy while the loader runs alone; else the decoder. With full decode on
-a GPU that has hardware decoders it is always these: nine JPEGs in ten are theirs, and CPU threads that look busy wait
-for them. A claim about DALI is made where the windows of two loaders do not overlap, or where what was measured once
-differs by 1.2 times or more.
+Where compute-bound, the limit is the GPU, or the CPU threads of a machine without one. Where input-bound, beside a GPU,
+it is what loader and step share if the loader alone is at least 1.5 times as fast as the synthetic step: it is late
+only when both run. Else it is the disk if reading the files without decoding them, by as many readers as the loader
+has, is less than 1.2 times as fast as the loader; else the CPU threads if 0.8 of those that the loader can use, the
+cores or `--workers` if these are fewer, are busy while it runs alone; else the decoder. With full decode on a GPU that
+has hardware decoders it is always these: nine JPEGs in ten are theirs, and CPU threads that look busy wait for them. A
+claim about DALI is made where the windows of two loaders do not overlap, or where what was measured once differs by 1.2
+times or more.
 """
 
 import dataclasses
@@ -92,12 +93,13 @@ class Figures:
         image_width, image_height: means, pixels.
         image_size: side of the network's input, pixels.
         workers: CPU threads of each loader.
+        cores: CPU threads that this process may run on.
         on_gpu: whether the step runs on a GPU.
         jpeg_engines: hardware JPEG decoders of that GPU.
         unused: flags that are not in use and would make the step faster.
         kept: whether train.py would keep the images decoded, which no loader here does.
         synthetic: the training step without a feed.
-        files: reading the files without decoding them.
+        files: reading the files without decoding them, with as many readers as the feed that is judged.
         feeds: at least one.
     """
 
@@ -107,6 +109,7 @@ class Figures:
     image_height: float
     image_size: int
     workers: int
+    cores: int
     on_gpu: bool
     jpeg_engines: int
     unused: tuple[str, ...]
@@ -118,11 +121,14 @@ class Figures:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What the figures mean, in words and, for programs, in `bound`, `limit` and `share` (see the module) of `feed`."""
+    """What the figures mean, in words and, for programs, in `bound`, `limit` and `share` (see the module) of `feed`.
+
+    `limit` is None where balanced.
+    """
 
     bound: Bound
     share: float
-    limit: Limit
+    limit: Limit | None
     feed: str
     summary: tuple[str, ...]
     advice: tuple[str, ...]
@@ -137,11 +143,15 @@ def judge(figures: Figures) -> Verdict:
     feed = max(dali or figures.feeds, key=lambda feed: feed.training.median)
     share = feed.training.median / figures.synthetic.median
     bound = _bound(figures, feed, share)
-    limit = _limit(figures, feed, bound)
+    limit: Limit | None = None
     if bound == "compute":
+        limit = "gpu" if figures.on_gpu else "cpu threads"
         reason, advice = _step_reason(figures, feed, share), _step_advice(figures)
-    else:
+    elif bound == "input":
+        limit = _input_limit(figures, feed)
         reason, advice = _input_reason(figures, feed, limit), _input_advice(figures, limit)
+    else:
+        reason, advice = _noise_reason(figures, feed), _noise_advice()
     claims = list(_claims(feed, figures.feeds)) if dali else []
     nowhere = ("nowhere measured here",)
     return Verdict(
@@ -161,19 +171,26 @@ def _bound(figures: Figures, feed: Feed, share: float) -> Bound:
     in_time = feed.data_wait <= max(1 - ENOUGH, (1 - share) / 2)
     if share >= ENOUGH or (feed.alone.median >= figures.synthetic.median and in_time):
         return "compute"
-    return "balanced" if ENOUGH - share <= max(feed.training.spread, figures.synthetic.spread) else "input"
+    return "balanced" if ENOUGH - share <= _noise(figures, feed) else "input"
 
 
-def _limit(figures: Figures, feed: Feed, bound: Bound) -> Limit:
-    if bound == "compute":
-        return "gpu" if figures.on_gpu else "cpu threads"
+def _noise(figures: Figures, feed: Feed) -> float:
+    return max(feed.training.spread, figures.synthetic.spread)
+
+
+def _usable(figures: Figures) -> int:
+    """CPU threads that can be busy with a loader at the same time."""
+    return min(figures.workers, figures.cores)
+
+
+def _input_limit(figures: Figures, feed: Feed) -> Limit:
     if figures.on_gpu and feed.alone.median >= AMPLE * figures.synthetic.median:
         return "sharing"
     if figures.files.median < CLEARLY * feed.alone.median:
         return "disk"
     if feed.name == "dali-full" and figures.jpeg_engines:
         return "decoder"
-    return "cpu threads" if feed.cores_busy >= BUSY * figures.workers else "decoder"
+    return "cpu threads" if feed.cores_busy >= BUSY * _usable(figures) else "decoder"
 
 
 def _outcome(feed: Feed, bound: Bound, share: float) -> str:
@@ -201,9 +218,20 @@ def _step_advice(figures: Figures) -> Iterator[str]:
     yield f"The network costs the time: {hardware}{flags}a smaller --arch or a smaller --image-size would speed it up."
 
 
+def _noise_reason(figures: Figures, feed: Feed) -> str:
+    return (
+        f"What limits cannot be told: the windows differ by up to {_noise(figures, feed):.1%} from their middle, and "
+        f"no more than that is missing; {_speed(figures, feed)}."
+    )
+
+
+def _noise_advice() -> Iterator[str]:
+    yield "Measure again on a quiet machine, or with a longer --window-seconds."
+
+
 def _input_reason(figures: Figures, feed: Feed, limit: Limit) -> str:
     speed, files = _speed(figures, feed), figures.files.median
-    busy = f"{feed.cores_busy:.1f} of {figures.workers} CPU threads are busy meanwhile"
+    busy = f"{feed.cores_busy:.1f} of {_usable(figures)} CPU threads are busy meanwhile"
     return {
         "disk": f"The disk limits: {speed}, and the files can be read, not decoded, at only {files:,.0f} a second.",
         "cpu threads": f"The CPU threads limit: {speed}; {busy}.",
@@ -217,8 +245,10 @@ def _input_reason(figures: Figures, feed: Feed, limit: Limit) -> str:
 def _input_advice(figures: Figures, limit: Limit) -> Iterator[str]:
     if limit == "disk":
         yield "Copy the images to a local disk, or into memory (/dev/shm)."
-    if limit == "cpu threads":
-        yield f"Give the process more cores, and --workers more than {figures.workers}."
+    if limit == "cpu threads" and figures.workers < figures.cores:
+        yield f"Give --workers more than {figures.workers}: the process may run on {figures.cores} CPU threads."
+    elif limit == "cpu threads":
+        yield f"Give the process more than {figures.cores} CPU threads, and as many --workers."
     if limit == "sharing":
         flags = "".join(f"try {flag}; " for flag in figures.unused)
         yield f"{flags}leave CUDA_DEVICE_MAX_CONNECTIONS unset; see that nothing else runs on this GPU and these cores."
@@ -271,6 +301,6 @@ def _warnings(figures: Figures, feed: Feed) -> Iterator[str]:
         yield "train.py would keep these images decoded in memory (--cache auto), which no loader here does."
     if figures.generated:
         yield "The images are generated: give --data-dir to learn about yours."
-    spread = max(feed.training.spread, figures.synthetic.spread)
-    if spread > NOISY:
-        yield f"The windows differ by up to {spread:.0%} from their middle: the machine is busy; repeat on a quiet one."
+    noise = _noise(figures, feed)
+    if noise > NOISY:
+        yield f"The windows differ by up to {noise:.0%} from their middle: the machine is busy; repeat on a quiet one."

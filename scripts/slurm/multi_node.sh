@@ -2,6 +2,8 @@
 # All GPUs of several nodes; --output-dir and --data-dir must mean the same folders on all of them.
 #
 #   sbatch --nodes=4 scripts/slurm/multi_node.sh --data-dir /data/imagenet --output-dir runs/resnet50
+#
+# Submit it from the repository with the environment active (source .venv/bin/activate): the job inherits both.
 #SBATCH --job-name=brisk
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8

@@ -2,6 +2,8 @@
 # A job that may be taken away at any time: it saves, puts itself back into the queue, and goes on from its checkpoint.
 #
 #   sbatch scripts/slurm/preemptible.sh --data-dir /data/imagenet --output-dir runs/resnet50
+#
+# Submit it from the repository with the environment active (source .venv/bin/activate): the job inherits both.
 #SBATCH --job-name=brisk
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=8
@@ -20,6 +22,6 @@ trap '' TERM
 status=0
 srun --kill-on-bad-exit=1 python train.py "$@" || status=$?
 if [[ $status -eq 143 || $status -eq 138 ]]; then # stopped, with a checkpoint; or by USR1 before it listened
-    scontrol requeue "$SLURM_JOB_ID"
+    scontrol requeue Incomplete "$SLURM_JOB_ID" # a job that was cancelled is complete to Slurm, and stays cancelled
 fi
 exit "$status"

@@ -2,6 +2,8 @@
 # All GPUs of one node. Stops itself, with a checkpoint, before the time is over; the same command goes on from there.
 #
 #   sbatch scripts/slurm/single_node.sh --data-dir /data/imagenet --output-dir runs/resnet50
+#
+# Submit it from the repository with the environment active (source .venv/bin/activate): the job inherits both.
 #SBATCH --job-name=brisk
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=8
