@@ -351,9 +351,9 @@ def main(argv: Sequence[str]) -> int:
         message = " ".join(error.format_message().split()).rstrip(".")
         return _refuse(f"{message}; benchmark.py --help lists all flags")
     except BadFile as error:
-        # Its message ends with train.py's remedy, a flag that this command does not have.
-        file = str(error).removeprefix("rank 0: ").rpartition(";")[0]
-        return _refuse(f"{file}; remove it, and what else scripts/check_dataset.py DIR --output-dir OUT finds")
+        # Its own message has train.py's remedy, a flag that this command does not have.
+        others = "scripts/check_dataset.py DIR --output-dir OUT"
+        return _refuse(f"{error.path}: {error.reason}; remove it, and what else {others} finds")
     except UserError as error:
         return _refuse(str(error))
     except Stopped:

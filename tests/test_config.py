@@ -86,6 +86,14 @@ def test_a_recipe_means_what_the_same_text_on_the_command_line_means(tmp_path: P
         assert dataclasses.replace(read, config=None) == expected
 
 
+@pytest.mark.parametrize("name", ["\U0001f600", "\u00e4 'b'\n", os.fsdecode(b"not UTF-8 \xff")])
+def test_config_json_keeps_names_of_any_letters(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "config.json"
+    TrainConfig(data_dir=Path(name), output_dir=Path(name)).save(path)
+    read = parse(["--config", str(path)])
+    assert (read.data_dir, read.output_dir) == (Path(name), Path(name))
+
+
 @pytest.mark.parametrize(
     ("key", "text"), [("seed", "1:30"), ("epochs", "0x10"), ("lr", "1:30.5"), ("lr", "2026-11-22")]
 )

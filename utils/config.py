@@ -388,4 +388,7 @@ def _recipe_value(path: Path, key: str, value: Any, as_written: Any, kinds: tupl
         raise UserError(f"--config {path}: {key}: {value!r:.80} is not allowed; give {wanted}")
     # As text, so that a recipe is held to the same types as the command line (2.5 is no batch size), and as written:
     # YAML would make 83 of the folder 0123, and 90 of the seed 1:30.
-    return value if isinstance(value, bool) else str(as_written)
+    if isinstance(value, bool):
+        return value
+    # JSON writes a letter beyond U+FFFF as two escapes, which YAML takes for two letters.
+    return str(as_written).encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")

@@ -19,10 +19,15 @@ class UserError(Exception):
 
 
 class BadFile(UserError):
-    """A file that its loader cannot read, met by one rank while the others may be waiting for it."""
+    """A file that its loader cannot read, met by one rank while the others may be waiting for it.
+
+    Attributes:
+        path, reason: which, and why.
+    """
 
     def __init__(self, path: str, reason: str, rank: int) -> None:
         super().__init__(f"rank {rank}: {path}: {reason}; the same command with --bad-files skip goes on without it")
+        self.path, self.reason = path, reason
 
 
 class RunFailed(Exception):
