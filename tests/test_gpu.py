@@ -372,13 +372,20 @@ def test_resume_in_mid_epoch_is_exact(
     assert losses[0] == losses[1]
 
 
-def test_fp16_gradients_that_no_scale_fits_end_the_run(
-    data: Path, tmp_path: Path, launch: Callable[..., Finished]
+@pytest.mark.parametrize(
+    ("arch", "said"),
+    [
+        ("test_convnext", r"at step \d+, lr .*: fp16 gradients overflow at any scale of the loss; use --amp bf16"),
+        ("test_resnet", r"at step 5: running statistics are not finite, as activations overflowed; use --amp bf16"),
+    ],
+)
+def test_fp16_that_overflows_without_end_ends_the_run(
+    data: Path, tmp_path: Path, launch: Callable[..., Finished], arch: str, said: str
 ) -> None:
     flags = ("--amp", "fp16", "--lr", 1e6, "--max-bad-steps", 1000, "--epochs", 20, "--batch-size", 8, "--no-compile")
-    done = launch("--data-dir", data, *FLAGS, *flags, "--output-dir", tmp_path)
+    done = launch("--data-dir", data, *FLAGS, "--arch", arch, *flags, "--output-dir", tmp_path)
     assert done.status == 1, done.err
-    assert re.search(r"at step \d+, lr .*: fp16 gradients overflow at any scale of the loss; use --amp bf16", done.err)
+    assert re.search(said, done.err)
 
 
 @pytest.mark.parametrize("extra", [("--decode", "fused"), ("--decode", "full"), ("--cache", "gpu")], ids=" ".join)
