@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from timm.scheduler.cosine_lr import CosineLRScheduler
-from timm.utils.model_ema import ModelEmaV3
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
@@ -37,7 +36,7 @@ from utils.layout import Layout, choose_batch_size, layout_of, saved_layout
 from utils.log import Log, speak
 from utils.machine import FeedChoice, joined_by_nvlink
 from utils.metrics import Meter
-from utils.optim import create_optimizer, create_schedule, scaled_lr
+from utils.optim import create_ema, create_optimizer, create_schedule, describe_ema, scaled_lr
 from utils.sampler import Sampler
 from utils.seed import derive_seed, make_deterministic, seed_all, set_random_state
 from utils.state import TrainState, share_out
@@ -518,7 +517,7 @@ def create_state(
         model=model,
         optimizer=create_optimizer(config, model, sampler.global_batch_size),
         scaler=GradScaler(env.device.type, enabled=config.amp == "fp16"),
-        ema=ModelEmaV3(model, decay=config.ema_decay, use_warmup=True) if config.ema_decay > 0 else None,
+        ema=create_ema(model, config.ema_decay) if config.ema_decay > 0 else None,
         meter=Meter(env),
         env=env,
         started=started,
@@ -668,6 +667,8 @@ def introduce(run: Run, manifests: tuple[Manifest, Manifest], feed: FeedChoice) 
         "output": f"{config.output_dir}",
         "start": start,
     }
+    if state.ema is not None:
+        facts["ema"] = describe_ema(state.ema, config.epochs * run.sampler.steps_per_epoch)
     if feed.reasons and config.loader != "synthetic":
         chosen = (f"{flag(name)} {getattr(config, name)}: {reason}" for name, reason in feed.reasons.items())
         facts["chosen"] = "; ".join(chosen)

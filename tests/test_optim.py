@@ -8,7 +8,7 @@ import torch
 
 from utils.config import TrainConfig
 from utils.errors import UserError
-from utils.optim import check_optimizer, create_optimizer, create_schedule, scaled_lr
+from utils.optim import check_optimizer, create_ema, create_optimizer, create_schedule, describe_ema, scaled_lr
 
 
 def rates(config: TrainConfig, steps_per_epoch: int) -> list[float]:
@@ -55,3 +55,16 @@ def test_other_optimizers() -> None:
     assert isinstance(create_optimizer(config, torch.nn.Linear(2, 2), 256), torch.optim.AdamW)
     with pytest.raises(UserError, match="--optimizer adamv: unknown to timm; the closest are adam"):
         check_optimizer("adamv")
+
+
+def test_moving_average_reaches_its_decay() -> None:
+    ema = create_ema(torch.nn.Linear(2, 2), 0.9999)
+    assert [ema.get_decay(step) for step in (0, 1)] == [0.0, 0.0], "a copy"
+    assert [ema.get_decay(3 + n - 1) for n in (0, 5, 1000)] == pytest.approx([1 / 10, 6 / 15, 1001 / 1010])
+    assert ema.get_decay(89_990) < 0.9999
+    assert ema.get_decay(89_992) == 0.9999
+    assert describe_ema(ema, 100_000) == "decay grows to 0.9999 in the first 89,992 steps"
+    assert describe_ema(ema, 50_040) == "decay grows to 0.99982 in the 50,040 steps of the run, too few for 0.9999"
+    short, long = (describe_ema(create_ema(torch.nn.Linear(2, 2), 0.9), steps) for steps in (83, 82))
+    assert "grows to 0.9 in the first 82" in short
+    assert "too few for 0.9" in long

@@ -1,9 +1,10 @@
-"""Parameter groups, optimizer, and the learning rate: scaled by the global batch, linear warmup, then cosine."""
+"""Parameter groups, optimizer, moving average, and the learning rate: scaled by the global batch, warmup, cosine."""
 
 import difflib
 
 import timm.optim
 from timm.scheduler.cosine_lr import CosineLRScheduler
+from timm.utils.model_ema import ModelEmaV3
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -52,6 +53,23 @@ def create_optimizer(config: TrainConfig, model: nn.Module, global_batch_size: i
 
 def _has_fused(name: str) -> bool:
     return timm.optim.get_optimizer_class(name, bind_defaults=False) in (SGD, Adam, AdamW)
+
+
+def create_ema(model: nn.Module, decay: float) -> ModelEmaV3:
+    """Moving average of the weights, whose decay grows to `decay` (0 to below 1): (1 + n) / (10 + n), n the steps done.
+
+    That of TensorFlow's ExponentialMovingAverage with `num_updates`: the average spans a tenth of the run at most, and
+    soon forgets the random weights of the beginning. The first steps copy the weights, so that n is 3 less.
+    """
+    return ModelEmaV3(model, decay=decay, use_warmup=True, warmup_gamma=9.0, warmup_power=1.0)
+
+
+def describe_ema(ema: ModelEmaV3, total_steps: int) -> str:
+    """When its decay is the one that was asked for, or which it ends with."""
+    last = ema.get_decay(total_steps - 1)
+    if last < ema.decay:
+        return f"decay grows to {last:.5g} in the {total_steps:,} steps of the run, too few for {ema.decay:g}"
+    return f"decay grows to {ema.decay:g} in the first {round(9 / (1 - ema.decay)) - 8:,} steps"
 
 
 def create_schedule(config: TrainConfig, optimizer: Optimizer, steps_per_epoch: int) -> CosineLRScheduler:
