@@ -44,7 +44,8 @@ from utils.stop import StopRequest
 
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "none": torch.float32}
 LOCK_SECONDS = 10.0
-OUTPUTS = ("config.json", "metrics.jsonl", "last.pt", "best.pt", "summary.json", "evaluation.json")
+SUMMARY = "summary.json"
+OUTPUTS = ("config.json", "metrics.jsonl", "last.pt", "best.pt", SUMMARY, "evaluation.json")
 PROBE_BYTES = 100_000  # more than the small files take: a full disk is found before the run
 SYNTHETIC_TRAIN, SYNTHETIC_VAL, SYNTHETIC_CLASSES = 128_000, 5_000, 1_000  # of --loader synthetic without --data-dir
 
@@ -78,6 +79,7 @@ class Run:
     shared_before: Layout | None  # how the checkpoint's run shared a step, if not as this one
     log: Log
     stop: StopRequest
+    kept: tuple[int, int] | None  # until `begin`: metrics.jsonl's records up to these epochs and steps stay
     seconds_to_first_step: float | None = None  # of this launch, from the start of the process
     unsaved: str | None = None  # why the last save failed; known to rank 0 alone
 
@@ -85,6 +87,28 @@ class Run:
     def again(self) -> str:
         """What resumes this run."""
         return "the same command" if self.config.resume == "auto" else "the same command with --resume auto"
+
+    def begin(self) -> None:
+        """Let the output folder be this run's, now that there is something to lose. A collective; does it once.
+
+        metrics.jsonl ends where this launch began, config.json says how it runs, an earlier summary.json is gone.
+
+        Raises:
+            UserError: on all ranks, if rank 0 cannot write there.
+        """
+        if self.kept is None:
+            return
+        with together(self.env):
+            try:
+                self.log.rewind(*self.kept)
+                if self.env.is_main:
+                    self.config.save(self.config.output_dir / "config.json")
+                    (self.config.output_dir / SUMMARY).unlink(missing_ok=True)
+            except OSError as error:
+                raise UserError(
+                    f"--output-dir {self.config.output_dir}: cannot be written ({error.strerror}); make room there"
+                ) from error
+        self.kept = None
 
     def save(self, is_best: bool = False) -> None:
         """Write last.pt (and best.pt) as of now; if that fails, say so and let the run go on. A collective.
@@ -546,27 +570,29 @@ def restore(state: TrainState, net: nn.Module, saved: dict[str, Any], config: Tr
     return None
 
 
-def check_resume(path: Path, saved: dict[str, Any], fingerprint: dict[str, Any], env: DistEnv) -> None:
+def check_resume(
+    path: Path, saved: dict[str, Any], fingerprint: dict[str, Any], config: TrainConfig, env: DistEnv
+) -> None:
     """Raise UserError on all ranks unless the run is, on each, the one that was saved. A collective."""
+    without = config.bad_files == "error" and any(saved["left_out"].values())
+    hint = "give --bad-files skip, without whose bad files it ran, or " if without else ""
     with together(env):
-        checkpoint.check_fingerprint(path, saved["fingerprint"], fingerprint)
+        checkpoint.check_fingerprint(path, saved["fingerprint"], fingerprint, hint)
 
 
-def open_output(config: TrainConfig, log: Log, state: TrainState) -> None:
-    """Let metrics.jsonl end where `state` is, and write config.json. A collective.
+def history(path: Path | None, saved: dict[str, Any], config: TrainConfig, state: TrainState) -> tuple[int, int]:
+    """Epochs and steps up to which metrics.jsonl in the output folder is of the run that `state` is. A collective.
 
-    Raises:
-        UserError: on all ranks, if rank 0 cannot write there.
+    What `--resume PATH` goes on from may lie elsewhere, or before the best checkpoint of the folder: best.pt is then
+    what is best from now on.
     """
-    with together(state.env):
-        try:
-            log.rewind(state.epoch, state.step)
-            if state.env.is_main:
-                config.save(config.output_dir / "config.json")
-        except OSError as error:
-            raise UserError(
-                f"--output-dir {config.output_dir}: cannot be written ({error.strerror}); make room there"
-            ) from error
+    if path is None or config.resume == "auto":
+        return state.epoch, state.step
+    here = broadcast(os.path.realpath(path.parent) == os.path.realpath(config.output_dir), state.env)
+    best = broadcast(state.env.is_main and checkpoint.has_best_of(saved, config.output_dir), state.env)
+    if not (here and best):
+        state.best_top1 = -1.0
+    return (state.epoch, state.step) if here else (-1, -1)
 
 
 def create_run(
@@ -596,7 +622,7 @@ def create_run(
     sampler = create_sampler(config, manifests[0], env)
     fingerprint = checkpoint.fingerprint(config, *manifests, env, pipelines.DALI_VERSION)
     if path is not None:
-        check_resume(path, saved, fingerprint, env)
+        check_resume(path, saved, fingerprint, config, env)
     state, normalize = create_state(config, sampler, env, started, resumed=bool(saved))
     stream = recording_stream(env.device) if config.cuda_graph else None
     net = distribute(state.model, config, env, stream)
@@ -611,7 +637,6 @@ def create_run(
     stack.callback(gradients.close)
     log = Log(config.output_dir, env, config.epochs, sampler.steps_per_epoch, config.tensorboard, state.step)
     stack.callback(log.close)
-    open_output(config, log, state)
     before = saved_layout(saved) if saved else None
     return Run(
         config=config,
@@ -632,6 +657,7 @@ def create_run(
         shared_before=before if before != layout_of(config, env.world_size) else None,
         log=log,
         stop=stop,
+        kept=history(path, saved, config, state),
     )
 
 

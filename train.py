@@ -9,6 +9,7 @@ config.json, metrics.jsonl, last.pt, best.pt and summary.json in --output-dir.
 import contextlib
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ import models
 import pipelines
 from run import (
     AMP_DTYPES,
+    SUMMARY,
     Run,
     check_files,
     create_model,
@@ -37,7 +39,7 @@ from run import (
     resolve,
 )
 from utils.alarm import shared_alarm
-from utils.checkpoint import BEST
+from utils.checkpoint import lacks_best
 from utils.config import TrainConfig, flag, parse
 from utils.dataset import Manifest
 from utils.distributed import DistEnv, average_buffers, broadcast, gather, process_group, read_launch
@@ -60,7 +62,6 @@ from utils.optim import check_optimizer
 from utils.state import SHARED_MODULES, TrainState
 from utils.stop import StopRequest
 
-SUMMARY = "summary.json"
 LEAST_SCALE = 1e-3  # of the loss in fp16: 26 steps that overflow, from torch's first scale
 WORTH_ADVICE = 0.02  # data wait above which the user is told what to do
 
@@ -85,6 +86,7 @@ def train_one_epoch(run: Run) -> None:
         if run.seconds_to_first_step is None:
             run.stop.arm(run.env)  # at once: a signal that finds one rank armed and not the other ends them unlike
             note_first_step(run)
+            run.begin()
         if (state.step - start) % config.log_steps == 0 or state.step == end:
             log_interval(run)
         if run.stop.agreed():
@@ -195,9 +197,10 @@ def evaluate_epoch(run: Run) -> None:
     """
     state = run.state
     run.stop.arm(run.env)
+    run.begin()
     result = evaluate_networks(run)
     top1 = max(result["val/top1"], result.get("val/ema_top1", 0.0))
-    if not broadcast((run.config.output_dir / BEST).is_file(), run.env):
+    if broadcast(lacks_best(run.config.output_dir), run.env):
         state.best_top1 = -1.0  # resumed in another folder: its best.pt is the best of those that it has seen
     before, is_best = state.best_top1, top1 > state.best_top1
     state.epoch += 1
@@ -312,8 +315,8 @@ def write_summary(run: Run) -> None:
             write_json(config.output_dir / SUMMARY, summary)
         except OSError as error:
             raise RunFailed(
-                f"--output-dir {config.output_dir}: {SUMMARY} could not be written ({error.strerror}); the same "
-                "command tries again"
+                f"--output-dir {config.output_dir}: {SUMMARY} could not be written ({error.strerror}); {run.again} "
+                "tries again"
             ) from error
     run.log.say(
         f"top-1 {summary['top1']:.2f} %  top-5 {summary['top5']:.2f} %  best top-1 {summary['best_top1']:.2f} %  "
@@ -355,7 +358,7 @@ def train(config: TrainConfig) -> None:
         Stopped: a signal came; the checkpoint is written.
     """
     started = time.perf_counter()
-    check_optimizer(config.optimizer)
+    check_optimizer(config.optimizer, read_launch().world_size)
     models.check_arch(config.arch)
     manifests = read_data(config)
     with (
@@ -383,10 +386,8 @@ def train(config: TrainConfig) -> None:
         run = create_run(config, manifests, env, stack, stop, started, path, saved)
         del saved  # memory for the whole run otherwise
         introduce(run, manifests, feed)
-        if run.state.epoch >= config.epochs and broadcast((config.output_dir / SUMMARY).is_file(), env):
+        if run.state.epoch >= config.epochs and broadcast(os.path.isfile(config.output_dir / SUMMARY), env):
             return
-        if env.is_main:
-            (config.output_dir / SUMMARY).unlink(missing_ok=True)  # of fewer epochs
         while run.state.epoch < config.epochs:
             train_one_epoch(run)
             evaluate_epoch(run)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import ROOT, TINY, Finished, assert_same, environment, read_checkpoint, read_metrics
-from utils.checkpoint import EARLIER, LAST, _write, find, load_newest, write_temporary
+from utils.checkpoint import EARLIER, LAST, _write, find, lacks_best, load_newest, write_temporary
 from utils.config import TrainConfig
 from utils.errors import UserError
 
@@ -230,3 +230,10 @@ def test_a_run_that_diverges_ends_and_keeps_its_last_good_checkpoint(
     assert done.err.count("the loss has not been finite for 4 steps in a row; lower --lr") == 1
     assert "the loss is not finite; the one before stands" in done.out
     assert {path.name: path.read_bytes() for path in tmp_path.glob("*.pt")} == before
+
+
+def test_whether_there_is_a_best(tmp_path: Path) -> None:
+    assert lacks_best(tmp_path)
+    (tmp_path / "best.pt").touch()
+    assert not lacks_best(tmp_path)
+    assert not lacks_best(tmp_path / ("far" * 100)), "it cannot be seen"

@@ -1,5 +1,7 @@
 """What torchrun does when a process ends, and what processes tell of it, with real launches."""
 
+import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -8,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT, TINY, Finished, command, environment, read_checkpoint, read_metrics
+from tests.conftest import ROOT, TINY, Finished, command, environment, kill_tree, read_checkpoint, read_metrics
 from utils.launcher import seconds_since_launch, seconds_since_start
 
 DIES_ONCE = """
@@ -64,6 +66,50 @@ def test_a_restart_goes_on_although_the_run_began_anew(data: Path, tmp_path: Pat
     assert starts == ["from scratch", start]
     assert read_checkpoint(tmp_path / "out")["step"] == 10
     assert [r["step"] for r in read_metrics(tmp_path / "out") if "train/loss" in r] == list(range(1, 11))
+
+
+DIES_ON_ANOTHER_MACHINE = """
+import os, pathlib, signal, sys, train
+
+step = train.train_step
+died = pathlib.Path(__file__).with_suffix(".died")
+
+def die_once(run):
+    step(run)
+    if run.state.step == 7 and run.env.rank == 1 and not died.exists():
+        died.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+train.train_step = die_once
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.dist
+def test_a_restart_goes_on_after_a_death_on_another_machine(data: Path, tmp_path: Path) -> None:
+    """The torchrun of rank 0 then starts it again without counting that."""
+    program = tmp_path / "dies.py"
+    program.write_text(DIES_ON_ANOTHER_MACHINE)
+    flags = ("--data-dir", data, *TINY, "--batch-size", 4, "--checkpoint-steps", 2, "--output-dir", tmp_path / "out")
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    meeting = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=1")
+    words = [*command(1, *meeting, "--max-restarts=2", program=program), *flags, "--epochs", 2, "--resume", "none"]
+    logs = [tmp_path / f"{machine}.log" for machine in range(2)]
+    agents = []
+    for path in logs:
+        with path.open("w") as log:
+            variables = environment() | {"PYTHONPATH": str(ROOT)}
+            agents.append(subprocess.Popen(list(map(str, words)), env=variables, stdout=log, stderr=log))
+    try:
+        ended = [agent.wait(timeout=200) for agent in agents]
+    finally:
+        for agent in agents:
+            kill_tree(agent.pid)
+    said = "".join(path.read_text() for path in logs)
+    assert ended == [0, 0], said
+    assert re.findall(r"start  (.*)", said) == ["from scratch", "resumed at epoch 2, step 6"]
 
 
 @pytest.mark.dist

@@ -78,6 +78,15 @@ def test_events_of_a_launch_that_was_lost_are_forgotten(tmp_path: Path, cpu: Dis
     assert [(event.step, event.value) for event in events] == [(s, 1.0 if s < 4 else 2.0) for s in range(1, 9)]
 
 
+def test_a_folder_that_is_out_of_reach_is_told_of(
+    tmp_path: Path, cpu: DistEnv, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = Log(tmp_path / ("far" * 100), cpu, epochs=1, steps_per_epoch=1, tensorboard=False)  # no system has such names
+    log.record({"epoch": 1, "step": 1, "train/loss": 1.0})
+    log.close()
+    assert "metrics.jsonl: not written (File name too long)" in capsys.readouterr().out
+
+
 def test_only_rank_0_writes(tmp_path: Path, cpu: DistEnv, capsys: pytest.CaptureFixture[str]) -> None:
     other = DistEnv(rank=1, local_rank=1, world_size=2, local_world_size=2, device=cpu.device)
     log = Log(tmp_path, other, epochs=1, steps_per_epoch=1, tensorboard=True)

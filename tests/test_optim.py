@@ -68,3 +68,34 @@ def test_moving_average_reaches_its_decay() -> None:
     short, long = (describe_ema(create_ema(torch.nn.Linear(2, 2), 0.9), steps) for steps in (83, 82))
     assert "grows to 0.9 in the first 82" in short
     assert "too few for 0.9" in long
+
+
+def test_optimizers_take_the_same_step_in_every_process() -> None:
+    """Or several processes refuse them: their random numbers differ."""
+    known = timm.optim.list_optimizers()
+    tried, refused = 0, []
+    for name in known:
+        try:
+            check_optimizer(name, world_size=2)
+            results = [train_a_little(name, seed) for seed in (0, 1)]
+        except UserError:
+            refused.append(name)
+            continue
+        tried += 1
+        assert all(torch.equal(*pair) for pair in zip(*results, strict=True)), name
+    assert {"kron", "kronc", "kronw"} <= set(refused)
+    assert tried > len(known) / 2
+    with pytest.raises(UserError, match="draws random numbers, so that the weights of 2 processes would part"):
+        check_optimizer("kron", world_size=2)
+    check_optimizer("kron", world_size=1)
+
+
+def train_a_little(name: str, seed: int) -> list[torch.Tensor]:
+    torch.manual_seed(7)
+    model, images = torch.nn.Linear(4, 3), torch.rand(2, 4)
+    optimizer = create_optimizer(TrainConfig(optimizer=name, lr=0.1), model, 256)
+    torch.manual_seed(seed)
+    for _ in range(3):
+        model(images).square().sum().backward()
+        optimizer.step()
+    return [weight.detach() for weight in model.parameters()]

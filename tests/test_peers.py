@@ -97,7 +97,7 @@ def test_a_killed_rank_is_named(data: Path, tmp_path: Path, rank: int, loader: s
         os.kill(launch.workers[rank], signal.SIGKILL)
         line = launch.check_end(TORCH_KILLS)
     assert f"rank {rank} (process {launch.workers[rank]} on {os.uname().nodename}) is gone: killed" in line
-    assert "the same command goes on from the last checkpoint" in line
+    assert "the same command goes on from the last checkpoint (with --resume auto, as by default)" in line
     assert "Traceback" not in launch.err.read_text().partition("torch/distributed/elastic")[0]
 
 

@@ -485,6 +485,18 @@ def test_checkpoint_of_other_files(
     check(f"--resume {finished_run}/last.pt:", f"(files of {split}/: ", " then, ", " now)")
 
 
+def test_checkpoint_without_bad_files(
+    refused: Refused, data: Path, launch: Callable[..., Finished], tmp_path: Path
+) -> None:
+    """`--bad-files skip` is all that is missing."""
+    shutil.copytree(data, tmp_path / "data")
+    (tmp_path / "data" / "train" / "blue" / "text.jpg").write_text("no image")
+    flags = (*TINY, *RUN, "--data-dir", tmp_path / "data", "--output-dir", tmp_path / "out")
+    assert launch(*flags, "--bad-files", "skip").status == 0
+    check = refused(*flags, "--epochs", "2")
+    check("(files of train/: ", "give --bad-files skip, without whose bad files it ran, or restore")
+
+
 def test_evaluation_by_another_architecture(refused: Refused, data: Path, finished_run: Path) -> None:
     check = refused(*TINY, "--data-dir", data, "--output-dir", finished_run, "--evaluate", "--arch", "test_vit")
     check("--arch test_vit --num-classes 3: does not fit --resume", "give --arch test_resnet --num-classes 3")

@@ -149,8 +149,9 @@ def test_killed_between_training_and_evaluation(
 def test_a_finished_run_is_left_as_it_is(data: Path, tmp_path: Path, launch: Callable[..., Finished]) -> None:
     flags = ("--data-dir", data, *TINY, "--epochs", 1, "--batch-size", 8, "--output-dir", tmp_path)
     assert launch(*flags).status == 0
-    files = {name: (tmp_path / name).read_bytes() for name in ("last.pt", "best.pt", "metrics.jsonl", "summary.json")}
-    again = launch(*flags)
+    names = ("last.pt", "best.pt", "metrics.jsonl", "summary.json", "config.json")
+    files = {name: (tmp_path / name).read_bytes() for name in names}
+    again = launch(*flags, "--lr", 9)
     assert again.status == 0
     assert "All 1 epochs are done" in again.out
     assert files == {name: (tmp_path / name).read_bytes() for name in files}

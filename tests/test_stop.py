@@ -60,11 +60,13 @@ def test_the_first_signal_after_the_time_limit_leaves_time_to_save() -> None:
     assert done.stdout == "still here\n", done.stderr
 
 
-def test_a_worker_that_inherited_the_handlers_just_ends() -> None:
+def test_a_worker_that_inherited_the_handlers_stays_for_its_trainer() -> None:
     done = run_program(
         "child = os.fork()\n"
-        "if child == 0: time.sleep(10)\n"
-        "else: time.sleep(0.5); os.kill(child, signal.SIGUSR1); assert os.waitpid(child, 0)[1] == 143 << 8\n"
+        "if child == 0: time.sleep(1); os._exit(7)\n"
+        "time.sleep(0.5)\n"
+        "for number in stop.SIGNALS: os.kill(child, number)\n"
+        "assert os.waitpid(child, 0)[1] == 7 << 8\n"
     )
     assert done.stdout == "still here\n"
     assert done.stderr == ""
@@ -145,3 +147,19 @@ def test_where_nothing_can_be_lost_a_signal_ends_at_once(
     done = launch(*flags, *extra, program=program)
     assert done.status == 143, done.err
     assert done.err.splitlines()[-1] == "stopped by SIGUSR1 before the first step; nothing is lost"
+
+
+def test_before_the_first_step_the_files_of_an_earlier_run_stay(
+    data: Path, tmp_path: Path, launch: Callable[..., Finished], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--output-dir", tmp_path / "out")
+    assert launch(*flags, "--epochs", 1).status == 0
+    files = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    program = tmp_path / "signalled.py"
+    program.write_text(SIGNALLED)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+    monkeypatch.setenv("AT", "train_step")
+    done = launch(*flags, "--epochs", 2, "--lr", 0.1, "--resume", "none", program=program)
+    assert done.status == 143, done.err
+    assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == files
+    assert {"config.json", "metrics.jsonl", "summary.json"} <= {path.name for path in files}

@@ -261,9 +261,12 @@ def test_what_the_best_checkpoint_of_a_folder_is(data: Path, tmp_path: Path, lau
     flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--output-dir")
     first, second = tmp_path / "first", tmp_path / "second"
     assert launch(*flags, first, "--epochs", 1).status == 0
+    assert launch(*flags, second, "--epochs", 1, "--seed", 1).status == 0
     later = launch(*flags, second, "--resume", first / "last.pt", "--epochs", 2, "--lr", 1e-12)
     assert later.status == 0, later.err
-    assert read_checkpoint(second, "best.pt")["epoch"] == 2
+    best = read_checkpoint(second, "best.pt")
+    assert (best["epoch"], best["config"]["seed"]) == (2, 0)
+    assert [record["step"] for record in read_metrics(second) if "train/loss" in record] == list(range(6, 11))
     assert (first / "best.pt").exists()
     anew = launch(*flags, first, "--resume", "none", "--epochs", 2, "--time-limit", 0.1)
     assert anew.status == 143, anew.err

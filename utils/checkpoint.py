@@ -62,14 +62,18 @@ def fingerprint(config: TrainConfig, train: Manifest, val: Manifest, env: DistEn
     }
 
 
-def check_fingerprint(path: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raise UserError, naming what differs and both values, unless the run is the one that was saved."""
+def check_fingerprint(path: Path, saved: dict[str, Any], now: dict[str, Any], hint: str = "") -> None:
+    """Raise UserError, naming what differs and both values, unless the run is the one that was saved.
+
+    `hint` is what the user may have forgotten where the files differ.
+    """
     differing = [name for name in now if saved.get(name) != now[name]]
     if differing:
         listed = "; ".join(f"{name}: {saved.get(name)} then, {now[name]} now" for name in differing)
+        hint = hint if any(name.startswith("files of") for name in differing) else ""
         raise UserError(
-            f"--resume {path}: this checkpoint belongs to another run ({listed}); restore these, or start anew with "
-            "another --output-dir or --resume none",
+            f"--resume {path}: this checkpoint belongs to another run ({listed}); {hint}restore these, or start anew "
+            "with another --output-dir or --resume none",
             common=True,
         )
 
@@ -225,6 +229,25 @@ def _write(checkpoint: dict[str, Any], folder: Path, is_best: bool) -> None:
 
 def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp")
+
+
+def lacks_best(folder: Path) -> bool:
+    """Whether there is no best.pt; False where that cannot be seen, as a server is away."""
+    try:
+        os.stat(folder / BEST)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def has_best_of(saved: dict[str, Any], folder: Path) -> bool:
+    """Whether best.pt in `folder` is the best that `saved` knows, and not of what came after it or of another run."""
+    try:
+        return bool(load(folder / BEST)["best_top1"] == saved["best_top1"])
+    except UserError:
+        return False
 
 
 def write_temporary(checkpoint: dict[str, Any], path: Path) -> Path:

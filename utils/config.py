@@ -80,7 +80,9 @@ class TrainConfig:
         None, OPTIMISATION, "Linear warmup, epochs; then cosine to 0.", "a tenth, at most 5"
     )
     label_smoothing: float = _option(0.1, OPTIMISATION, "Share of the target spread over all classes.")
-    ema_decay: float = _option(0.0, OPTIMISATION, "Moving average of the weights, e.g. 0.9999 in the long run; 0 is off.")
+    ema_decay: float = _option(
+        0.0, OPTIMISATION, "Moving average of the weights, e.g. 0.9999 in the long run; 0 is off."
+    )
     clip_grad: float = _option(0.0, OPTIMISATION, "Largest norm of the gradient; 0 is off.")
 
     max_bad_steps: int = _option(10, OPTIMISATION, "Steps with no finite loss that end the run; 0: none.")

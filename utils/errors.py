@@ -26,7 +26,10 @@ class BadFile(UserError):
     """
 
     def __init__(self, path: str, reason: str, rank: int) -> None:
-        super().__init__(f"rank {rank}: {path}: {reason}; the same command with --bad-files skip goes on without it")
+        super().__init__(
+            f"rank {rank}: {path}: {reason}; --bad-files skip leaves it out, and --resume auto goes on from the last "
+            "checkpoint"
+        )
         self.path, self.reason = path, reason
 
 

@@ -46,9 +46,12 @@ def launchers() -> list[str]:
 
 
 def restarted_by() -> list[str]:
-    """Those of `launchers` that have started this process before: torchrun after a death, Slurm after a requeue."""
-    counts = {"Slurm": "SLURM_RESTART_COUNT", "torchrun": "TORCHELASTIC_RESTART_COUNT"}
-    return [name for name in launchers() if _restarts(counts[name.split()[0]]) > 0]
+    """Those of `launchers` that may have started this run before: torchrun after a death, Slurm after a requeue.
+
+    A torchrun starts one command again and again, but counts only the deaths of its own processes, not those that make
+    the torchruns of several machines start anew. A Slurm job may have started another command.
+    """
+    return [name for name in launchers() if name.startswith("torchrun") or _restarts("SLURM_RESTART_COUNT") > 0]
 
 
 def _by_torchrun() -> bool:

@@ -80,15 +80,17 @@ class Log:
             return
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._unwritten += json.dumps(finite, allow_nan=False) + "\n"
-        size = self._path.stat().st_size if self._path.exists() else 0
+        size = None
         try:
             with self._path.open("a") as file:
+                size = os.fstat(file.fileno()).st_size
                 file.write(self._unwritten)
             self._unwritten = ""
         except OSError as error:  # a full disk must not end the run; the lines wait for the next record
             self.say(f"warning: {self._path}: not written ({error.strerror})")
-            with contextlib.suppress(OSError):
-                os.truncate(self._path, size)  # not half a line
+            if size is not None:
+                with contextlib.suppress(OSError):
+                    os.truncate(self._path, size)  # not half a line
         self._record_events(values)
 
     def _record_events(self, values: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 import difflib
 
 import timm.optim
+from timm.optim.kron import Kron
 from timm.scheduler.cosine_lr import CosineLRScheduler
 from timm.utils.model_ema import ModelEmaV3
 from torch import nn
@@ -19,14 +20,20 @@ def scaled_lr(lr: float, global_batch_size: int) -> float:
     return lr * global_batch_size / LR_BATCH
 
 
-def check_optimizer(name: str) -> None:
+def check_optimizer(name: str, world_size: int = 1) -> None:
     """Raise UserError, with the closest names, unless timm knows the optimizer and our step is enough for it."""
     known = timm.optim.list_optimizers()
     if name not in known:
         close = ", ".join(difflib.get_close_matches(name, known, n=3, cutoff=0.0))
         raise UserError(f"--optimizer {name}: unknown to timm; the closest are {close}")
-    if timm.optim.get_optimizer_info(name).second_order:
+    info = timm.optim.get_optimizer_info(name)
+    if info.second_order:
         raise UserError(f"--optimizer {name}: needs gradients of gradients, which are not computed here; give another")
+    if world_size > 1 and isinstance(info.opt_class, type) and issubclass(info.opt_class, Kron):
+        raise UserError(
+            f"--optimizer {name}: draws random numbers, so that the weights of {world_size} processes would part; give "
+            "another, or train with one process"
+        )
 
 
 def create_optimizer(config: TrainConfig, model: nn.Module, global_batch_size: int) -> Optimizer:

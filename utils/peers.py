@@ -18,7 +18,7 @@ from utils.leave import leave
 
 ROLL_CALL_SECONDS = 5.0  # well below the 30 s that torchrun gives the others after the first death
 TOLD_SECONDS = 1.0
-AGAIN = "the same command goes on from the last checkpoint"
+AGAIN = "the same command goes on from the last checkpoint (with --resume auto, as by default)"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,8 +44,8 @@ class StopRequest:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        if os.getpid() != self._process:  # a worker, in the moment before it has handlers of its own
-            os._exit(EXIT_STOPPED)
+        if os.getpid() != self._process:  # a worker, before it has handlers of its own; its trainer ends it
+            return
         if self._env is None:
             os.write(2, f"stopped by {name} before the first step; nothing is lost\n".encode())
             if self._peers is not None:
