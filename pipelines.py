@@ -618,7 +618,12 @@ def pillow_decode(content: bytes) -> Picture:
 
 
 def _upright(file: Image.Image) -> Image.Image:
-    return ImageOps.exif_transpose(file).convert("RGB")  # as DALI decodes
+    """RGB and turned as its EXIF data ask, as DALI decodes."""
+    image = ImageOps.exif_transpose(file)
+    # Grey of 16 bits, which convert() would clip; a mode "I" of other formats may have 32.
+    if image.mode.startswith("I;16") or (image.mode == "I" and file.format in ("PNG", "PPM")):
+        image = Image.fromarray(np.rint(np.asarray(image) / 257).astype(np.uint8))
+    return image.convert("RGB")
 
 
 @contextlib.contextmanager

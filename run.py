@@ -700,6 +700,9 @@ def introduce(run: Run, manifests: tuple[Manifest, Manifest], feed: FeedChoice) 
         facts["chosen"] = "; ".join(chosen)
     if skipped := describe_skipped(config, manifests):
         facts["skipped"] = skipped
+    ignored = zip(("train", "val"), map(dataset.describe_ignored, manifests), strict=True)
+    if told := "; ".join(f"in {split}/ {what}" for split, what in ignored if what):
+        facts["ignored"] = told
     if run.changes:
         facts["changed"] = ", ".join(run.changes)
     for name, fact in facts.items():

@@ -7,6 +7,7 @@ The same command always chooses the same split.
     python scripts/make_digits.py runs/quickstart/digits
 """
 
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -62,12 +63,19 @@ def main(
         raise typer.Exit(2)
 
     # Written beside the target, then renamed: a run that dies half-way leaves no half data set behind.
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    try:
+        target = Path(os.path.realpath(directory))  # a link to a folder stays one
+        if target.is_symlink():
+            target.stat()  # fails, as it leads to itself
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    except OSError as error:
+        typer.echo(f"{directory}: cannot be made ({error.strerror}); name another folder", err=True)
+        raise typer.Exit(2) from None
     try:
         write_digits(temporary)
         temporary.chmod(0o755)
-        temporary.replace(directory)
+        temporary.replace(target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     typer.echo(f"{directory}: {NUM_TRAIN:,} images in train/, {NUM_VAL:,} in val/")

@@ -5,23 +5,34 @@
     scripts/performance.py --data-dir DIR --output-dir OUT --only resnet50,resnet18
 
 Each run leaves its benchmark.json, benchmark.png and log in OUT/NAME; runs of earlier calls are in the table too. DIR
-holds class folders of photographs as they come from a camera or ImageNet, not resized ones.
+holds class folders of photographs as they come from a camera or ImageNet, not resized ones. A run that takes longer
+than --limit is ended with all its processes, as the run under way is by Ctrl-C or SIGTERM.
 """
 
+import contextlib
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import typer
+
+from utils.errors import EXIT_STOPPED, EXIT_USER_ERROR, one_line
 
 BENCHMARK = Path(__file__).with_name("benchmark.py")
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 STARTS, START_COUNT = "starts", 4  # launches of train.py; the first may compile
-STOPPED = 143  # train.py's exit status at its time limit
+END_SECONDS = 30  # for a run to end by itself, once it was asked to
 DALI = "dali-full,dali-fused"
 RUNS = {  # besides the decoding threads, eight read files, and mostly wait
     "resnet50": ("--arch", "resnet50", "--workers", "4", "--loaders", DALI),
@@ -39,6 +50,37 @@ RUNS = {  # besides the decoding threads, eight read files, and mostly wait
 NAMES = (*RUNS, STARTS)
 
 
+def launch(words: Sequence[object], limit: float, out: IO[str], err: IO[str]) -> int | None:
+    """Exit status of a command, None if it was cut off. Neither processes nor temporary files of it are left."""
+    with tempfile.TemporaryDirectory(prefix="performance-", ignore_cleanup_errors=True) as temporary:
+        process = subprocess.Popen(
+            list(map(str, words)), stdout=out, stderr=err, env=os.environ | {"TMPDIR": temporary},
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            return process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            end(process)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ask a process to end, then kill what is left of its group: its workers do not end with it if it is killed."""
+    try:
+        if process.poll() is None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_SECONDS)
+    finally:  # a second signal may have cut the wait short
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            for _ in range(20):  # the others need a moment to be gone, and what they hold
+                time.sleep(0.1)
+                os.killpg(process.pid, 0)
+
+
 def run(name: str, data_dir: Path, output_dir: Path, window_seconds: float, limit: float) -> str:
     """One benchmark, in a process of its own; returns how it ended."""
     folder = output_dir / name
@@ -47,31 +89,28 @@ def run(name: str, data_dir: Path, output_dir: Path, window_seconds: float, limi
     flags = ("--data-dir", data_dir, "--output-dir", folder, "--window-seconds", window_seconds)
     words = [sys.executable, BENCHMARK, *RUNS[name], *flags]
     with (folder / "log.txt").open("w") as log:
-        try:
-            status = subprocess.run(
-                list(map(str, words)), stdout=log, stderr=subprocess.STDOUT, timeout=limit, check=False
-            ).returncode
-        except subprocess.TimeoutExpired:
-            return f"cut off after {limit:.0f} s"
+        status = launch(words, limit, log, log)
+    if status is None:
+        return f"cut off after {limit:.0f} s"
     return "done" if status == 0 else f"exit {status}, see {folder / 'log.txt'}"
 
 
 def time_starts(output_dir: Path, limit: float, flags: Sequence[str] = (), count: int = START_COUNT) -> str:
     """Launch train.py on synthetic data until its first step, several times; returns how it ended, with seconds."""
-    folder = output_dir / STARTS
-    words = (TRAIN, "--loader", "synthetic", "--resume", "none", "--time-limit", 0.001, "--output-dir", folder, *flags)
     seconds = []
-    for _ in range(count):
-        try:
-            done = subprocess.run(
-                [sys.executable, *map(str, words)], capture_output=True, text=True, timeout=limit, check=False
-            )
-        except subprocess.TimeoutExpired:
-            return f"cut off after {limit:.0f} s"
-        found = re.search(r"first step done ([\d.]+) s after the launch", done.stdout)
-        if found is None or done.returncode != STOPPED:
-            return f"exit {done.returncode}: {done.stderr.strip()}"
-        seconds.append(found[1])
+    with tempfile.TemporaryDirectory(prefix="starts-", dir=output_dir) as folder:  # the checkpoints are of no use
+        words = [sys.executable, TRAIN, "--loader", "synthetic", "--resume", "none", "--time-limit", 0.001]
+        words += ["--output-dir", Path(folder, "run"), *flags]
+        log, errors = Path(folder, "log.txt"), Path(folder, "errors.txt")
+        for _ in range(count):
+            with log.open("w") as out, errors.open("w") as err:
+                status = launch(words, limit, out, err)
+            if status is None:
+                return f"cut off after {limit:.0f} s"
+            found = re.search(r"first step done ([\d.]+) s after the launch", log.read_text())
+            if found is None or status != EXIT_STOPPED:
+                return f"exit {status}: {errors.read_text().strip()}"
+            seconds.append(found[1])
     return f"done; launch to first step: {', '.join(seconds)} s"
 
 
@@ -108,7 +147,15 @@ def main(
     """Run the benchmarks and print their table; status 1 if one of them failed."""
     for name in only.split(","):
         if name not in NAMES:
-            raise typer.BadParameter(f"{name!r} is not one of {', '.join(NAMES)}", param_hint="--only")
+            raise refused(f"--only {only}: {name!r} is not one of {', '.join(NAMES)}")
+    if not data_dir.is_dir():
+        raise refused(f"--data-dir {data_dir}: no such folder; give one that holds class folders of images")
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=output_dir).close()
+    except OSError as error:
+        raise refused(f"--output-dir {output_dir}: cannot be written ({error.strerror}); give another folder") from None
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_STOPPED))  # so that the run under way is ended, too
     failed = False
     for name in only.split(","):
         if name == STARTS:
@@ -119,6 +166,12 @@ def main(
         print(f"{name}: {ended}", flush=True)
     print("\n".join(rows(output_dir)))
     raise typer.Exit(int(failed))
+
+
+def refused(text: str) -> typer.Exit:
+    """What to raise for a mistake of the user's, which is told here."""
+    print(f"performance.py: {one_line(text)}", file=sys.stderr, flush=True)
+    return typer.Exit(EXIT_USER_ERROR)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import typer
 from matplotlib.figure import Figure
+
+from utils.dataset import is_image
+from utils.errors import EXIT_USER_ERROR, UserError, one_line
 
 LOADERS = ("dali", "proxy", "torch", "synthetic")
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,11 +58,17 @@ class Point:
 
 
 def link_images(data_dir: Path, folder: Path, least: int) -> None:
-    """Fill `folder` with train/ and val/ of links into `data_dir`, train/ with at least `least`."""
+    """Fill `folder` with train/ and val/ of links to the images of `data_dir`, train/ with at least `least`.
+
+    Raises:
+        UserError: there are none.
+    """
     for split, wanted in (("train", least), ("val", 0)):
-        files = sorted(path.absolute() for path in (data_dir / split).glob("*/*") if path.is_file())
+        # What train.py lists: the name of a link does not begin with the dot of a hidden file.
+        found = (path for path in (data_dir / split).glob("[!.]*/[!.]*") if is_image(path.name) and path.is_file())
+        files = sorted(path.absolute() for path in found)
         if not files:
-            raise typer.BadParameter(f"{data_dir / split} holds no CLASS/IMAGE", param_hint="--data-dir")
+            raise UserError(f"--data-dir {data_dir}: {split}/ holds no CLASS/IMAGE; give a folder with train/ and val/")
         for path in files:
             (folder / split / path.parent.name).mkdir(parents=True, exist_ok=True)
         for number in range(max(len(files), wanted)):
@@ -172,20 +184,33 @@ def main(
 ) -> None:
     """Train on more and more GPUs and say how well it scales; status 1 if a run failed."""
     if not all(word.isdigit() and int(word) > 0 for word in processes.split(",")):
-        raise typer.BadParameter(f"{processes!r} must be whole numbers, such as 1,2,4", param_hint="--processes")
+        raise refused(f"--processes {processes}: must be whole numbers, such as 1,2,4")
     for loader in loaders.split(","):
         if loader not in LOADERS:
-            raise typer.BadParameter(f"{loader!r} is not one of {', '.join(LOADERS)}", param_hint="--loaders")
+            raise refused(f"--loaders {loaders}: {loader!r} is not one of {', '.join(LOADERS)}")
+    try:
+        more_flags = shlex.split(flags)
+    except ValueError as error:
+        raise refused(
+            f"--flags {flags}: {str(error).lower()}; quote the whole, and close what is quoted in it"
+        ) from None
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run under way is ended, too
     numbers = sorted(int(word) for word in processes.split(","))
     points = [Point(loader, number) for loader in loaders.split(",") for number in numbers]
-    output_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=output_dir).close()
+    except OSError as error:
+        raise refused(f"--output-dir {output_dir}: cannot be written ({error.strerror}); give another folder") from None
     failed = False
     with tempfile.TemporaryDirectory(prefix="scaling-") as folder:
-        link_images(data_dir, Path(folder), (WARMUP + windows + SPARE) * log_steps * batch_size * max(numbers))
+        try:
+            link_images(data_dir, Path(folder), (WARMUP + windows + SPARE) * log_steps * batch_size * max(numbers))
+        except UserError as error:
+            raise refused(str(error)) from None
         for turn in range(rounds):
             for point in points:
-                words = [*shlex.split(flags), "--batch-size", str(batch_size), "--log-steps", str(log_steps)]
+                words = [*more_flags, "--batch-size", str(batch_size), "--log-steps", str(log_steps)]
                 gpus = gpus_of_round(turn, point.processes, max(numbers), os.environ.get("CUDA_VISIBLE_DEVICES"))
                 try:
                     measure(point, Path(folder), output_dir, words, cpus, windows, gpus)
@@ -203,6 +228,12 @@ def main(
         draw(output_dir / "scaling.png", measured, f"train.py {flags}")
         print(table(measured))
     raise typer.Exit(int(failed))
+
+
+def refused(text: str) -> typer.Exit:
+    """What to raise for a mistake of the user's, which is told here."""
+    print(f"scaling.py: {one_line(text)}", file=sys.stderr, flush=True)
+    return typer.Exit(EXIT_USER_ERROR)
 
 
 if __name__ == "__main__":

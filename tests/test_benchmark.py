@@ -6,7 +6,6 @@ import gc
 import json
 import math
 import multiprocessing
-import re
 import shutil
 import signal
 import subprocess
@@ -19,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import typer
 from PIL import Image
 
 from pipelines import Batch, TrainLoader
@@ -36,7 +34,7 @@ from scripts.measure import (
     open_loaders,
     settings,
 )
-from tests.conftest import ROOT, environment, read_checkpoint, write_images
+from tests.conftest import ROOT, environment, write_images
 from train import train_step
 from utils.config import TrainConfig
 from utils.dataset import Manifest
@@ -354,33 +352,6 @@ def test_a_bad_file_in_the_sample_does_not_count(tmp_path: Path) -> None:
         path.write_text("no image")
     with pytest.raises(UserError, match="none of 4 files is an image"):
         benchmark.sample_images(images)
-
-
-def test_a_run_of_the_series_that_fails_leaves_no_old_figures(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    old = tmp_path / "out" / "resnet18" / "benchmark.json"
-    old.parent.mkdir(parents=True)
-    old.write_text("{}")
-    with pytest.raises(typer.Exit) as ended:
-        performance.main(tmp_path / "nowhere", tmp_path / "out", only="resnet18", window_seconds=1.0, limit=100.0)
-    assert ended.value.exit_code == 1
-    assert "resnet18: exit 2, see" in capsys.readouterr().out
-    assert not old.exists()
-
-
-def test_starts_are_timed(tmp_path: Path) -> None:
-    tiny = ("--arch", "test_resnet", "--image-size", "32", "--batch-size", "4", "--device", "cpu")
-    ended = performance.time_starts(tmp_path, 100, tiny, count=2)
-    found = re.fullmatch(r"done; launch to first step: (.*) s", ended)
-    assert found, ended
-    seconds = [float(word) for word in found[1].split(", ")]
-    assert len(seconds) == 2
-    assert min(seconds) > 0
-    assert read_checkpoint(tmp_path / "starts")["step"] <= 2, "a start ends after its first step"
-    assert performance.time_starts(tmp_path, 100, ("--arch", "nonsense")).startswith(
-        "exit 2: train.py: --arch nonsense"
-    )
 
 
 def test_generated_images_are_like_imagenets(tmp_path: Path) -> None:

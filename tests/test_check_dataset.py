@@ -1,18 +1,23 @@
 """scripts/check_dataset.py as a command; with --bad-files, thirty kinds of bad files and more among 2,000 good ones."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import pipelines
 from scripts import check_dataset
 from tests import damage
-from tests.conftest import ROOT, TINY, Finished, environment, write_data
+from tests.conftest import ROOT, TINY, Finished, alive, descendants, environment, identify, write_data
 from tests.test_inspection import dali_accepts
+from utils.inspection import load_manifest
 
 SCRIPT = ROOT / "scripts" / "check_dataset.py"
 
@@ -54,6 +59,8 @@ def test_any_tree_with_bad_and_suspicious_files(tmp_path: Path, capsys: pytest.C
     (deep / "other name.png").write_bytes(damage.JPEG)
     (deep / ".hidden.jpg").write_bytes(b"")
     (deep / "notes.txt").write_bytes(b"")
+    for name in ("a.jfif", "b.JFIF", "README"):
+        (tmp_path / "tree" / name).write_bytes(damage.JPEG)
     out = tmp_path / "out"
     done = check(tmp_path / "tree", "--output-dir", out, "--rows", "100")
     assert (done.status, done.err) == (1, "")
@@ -64,9 +71,41 @@ def test_any_tree_with_bad_and_suspicious_files(tmp_path: Path, capsys: pytest.C
     assert "named .png, holds jpeg; the same content as of/any/depth/good.jpg  of/any/depth/other name.png" in done.out
     assert "of/any/depth/two\\nlines.jpg\n" in done.out  # a line for a file, and no escape sequence
     assert "\x1b" not in done.out
-    assert len(done.out.splitlines()) == len(bad) + 6
+    assert len(done.out.splitlines()) == len(bad) + 7
+    told = "not looked at, as no image is named so: 2 files .jfif, 1 file .txt, 1 file without a suffix\n"
+    assert f"\n\n{told}{len(bad) + 2} files: " in done.out
     assert check_dataset.main([str(tmp_path / "tree"), "--output-dir", str(out), "--rows", "3"]) == 1
     assert f"  and {len(bad) - 3} more, see {out}/bad_files.json\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_and_what_is_known_is_kept(tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "one.jpg").write_bytes(damage.encoded(height=2000, width=2000))
+    for index in range(600):
+        (tmp_path / "tree" / f"{index}.jpg").symlink_to("../one.jpg")
+    words = [sys.executable, SCRIPT, tmp_path / "tree", "--output-dir", tmp_path / "out", "--workers", "2"]
+    process = subprocess.Popen(
+        [*map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        while len(workers := identify(descendants(process.pid))) < 2:
+            assert process.poll() is None
+            time.sleep(0.05)
+        time.sleep(3)
+        for _ in range(2):  # as `timeout` does; a terminal signals the workers, too
+            os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
+            time.sleep(0.1)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+    assert (process.returncode, out) == (143, "")
+    assert err == f"check_dataset.py: stopped by {name}; the same command goes on from there\n"
+    assert alive(workers) == []
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["manifest.json"]
+    assert 0 < len(load_manifest(tmp_path / "out" / "manifest.json", pipelines.decoder_of("dali").name)) < 600
 
 
 @pytest.mark.parametrize(
@@ -74,20 +113,33 @@ def test_any_tree_with_bad_and_suspicious_files(tmp_path: Path, capsys: pytest.C
     [
         (("nowhere", "--output-dir", "{tmp}/out"), ("nowhere: no such folder", "give a data set")),
         (("{tmp}/file", "--output-dir", "{tmp}/out"), ("{tmp}/file: no such folder", "give a data set")),
-        (("{tmp}/empty", "--output-dir", "{tmp}/out"), ("{tmp}/empty: no images", "give a data set")),
+        (("{tmp}/empty", "--output-dir", "{tmp}/out"), ("{tmp}/empty: no images in it; give a data set",)),
+        (("{tmp}/other", "--output-dir", "{tmp}/out"), ("{tmp}/other: no images in it (1 file .jfif); give",)),
         (("{data}", "--output-dir", "/proc/brisk"), ("--output-dir /proc/brisk: cannot be written", "give another")),
         (("{data}", "--output-dir", "{tmp}/file"), ("--output-dir {tmp}/file: cannot be written", "give another")),
         (("{data}",), ("'--output-dir'", "--help")),
         (("{data}", "--output-dir", "{tmp}/out", "--workers", "0"), ("--workers 0:", "1 or more")),
         (("{data}", "--outputdir", "{tmp}/out"), ("--outputdir", "--help")),
     ],
-    ids=["missing", "file", "empty", "read-only", "output is a file", "no output", "no workers", "unknown flag"],
+    ids=[
+        "missing",
+        "file",
+        "empty",
+        "other files",
+        "read-only",
+        "output is a file",
+        "no output",
+        "no workers",
+        "unknown flag",
+    ],
 )
 def test_refusals(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], fragments: tuple[str, ...]
 ) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "1.jfif").write_bytes(damage.JPEG)
     assert check_dataset.main([word.format(data=data, tmp=tmp_path) for word in words]) == 2
     out, err = capsys.readouterr()
     assert out == ""

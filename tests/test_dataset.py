@@ -13,7 +13,7 @@ from torchvision.datasets import ImageFolder
 
 import pipelines
 from utils.config import TrainConfig
-from utils.dataset import Manifest, scan, scan_splits
+from utils.dataset import Manifest, describe_ignored, scan, scan_splits
 from utils.distributed import DistEnv
 from utils.errors import UserError
 
@@ -109,6 +109,58 @@ def test_hidden_entries_and_other_files_are_ignored(small: Path) -> None:
     assert after.files == before.files == ("a/1.jpg", "a/2.jpg", "b/1.jpg", "b/2.jpg")
     assert after.classes == before.classes == ("a", "b")
     assert after.fingerprint == before.fingerprint
+
+
+def test_what_is_ignored_is_counted_and_told(small: Path) -> None:
+    before = scan(small, "train")
+    assert (before.ignored, describe_ignored(before)) == ({}, "")
+    (small / "train" / "loose.JPG").write_bytes(b"x")
+    (small / "train" / "labels.csv").write_bytes(b"x")  # no image
+    for number in range(4):
+        (small / "train" / "ab"[number % 2] / f"{number}.jfif").write_bytes(b"x")
+    (small / "train" / "a" / "5.JFIF").write_bytes(b"x")
+    (small / "train" / "b" / "README").write_bytes(b"x")
+    (small / "train" / "b" / "README too").write_bytes(b"x")
+    for name in (".DS_Store", "a/.DS_Store", "b/._1.jfif"):
+        (small / "train" / name).write_bytes(b"x")
+    found = scan(small, "train")
+    assert found.ignored == {".jfif": 5, "without a suffix": 2, "without a class folder": 1}
+    told = "5 files .jfif, 2 files without a suffix, 1 image without a class folder"
+    assert describe_ignored(found) == told
+    assert (found.files, found.fingerprint) == (before.files, before.fingerprint)
+    assert found.without({"a/1.jpg": "damaged"}).ignored == found.ignored
+    assert found.with_stand_ins({"a/1.jpg": "damaged"}).ignored == found.ignored
+    assert scan(small, "val").ignored == {}
+    for number in range(12):
+        (small / "train" / "a" / f"x.{number:02}").write_bytes(b"x")
+    (small / "train" / "a" / "x.\n").write_bytes(b"x")
+    told = "5 files .jfif, 2 files without a suffix, 1 file .\\n, 1 file .00, 1 file .01, 10 more files"
+    assert describe_ignored(scan(small, "train")) == f"{told}, 1 image without a class folder"
+
+
+def test_a_class_of_other_files_alone_says_which(small: Path) -> None:
+    for name in ("1.jpg", "2.jpg"):
+        (small / "train" / "a" / name).rename(small / "train" / "a" / f"{name}.part")
+    with pytest.raises(
+        UserError, match=r"train/a: a class without images \(2 files \.part\); remove the folder or add"
+    ):
+        scan(small, "train")
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize("target", ["nowhere", "c"])
+def test_a_class_that_is_a_link_to_nowhere_is_refused(small: Path, split: str, target: str) -> None:
+    """Dropped in silence, it would be missing in both splits, and every label after it would be another."""
+    link = small / split / "c"
+    link.symlink_to(target)
+    with pytest.raises(
+        UserError, match=r"/c: a link that leads to no class folder \(.*\); restore its target or remove"
+    ):
+        scan_splits(small)
+    link.unlink()
+    (small / split / ".c").symlink_to(target)
+    (small / split / "c.jpg").symlink_to(target)  # nothing tells that it was a class
+    assert scan(small, split).ignored == {"without a class folder": 1}
 
 
 @pytest.mark.parametrize(

@@ -216,6 +216,25 @@ def test_exif_rotation_is_applied_by_both(tmp_path: Path, cpu: DistEnv) -> None:
         assert image[:, :, :12].mean() < 50, loader
 
 
+@pytest.mark.parametrize("name", ["little.png", "little.tif", "big.tif", "big.pgm"])
+def test_grey_of_16_bits_is_seen_alike_by_both(tmp_path: Path, cpu: DistEnv, name: str) -> None:
+    """All 65,536 values: DALI divides by 257 and rounds, Pillow's own conversion cuts off at 255."""
+    (tmp_path / "val" / "a").mkdir(parents=True)
+    path = tmp_path / "val" / "a" / name
+    pixels = np.arange(2**16, dtype="<u2" if name.startswith("little") else ">u2").reshape(256, 256)
+    if path.suffix == ".pgm":
+        path.write_bytes(b"P5 256 256 65535\n" + pixels.tobytes())
+    else:
+        Image.frombytes("I;16" if name.startswith("little") else "I;16B", (256, 256), pixels.tobytes()).save(path)
+    val = scan(tmp_path, "val")
+    seen = []
+    for loader in ("dali", "torch"):
+        config = config_for(loader=loader, image_size=256, val_resize=256)
+        seen.append(next(iter(pipelines.create_val_loader(config, val, cpu))).images[0].int())
+    assert set(seen[0].flatten().tolist()) == set(range(256))
+    assert (seen[0] - seen[1]).abs().max() <= 1
+
+
 def test_flip_probability(data: Path, cpu: DistEnv) -> None:
     one = scan_splits(data)[0]
     one = dataclasses.replace(one, files=one.files[:1] * 8, labels=one.labels[:1].repeat(8))

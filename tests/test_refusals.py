@@ -491,8 +491,11 @@ def test_checkpoint_without_bad_files(
     """`--bad-files skip` is all that is missing."""
     shutil.copytree(data, tmp_path / "data")
     (tmp_path / "data" / "train" / "blue" / "text.jpg").write_text("no image")
+    (tmp_path / "data" / "train" / "blue" / "text.txt").write_text("not even by its name")
     flags = (*TINY, *RUN, "--data-dir", tmp_path / "data", "--output-dir", tmp_path / "out")
-    assert launch(*flags, "--bad-files", "skip").status == 0
+    done = launch(*flags, "--bad-files", "skip")
+    assert done.status == 0, done.err
+    assert "\n ignored  in train/ 1 file .txt\n" in done.out
     check = refused(*flags, "--epochs", "2")
     check("(files of train/: ", "give --bad-files skip, without whose bad files it ran, or restore")
 

@@ -1,6 +1,7 @@
 """scripts/scaling.py on real launches of train.py."""
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -9,8 +10,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from scripts.scaling import gpus_of_round
+from scripts.scaling import gpus_of_round, link_images
 from tests.conftest import ROOT, descendants, environment
+from utils.dataset import scan_splits
 
 FLAGS = "--arch test_resnet --image-size 32 --val-resize 36 --workers 1 --device cpu"
 
@@ -69,18 +71,52 @@ def test_table_and_files(data: Path, tmp_path: Path) -> None:
     assert "stopped by SIGTERM" in log
 
 
+def test_links_are_to_what_train_lists(data: Path, tmp_path: Path) -> None:
+    copy, links = tmp_path / "copy", tmp_path / "links"
+    shutil.copytree(data, copy)
+    for name in ("._blue-000.jpg", ".DS_Store", "notes.txt", "x.jpg.part"):
+        (copy / "train" / "blue" / name).write_bytes(b"x")
+    (copy / "val" / ".thumbnails").mkdir()
+    (copy / "val" / ".thumbnails" / "1.jpg").write_bytes(b"x")
+    link_images(copy, links, 100)
+    listed, linked = scan_splits(copy), scan_splits(links)
+    assert [len(split) for split in listed] == [41, 41]
+    assert [len(split) for split in linked] == [100, 41]
+    assert [split.ignored for split in linked] == [{}, {}]
+    for here, there in zip(linked, listed, strict=True):
+        assert here.classes == there.classes
+        assert {name.replace(name.split("/")[1][:7], "", 1) for name in here.files} == set(there.files)
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (("--processes", "a"), "--processes"), (("--processes", "0"), "--processes"), (("--rounds", "0"), "--rounds"),
-        (("--loaders", "foo"), "'foo' is not one of dali"),
+        (("--processes", "a"), "--processes a: must be whole numbers"),
+        (("--processes", "0"), "--processes 0: must be whole numbers"),
+        (("--loaders", "dali,foo"), "--loaders dali,foo: 'foo' is not one of dali"),
+        (("--flags", "--arch 'resnet50"), "--flags --arch 'resnet50: no closing quotation; quote"),
+        (("--output-dir", "{}/file"), "--output-dir {}/file: cannot be written (File exists); give another folder"),
+        (("--output-dir", "{}/file/in"), "--output-dir {}/file/in: cannot be written (Not a directory); give"),
+        (("--data-dir", "{}"), "--data-dir {}: train/ holds no CLASS/IMAGE; give a folder with"),
     ],
-)  # fmt: skip
+)
 def test_refusals(data: Path, tmp_path: Path, flags: tuple[str, ...], named: str) -> None:
-    words = [sys.executable, ROOT / "scripts" / "scaling.py", "--data-dir", data, "--output-dir", tmp_path, *flags]
-    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, env=environment())
+    (tmp_path / "file").write_text("")
+    words = ["--data-dir", data, "--output-dir", tmp_path / "out", *(flag.format(tmp_path) for flag in flags)]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "scaling.py"), *map(str, words)],
+        capture_output=True, text=True, env=environment(),
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"scaling.py: {named.format(tmp_path)}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_no_rounds_are_refused(data: Path, tmp_path: Path) -> None:
+    words = [sys.executable, ROOT / "scripts" / "scaling.py", "--data-dir", data, "--output-dir", tmp_path]
+    done = subprocess.run([*map(str, words), "--rounds", "0"], capture_output=True, text=True, env=environment())
     assert done.returncode == 2
-    assert named in done.stderr
+    assert "--rounds" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -50,6 +50,7 @@ def test_the_files_keep_their_contract(data: Path, tmp_path: Path, launch: Calla
     flags = ("--data-dir", data, *TINY, "--epochs", 2, "--batch-size", 8, "--output-dir", out, "--ema-decay", 0.9)
     done = launch(*flags, "--tensorboard", "--log-steps", 2)
     assert done.status == 0, done.err
+    assert "ema  decay grows to 0.47059 in the 10 steps of the run, too few for 0.9\n" in done.out
     records = read_metrics(out)
     train = [record for record in records if "train/loss" in record]
     assert [record["step"] for record in train] == [2, 4, 5, 7, 9, 10]

@@ -4,6 +4,7 @@ Brisk lists the files itself instead of leaving that to a reader, so that every 
 same order, and what a reader would skip in silence is an error with a remedy.
 """
 
+import collections
 import contextlib
 import dataclasses
 import hashlib
@@ -20,11 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from utils.errors import UserError
+from utils.errors import UserError, one_line
 
 # What both DALI's decoder and Pillow read. GIF and AVIF are not among them: DALI rejects both.
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".pnm")
 NAMED = 20  # bad files that one line names; a data set can have thousands
+SUFFIXES = 5  # of other files that one line names
+NO_CLASS, NO_SUFFIX = "without a class folder", "without a suffix"
 
 
 class FileEntry(NamedTuple):
@@ -57,6 +60,7 @@ class Manifest:
         mtimes: int64 (num_images,), of the last change, nanoseconds since 1970.
         bad: files that were left out, relative to `root`, and why.
         stand_ins: those of `bad` whose place another file has taken, and which.
+        ignored: what was not taken for an image of a class, by suffix or as `NO_CLASS` or `NO_SUFFIX`, and how many.
     """
 
     root: Path | None
@@ -68,6 +72,7 @@ class Manifest:
     mtimes: NDArray[np.int64] = dataclasses.field(default_factory=lambda: np.empty(0, dtype=np.int64))
     bad: Mapping[str, str] = dataclasses.field(default_factory=dict)
     stand_ins: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    ignored: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -88,7 +93,7 @@ class Manifest:
             FileEntry(name, int(size), int(mtime), bad.get(name))
             for name, size, mtime in zip(self.files, self.sizes, self.mtimes, strict=True)
         ]
-        return _manifest(self.root, self.classes, entries, self.labels, self.bad)
+        return _manifest(self.root, self.classes, entries, self.labels, self.bad, self.ignored)
 
     def with_stand_ins(self, bad: Mapping[str, str]) -> "Manifest":
         """The same number of images with the same labels and fingerprint, none of them among the files `bad`.
@@ -124,11 +129,11 @@ def scan(data_dir: Path, split: str, skip_bad: bool = False) -> Manifest:
     """List the images of `data_dir/split`, one folder a class.
 
     Empty files and what is no regular file are bad: refused, or left out with `skip_bad`. What a file holds is not
-    looked at here.
+    looked at here. Images that lie beside the class folders and files with other suffixes are counted, hidden ones not.
 
     Raises:
-        UserError: missing or unreadable folder, no class, an empty class, images nested deeper than one folder, or
-            bad files.
+        UserError: missing or unreadable folder, a link that leads nowhere in place of one, no class, an empty class,
+            images nested deeper than one folder, or bad files.
     """
     root = data_dir / split
     try:
@@ -136,13 +141,16 @@ def scan(data_dir: Path, split: str, skip_bad: bool = False) -> Manifest:
             raise UserError(f"--data-dir {data_dir}: no such folder; give the one that holds train/ and val/")
         if not root.is_dir():
             raise UserError(f"--data-dir {data_dir}: has no {split}/ folder; it must hold train/ and val/")
-        classes = sorted(entry.name for entry in _visible(root) if is_folder(entry))
+        beside = _visible(root)
+        classes = sorted(entry.name for entry in beside if is_folder(entry))
+        beside = [entry for entry in beside if not is_folder(entry)]
+        _refuse_lost(beside)
+        loose = sum(is_image(entry.name) for entry in beside)
         if not classes:
-            loose = sum(is_image(entry.name) for entry in _visible(root))
             found = f" ({loose} images lie there without one)" if loose else ""
             raise UserError(f"{root}: no class folders{found}; put the images of each class into a folder of its name")
         with ThreadPoolExecutor(16) as pool:  # on a network file system a scan waits, it does not compute
-            listings = list(pool.map(_list_class, [root / name for name in classes]))
+            listings, others = zip(*pool.map(_list_class, [root / name for name in classes]), strict=True)
     except OSError as error:
         raise UserError(
             f"{error.filename}: cannot be read ({error.strerror}); remove it or check its permissions"
@@ -159,7 +167,8 @@ def scan(data_dir: Path, split: str, skip_bad: bool = False) -> Manifest:
             "--bad-files skip"
         )
     labels = np.repeat(np.arange(len(classes), dtype=np.int64), [len(listing) for listing in listings])
-    return _manifest(root.absolute(), tuple(classes), entries, labels, {})
+    ignored = sum(others, collections.Counter({NO_CLASS: loose} if loose else {}))
+    return _manifest(root.absolute(), tuple(classes), entries, labels, {}, dict(ignored))
 
 
 def describe(bad: Mapping[str, str]) -> str:
@@ -168,12 +177,30 @@ def describe(bad: Mapping[str, str]) -> str:
     return named + (f", and {len(bad) - NAMED:,} more bad files" if len(bad) > NAMED else "")
 
 
+def describe_ignored(manifest: Manifest) -> str:
+    """What lies in the split's folder and is not trained on, such as "7 files .jfif, 1 image without a class folder".
+
+    Empty if there is nothing.
+    """
+    return describe_counts(manifest.ignored)
+
+
+def describe_counts(ignored: Mapping[str, int]) -> str:
+    """`Manifest.ignored` as a clause, which names the `SUFFIXES` most frequent and counts the rest."""
+    files = sorted((-count, kind) for kind, count in ignored.items() if kind != NO_CLASS)
+    parts = [(-count, "file", f" {one_line(kind)}") for count, kind in files[:SUFFIXES]]
+    parts.append((-sum(count for count, _ in files[SUFFIXES:]), "more file", ""))
+    parts.append((ignored.get(NO_CLASS, 0), "image", f" {NO_CLASS}"))
+    return ", ".join(f"{count:,} {noun}{'s' if count > 1 else ''}{kind}" for count, noun, kind in parts if count)
+
+
 def _manifest(
     root: Path,
     classes: tuple[str, ...],
     entries: Sequence[FileEntry],
     labels: NDArray[np.int64],
     bad: Mapping[str, str],
+    ignored: Mapping[str, int],
 ) -> Manifest:
     """The manifest of those `entries` that are good; `bad` were left out before."""
     good = np.array([entry.bad is None for entry in entries], dtype=bool)
@@ -193,6 +220,7 @@ def _manifest(
         np.array([entry.size for entry in kept], dtype=np.int64),
         np.array([entry.mtime for entry in kept], dtype=np.int64),
         {**bad, **{entry.name: entry.bad for entry in entries if entry.bad is not None}},
+        ignored=ignored,
     )
 
 
@@ -246,18 +274,37 @@ def synthetic(num_images: int, num_classes: int) -> Manifest:
     return Manifest(None, classes, (), labels, f"synthetic-{num_images}-{num_classes}")
 
 
-def _list_class(folder: Path) -> list[FileEntry]:
+def _list_class(folder: Path) -> tuple[list[FileEntry], collections.Counter[str]]:
+    """The images of a class, sorted, and how many other files there are of which suffix."""
     listing = []
+    others: collections.Counter[str] = collections.Counter()
     for entry in _visible(folder):
         if is_folder(entry):
             _refuse_nested(Path(entry.path))
         elif is_image(entry.name):
             listing.append(stat_file(entry.path))
+        else:
+            others[suffix_of(entry.name)] += 1
     if not listing:
+        found = f" ({describe_counts(others)})" if others else ""
         raise UserError(
-            f"{folder}: a class without images; remove the folder or add files ending in {' '.join(IMAGE_SUFFIXES)}"
+            f"{folder}: a class without images{found}; remove the folder or add files ending in "
+            f"{' '.join(IMAGE_SUFFIXES)}"
         )
-    return sorted(listing, key=lambda entry: entry.name)
+    return sorted(listing, key=lambda entry: entry.name), others
+
+
+def _refuse_lost(entries: Iterable[os.DirEntry[str]]) -> None:
+    """Raise UserError for a link that leads nowhere: it may have been a class, and every label after it would shift."""
+    for entry in entries:
+        if entry.is_symlink() and not is_image(entry.name):
+            try:
+                entry.stat()
+            except OSError as error:
+                raise UserError(
+                    f"{entry.path}: a link that leads to no class folder ({error.strerror}); restore its target or "
+                    "remove the link"
+                ) from None
 
 
 def stat_file(path: str) -> FileEntry:
@@ -297,3 +344,8 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
 def is_image(name: str) -> bool:
     """Whether a file of that name is taken for an image."""
     return name.lower().endswith(IMAGE_SUFFIXES)
+
+
+def suffix_of(name: str) -> str:
+    """Key of a file in `Manifest.ignored`: its suffix in lower case with the dot, or `NO_SUFFIX`."""
+    return os.path.splitext(name)[1].lower() or NO_SUFFIX

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from utils.dataset import FileEntry, stat_file
 from utils.distributed import DistEnv, broadcast, gather, gather_main, raise_together
-from utils.errors import UserError
+from utils.errors import Stopped, UserError
 from utils.fork import safe_fork
 
 MANIFEST, BAD_FILES = "manifest.json", "bad_files.json"
@@ -129,7 +129,10 @@ def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
     with ProcessPoolExecutor(workers, fork, _start_worker, (os.getpid(),)) as pool:
         with safe_fork():
             pool.submit(os.getpid)  # all processes start with the first task
-        yield pool
+        try:
+            yield pool
+        finally:
+            pool.shutdown(cancel_futures=True)  # or a survey that is stopped would wait for all that is queued
 
 
 def _start_worker(parent: int) -> None:
@@ -183,6 +186,7 @@ def survey(
     workers: int,
     env: DistEnv,
     partial: bool = False,
+    stopped_by: Callable[[], str] = str,
 ) -> dict[str, Found] | None:
     """Know all files of a listing: from the manifest of an earlier survey, and those that changed by decoding them.
 
@@ -198,12 +202,14 @@ def survey(
         workers: processes of this rank.
         env: this process.
         partial: whether the data set has more files; what the manifest knows of them is kept.
+        stopped_by: asked now and then, where this process is the only one; what it names ends the survey.
 
     Returns:
         On rank 0, what is known of each file, in the order of `entries`; None on the others.
 
     Raises:
         UserError: on all ranks, if the manifest cannot be written.
+        Stopped: by `stopped_by`; the manifest has been written.
     """
     known = load_manifest(output_dir / MANIFEST, decoder.name) if env.is_main else {}
     # What was bad is looked at again: neither permissions nor a server that was away leave a trace in size and mtime.
@@ -230,6 +236,8 @@ def survey(
                 known |= {path[len(prefix) :]: found for path, found in part}
                 bar.update(len(part))
             raise_together(saver.save_at_times(known) if env.is_main else None, env)
+            if env.world_size == 1 and left and (reason := stopped_by()):
+                raise saver.save(known) or Stopped(reason)
     if not env.is_main:
         raise_together(None, env)
         return None
@@ -258,10 +266,13 @@ class _Saver:
         started = time.monotonic()
         if started < self._next:
             return None
-        error = self._write(MANIFEST, self._manifest(known))
+        error = self.save(known)
         ended = time.monotonic()
         self._next = ended + max(SAVE_SECONDS, 20 * (ended - started))
         return error
+
+    def save(self, known: Mapping[str, Found]) -> UserError | None:
+        return self._write(MANIFEST, self._manifest(known))
 
     def save_all(self, known: Mapping[str, Found]) -> UserError | None:
         bad = [{"path": path, "reason": reason} for path, reason in bad_files(known).items()]

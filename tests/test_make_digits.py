@@ -1,0 +1,39 @@
+"""scripts/make_digits.py: where it writes, and where it does not."""
+
+from pathlib import Path
+
+import pytest
+import typer
+
+from scripts import make_digits
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["to an empty folder", "to nowhere"])
+def test_a_link_is_followed_and_stays(tmp_path: Path, there: bool) -> None:
+    link, target = tmp_path / "here" / "digits", tmp_path / "disk" / "digits"
+    link.parent.mkdir()
+    link.symlink_to("../disk/digits")
+    if there:
+        target.mkdir(parents=True)
+    make_digits.main(link)
+    assert link.is_symlink()
+    assert make_digits.is_complete(target)
+    assert [path.name for path in target.parent.iterdir()] == ["digits"]
+    assert [path.name for path in link.parent.iterdir()] == ["digits"]
+
+
+@pytest.mark.parametrize(
+    "words", ["round: cannot be made (", "/proc/digits: cannot be made (", "full exists and is not"]
+)
+def test_refusals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("round").symlink_to("round")
+    Path("full", "mine").mkdir(parents=True)
+    with pytest.raises(typer.Exit) as ended:
+        make_digits.main(Path(words.split(":")[0].split(" ")[0]))
+    out, err = capsys.readouterr()
+    assert (ended.value.exit_code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(words)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "round"]
