@@ -53,7 +53,9 @@ def test_seconds_count_the_imports_too_and_under_torchrun_from_its_start(tmp_pat
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("death", "start"), [(7, "resumed at epoch 2, step 6"), (1, "from scratch")])
+@pytest.mark.parametrize(
+    ("death", "start"), [(7, "resumed at epoch 2, step 6"), pytest.param(1, "from scratch", marks=pytest.mark.slow)]
+)
 def test_a_restart_goes_on_although_the_run_began_anew(data: Path, tmp_path: Path, death: int, start: str) -> None:
     """From its own checkpoint, not from the one that was there before."""
     program = tmp_path / "dies_once.py"
@@ -122,7 +124,9 @@ def test_the_time_limit_ends_torchrun_too(data: Path, tmp_path: Path) -> None:
     assert read_checkpoint(tmp_path)["step"] <= 2
 
 
-@pytest.mark.parametrize(("job", "start"), [("7", "resumed at epoch 1, step "), ("8", "from scratch")])
+@pytest.mark.parametrize(
+    ("job", "start"), [("7", "resumed at epoch 1, step "), pytest.param("8", "from scratch", marks=pytest.mark.slow)]
+)
 def test_a_requeued_job_goes_on_although_it_began_anew(
     data: Path, tmp_path: Path, launch: Callable[..., Finished], monkeypatch: pytest.MonkeyPatch, job: str, start: str
 ) -> None:

@@ -14,7 +14,7 @@ import pytest
 import typer
 
 from scripts import performance
-from tests.conftest import ROOT, alive, descendants, environment, identify
+from tests.conftest import ROOT, alive, descendants, environment, identify, kill_tree
 
 TINY = ("--arch", "test_resnet", "--image-size", "32", "--batch-size", "4", "--device", "cpu")
 # A benchmark with a worker that is deaf to what its parent hears, and a temporary folder.
@@ -75,6 +75,7 @@ def test_a_run_that_is_cut_off_leaves_nothing(
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_a_benchmark_that_is_cut_off_leaves_nothing(
     data: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,17 +99,23 @@ def test_a_signal_ends_the_run_under_way(tmp_path: Path, number: signal.Signals,
     process = subprocess.Popen(
         [sys.executable, *map(str, words)], cwd=ROOT, env=environment(),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a job in the background ignores
     )  # fmt: skip
     log = tmp_path / "out" / "resnet18" / "log.txt"
     while not (log.exists() and log.read_text() == "ready\n" * 2):
-        assert process.poll() is None
+        assert process.poll() is None, process.communicate()
         time.sleep(0.05)
     seen = identify(descendants(process.pid))
     process.send_signal(number)
     if window_seconds == "2.0":  # the run is deaf, and the user has no patience
         time.sleep(1)
         process.send_signal(number)
-    process.communicate(timeout=20)
+    try:
+        process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            kill_tree(process.pid)
+            process.communicate()
     assert process.returncode == (130 if number == signal.SIGINT else 143)
     assert len(seen) == 2
     assert alive(seen) == []
