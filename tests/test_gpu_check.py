@@ -11,6 +11,7 @@ from tests.conftest import ROOT, environment
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_what_fails_is_told_and_nothing_is_left_of_an_earlier_call(data: Path, tmp_path: Path) -> None:
     (tmp_path / "resnet50.json").write_text(json.dumps({"top1": 71.92}))
     (tmp_path / "resnet50.log").write_text("an earlier call\n")

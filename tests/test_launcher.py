@@ -53,9 +53,8 @@ def test_seconds_count_the_imports_too_and_under_torchrun_from_its_start(tmp_pat
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    ("death", "start"), [(7, "resumed at epoch 2, step 6"), pytest.param(1, "from scratch", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("death", "start"), [(7, "resumed at epoch 2, step 6"), (1, "from scratch")])
 def test_a_restart_goes_on_although_the_run_began_anew(data: Path, tmp_path: Path, death: int, start: str) -> None:
     """From its own checkpoint, not from the one that was there before."""
     program = tmp_path / "dies_once.py"

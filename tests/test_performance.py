@@ -162,6 +162,7 @@ def test_refusals(tmp_path: Path, printed: pytest.CaptureFixture[str]) -> None:
         assert err.startswith(f"performance.py: {told}")
 
 
+@pytest.mark.slow
 def test_starts_are_timed(tmp_path: Path) -> None:
     ended = performance.time_starts(tmp_path, 100, TINY, count=2)
     found = re.fullmatch(r"done; launch to first step: (.*) s", ended)

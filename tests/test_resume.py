@@ -51,8 +51,8 @@ def steps_logged(output_dir: Path, count: int) -> Callable[[], bool]:
 @pytest.mark.parametrize(
     ("extra", "processes"),
     [
-        pytest.param(EVERYTHING, 2, id="everything-2"),
-        pytest.param(EVERYTHING, 1, id="everything-1", marks=pytest.mark.slow),
+        pytest.param(EVERYTHING, 2, id="everything-2", marks=pytest.mark.slow),
+        pytest.param(EVERYTHING, 1, id="everything-1"),
         pytest.param(PLAIN, 2, id="plain-2", marks=pytest.mark.slow),
         pytest.param(PLAIN, 1, id="plain-1", marks=pytest.mark.slow),
     ],

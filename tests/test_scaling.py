@@ -120,6 +120,7 @@ def test_no_rounds_are_refused(data: Path, tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_signal_ends_the_run_under_way(data: Path, tmp_path: Path) -> None:
     words = [sys.executable, ROOT / "scripts" / "scaling.py", "--data-dir", data, "--output-dir", tmp_path / "out"]

@@ -232,6 +232,7 @@ def test_everything_on_trains_and_learns(data: Path, tmp_path: Path, launch: Cal
     assert json.loads((tmp_path / "summary.json").read_text())["best_top1"] > 90
 
 
+@pytest.mark.slow
 def test_pretrained_weights_start_a_run_but_not_its_resume(
     data: Path, tmp_path: Path, launch: Callable[..., Finished]
 ) -> None:
