@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -145,6 +146,13 @@ def launch_and_end() -> Callable[..., int]:
             process.wait()
 
     return run
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
 
 
 def kill_tree(pid: int) -> None:

@@ -10,7 +10,6 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from tests.conftest import (
     command,
     descendants,
     environment,
+    free_port,
     identify,
     kill_tree,
     read_checkpoint,
@@ -233,12 +233,6 @@ def test_stopped_and_resumed(whole: tuple[Path, float], start: Callable[..., Lau
     last = start()
     assert last.end(200) == 0, last.err
     check_same(expected, last.run)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.parametrize("case", range(RESTARTS))

@@ -1,7 +1,6 @@
 """What torchrun does when a process ends, and what processes tell of it, with real launches."""
 
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,7 +9,17 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT, TINY, Finished, command, environment, kill_tree, read_checkpoint, read_metrics
+from tests.conftest import (
+    ROOT,
+    TINY,
+    Finished,
+    command,
+    environment,
+    free_port,
+    kill_tree,
+    read_checkpoint,
+    read_metrics,
+)
 from utils.launcher import seconds_since_launch, seconds_since_start
 
 DIES_ONCE = """
@@ -92,10 +101,7 @@ def test_a_restart_goes_on_after_a_death_on_another_machine(data: Path, tmp_path
     program = tmp_path / "dies.py"
     program.write_text(DIES_ON_ANOTHER_MACHINE)
     flags = ("--data-dir", data, *TINY, "--batch-size", 4, "--checkpoint-steps", 2, "--output-dir", tmp_path / "out")
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    meeting = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=1")
+    meeting = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-id=1")
     words = [*command(1, *meeting, "--max-restarts=2", program=program), *flags, "--epochs", 2, "--resume", "none"]
     logs = [tmp_path / f"{machine}.log" for machine in range(2)]
     agents = []
