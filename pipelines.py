@@ -45,6 +45,7 @@ from utils.errors import BadFile
 from utils.fork import safe_fork
 from utils.inspection import Decoder, Picture, Undecodable, inspect
 from utils.jpeg import END, has_end
+from utils.leave import heed_end_workers
 from utils.sampler import Sampler, shard
 from utils.seed import derive_seed
 from utils.stop import StopRequest
@@ -671,8 +672,8 @@ class _Order:
             batch += 1
 
 
-class _TorchImages(torch.utils.data.Dataset[tuple[Tensor, int]]):
-    """Images through Pillow and torchvision: uint8 (3, H, W).
+class _TorchImages(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """Images through Pillow and torchvision: uint8 (3, H, W), and their labels: int64 ().
 
     The random draws of an image depend on (seed, epoch, image) alone: not on the worker, the rank or a resume.
     """
@@ -681,16 +682,16 @@ class _TorchImages(torch.utils.data.Dataset[tuple[Tensor, int]]):
         self.manifest, self.seed = manifest, config.seed if train else None
         self.transform = _torch_train_transform(config) if train else _torch_val_transform(config)
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int]:
+    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, Tensor]:
         index, epoch = key
         with Image.open(self.manifest.path(index)) as file:
             image = _upright(file)
         if self.seed is None:
-            return self.transform(image), int(self.manifest.labels[index])
+            return self.transform(image), _label(self.manifest, index)
         with torch.random.fork_rng(devices=[]):
             seed = np.random.SeedSequence([self.seed, epoch, index]).generate_state(1, np.uint64)[0]
             torch.manual_seed(int(seed >> np.uint64(1)))
-            return self.transform(image), int(self.manifest.labels[index])
+            return self.transform(image), _label(self.manifest, index)
 
 
 def _torch_train_transform(config: TrainConfig) -> Callable[[Image.Image], Tensor]:
@@ -716,10 +717,16 @@ def _torch_val_transform(config: TrainConfig) -> Callable[[Image.Image], Tensor]
     return transform
 
 
+def _label(manifest: Manifest, index: int) -> Tensor:
+    # A number would be shared with the trainer by a thread of the worker, which can be cut off there: end_workers().
+    return torch.tensor(int(manifest.labels[index]))
+
+
 def _outlive_signals(worker: int) -> None:
     # torchrun signals whole sessions; the trainer needs its workers until the checkpoint is written.
     for number in StopRequest.SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    heed_end_workers()
 
 
 def _worker_options(config: TrainConfig, env: DistEnv) -> dict[str, Any]:
@@ -800,13 +807,13 @@ class TorchValLoader:
             _end_workers(batches)
 
 
-class _ProxyImages(torch.utils.data.Dataset[tuple[Any, int]]):
-    """File names, handed to the DALI server by each worker."""
+class _ProxyImages(torch.utils.data.Dataset[tuple[Any, Tensor]]):
+    """File names, handed to the DALI server by each worker, and labels: int64 ()."""
 
     def __init__(self, manifest: Manifest, proxy: Any) -> None:
         self.manifest, self.proxy = manifest, proxy
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple[Any, int]:
+    def __getitem__(self, key: tuple[int, int]) -> tuple[Any, Tensor]:
         index, _ = key
         path = self.manifest.path(index)
         with open(path, "rb") as file:
@@ -814,7 +821,7 @@ class _ProxyImages(torch.utils.data.Dataset[tuple[Any, int]]):
             if file.read() != END:
                 file.seek(0)
                 _check_end(file.read())
-        return self.proxy(np.frombuffer(os.fsencode(path), dtype=np.uint8)), int(self.manifest.labels[index])
+        return self.proxy(np.frombuffer(os.fsencode(path), dtype=np.uint8)), _label(self.manifest, index)
 
 
 class ProxyTrainLoader:

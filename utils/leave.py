@@ -3,11 +3,14 @@
 import contextlib
 import multiprocessing
 import os
+import signal
 import sys
 import threading
+import time
 from typing import NoReturn
 
 SAVE_SECONDS = 60.0  # for a checkpoint that is being written
+WORKER_SECONDS = 1.0  # for workers to end when asked
 
 # Held while a file is written that must not be cut off. What would be left is whole, but it is the file before.
 writing = threading.RLock()
@@ -18,6 +21,27 @@ def leave(status: int) -> NoReturn:
     with contextlib.suppress(Exception):
         writing.acquire(timeout=SAVE_SECONDS)
         sys.stdout.flush()
-        for child in multiprocessing.active_children():  # of a DataLoader, deaf to gentler signals
-            child.kill()
+        end_workers()
     os._exit(status)
+
+
+def heed_end_workers() -> None:
+    """In a worker process: let `end_workers` end it, between two calls into C."""
+    signal.signal(signal.SIGUSR2, lambda number, frame: os._exit(0))
+
+
+def end_workers() -> None:
+    """End a DataLoader's workers, which are deaf to a launcher's signals; the ones that do not listen are killed.
+
+    One that is killed while it shares a tensor leaves that in /dev/shm for good.
+    """
+    workers = multiprocessing.active_children()
+    for worker in workers:
+        assert worker.pid is not None  # it was started
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker.pid, signal.SIGUSR2)
+    deadline = time.monotonic() + WORKER_SECONDS
+    for worker in workers:
+        worker.join(max(0.0, deadline - time.monotonic()))
+        if worker.is_alive():
+            worker.kill()

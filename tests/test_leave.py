@@ -1,0 +1,45 @@
+"""The end of a DataLoader's workers with their trainer, on real loaders."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+# A process of its own: a loader cannot be closed that has lost workers.
+PROGRAM = """
+import multiprocessing, os, signal, sys
+from pathlib import Path
+import torch
+import pipelines
+from utils.config import TrainConfig
+from utils.dataset import scan_splits
+from utils.distributed import DistEnv
+from utils.leave import end_workers
+from utils.sampler import Sampler
+
+train, _ = scan_splits(Path(sys.argv[1]))
+env = DistEnv(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
+config = TrainConfig(
+    loader=sys.argv[2], batch_size=8, image_size=32, val_resize=36, workers=2, decode="fused", prefetch=4
+)
+stream = pipelines.create_train_loader(config, train, Sampler(len(train), 8), env)
+next(stream)
+signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where torch would tell of the killed one
+listening, deaf = multiprocessing.active_children()
+os.kill(deaf.pid, signal.SIGSTOP)
+end_workers()
+deaf.join()
+print(listening.exitcode, deaf.exitcode, flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("loader", ["torch", "proxy"])
+def test_workers_end_by_themselves_and_the_deaf_are_killed(data: Path, loader: str) -> None:
+    """Not killed where they listen: that can leave a file in shared memory."""
+    words = [sys.executable, "-c", PROGRAM, str(data), loader]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "0 -9\n", done.stderr
