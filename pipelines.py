@@ -16,6 +16,7 @@ import io
 import itertools
 import os
 import signal
+import sys
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -212,6 +213,19 @@ def train_pipeline(source: Callable[[BatchInfo], Any], config: TrainConfig, devi
 def proxy_pipeline(config: TrainConfig, device: str) -> Any:
     """The images of `train_pipeline`, for a DALIServer that is fed by torch's DataLoader workers."""
     return _train_images(fn.io.file.read(fn.external_source(name="paths", no_copy=True)), config, device)
+
+
+def _remove_generated_files() -> None:
+    """Remove the Python files that DALI has made of conditional pipelines, in the temporary folder.
+
+    DALI removes them only where a process comes to a regular end, and their bytecode never.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.startswith("__autograph_generated_file") and module.__spec__ is not None:
+            for path in (module.__spec__.origin, module.__spec__.cached):
+                if path is not None:
+                    with contextlib.suppress(OSError):
+                        os.remove(path)
 
 
 @dali.pipeline_def(exec_dynamic=True)  # type: ignore[untyped-decorator]
@@ -479,6 +493,7 @@ class DaliTrainLoader:
             **_pipeline_options(config, env) | {"seed": seed},
         )
         pipeline.build()
+        _remove_generated_files()
         return pipeline
 
     def __next__(self) -> Batch:
@@ -861,7 +876,9 @@ class ProxyTrainLoader:
     def _epoch_pipeline(self, epoch: int) -> Any:
         seed = np.random.SeedSequence([self._config.seed, self._env.rank, epoch]).generate_state(1)[0]
         options = _pipeline_options(self._config, self._env) | {"seed": int(seed >> 1)}
-        return proxy_pipeline(self._config, _dali_device(self._env), **options)
+        pipeline = proxy_pipeline(self._config, _dali_device(self._env), **options)
+        _remove_generated_files()
+        return pipeline
 
     def _epoch(self, server: Any, order: _Order) -> Iterator[Batch]:
         loader = proxy.DataLoader(

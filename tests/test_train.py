@@ -223,6 +223,20 @@ def test_nobody_listens(data: Path, tmp_path: Path) -> None:
     assert read_checkpoint(tmp_path)["epoch"] == 2
 
 
+@pytest.mark.parametrize("loader", ["dali", "proxy"])
+def test_a_killed_run_leaves_no_generated_files(
+    data: Path, tmp_path: Path, launch_and_end: Callable[..., int], monkeypatch: pytest.MonkeyPatch, loader: str
+) -> None:
+    """DALI writes the functions that it converts into the temporary folder, Python their bytecode beside them."""
+    temporary, output = tmp_path / "temporary", tmp_path / "run"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    flags = (*flags_for(data, 1, ("--augment", "trivialaugment")), "--loader", loader, "--output-dir", output)
+    launch_and_end(*flags, "--checkpoint-steps", 1, when=(output / "last.pt").exists)
+    assert not list(temporary.rglob("*autograph*"))
+
+
 @pytest.mark.slow
 def test_everything_on_trains_and_learns(data: Path, tmp_path: Path, launch: Callable[..., Finished]) -> None:
     """Colours are easy: a run that does not learn them is broken somewhere."""
