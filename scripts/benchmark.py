@@ -46,7 +46,7 @@ from utils.config import BATCH_SIZE, USAGE_ERROR, TrainConfig, number_option, va
 from utils.dataset import Manifest
 from utils.distributed import DistEnv, process_group, read_launch
 from utils.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, BadFile, Stopped, UserError, one_line
-from utils.machine import choose_feed, inspect_machine
+from utils.machine import check_sockets, choose_feed, inspect_machine
 from utils.report import benchmark_json, draw_chart, introduction, sentences, table
 from utils.stop import StopRequest
 from utils.verdict import TITLES, Figures, judge
@@ -242,6 +242,7 @@ def benchmark(options: Options, argv: Sequence[str]) -> None:
         Stopped: a signal came; nothing was written.
     """
     models.check_arch(options.config.arch)
+    check_sockets("workers of torch's DataLoader")
     with process_group(options.config.device, options.config.timeout) as env, contextlib.ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="benchmark-")))
         if options.data_dir is None:

@@ -3,13 +3,15 @@
 import contextlib
 import dataclasses
 import json
+import multiprocessing.util
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +80,20 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cpu() -> DistEnv:
     """A single process on the CPU."""
     return DistEnv(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
+
+
+# Newer Pythons put the sockets of multiprocessing into /tmp where the temporary folder has too long a path.
+SOCKETS_ARE_ELSEWHERE = hasattr(multiprocessing.util, "_SUN_PATH_MAX")
+
+
+@pytest.fixture
+def long_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The temporary folder of programs that a test starts; no path in it fits a socket."""
+    with tempfile.TemporaryDirectory() as short:
+        folder = Path(short, "x" * 100)
+        folder.mkdir()
+        monkeypatch.setenv("TMPDIR", str(folder))
+        yield folder
 
 
 @dataclasses.dataclass

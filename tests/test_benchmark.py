@@ -34,7 +34,7 @@ from scripts.measure import (
     open_loaders,
     settings,
 )
-from tests.conftest import ROOT, environment, write_images
+from tests.conftest import ROOT, SOCKETS_ARE_ELSEWHERE, environment, write_images
 from train import train_step
 from utils.config import TrainConfig
 from utils.dataset import Manifest
@@ -426,6 +426,20 @@ def test_one_process_only(
         monkeypatch.setenv(name, value)
     assert benchmark.main(["--data-dir", str(data), "--device", "cpu"]) == 2
     assert "without torchrun" in capsys.readouterr().err
+
+
+def test_too_long_a_path_for_the_sockets_of_workers(data: Path, tmp_path: Path, long_temporary_folder: Path) -> None:
+    done = command(
+        "--data-dir", data, "--arch", "test_resnet", "--output-dir", tmp_path / "out", "--image-size", "32",
+        "--batch-size", "8", "--workers", "1", "--device", "cpu", "--loaders", "dali-fused", "--window-seconds", "0.1",
+    )  # fmt: skip
+    if SOCKETS_ARE_ELSEWHERE:
+        assert (done.returncode, done.stderr) == (0, "")
+    else:
+        assert done.returncode == 2
+        assert done.stderr.startswith(f"benchmark.py: TMPDIR {long_temporary_folder}: ")
+        assert done.stderr.count("\n") == 1
+    assert list(long_temporary_folder.iterdir()) == []
 
 
 def test_a_loader_that_fails_does_not_hide(opened: Callable[..., tuple[Run, Manifest]], tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 import train
-from tests.conftest import TINY, Finished
+from tests.conftest import SOCKETS_ARE_ELSEWHERE, TINY, Finished
 
 RUN = ("--batch-size", "4", "--epochs", "1")
 
@@ -583,6 +583,21 @@ def test_process_without_gpu(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # also holds on a machine with GPUs
     done = launch(*good, *flags, timeout=60)
     assert_refused(done.status, done.out, done.err, *fragments)
+
+
+@pytest.mark.parametrize("loader", ["torch", "proxy", "dali"])
+def test_too_long_a_path_for_the_sockets_of_workers(
+    launch: Callable[..., Finished], good: list[str], long_temporary_folder: Path, loader: str
+) -> None:
+    done = launch(*good, "--loader", loader, timeout=60)
+    if loader == "dali" or SOCKETS_ARE_ELSEWHERE:
+        assert (done.status, done.err) == (0, "")
+    else:
+        workers = f"workers of --loader {loader} cannot open sockets there"
+        assert_refused(
+            done.status, done.out, done.err, f"TMPDIR {long_temporary_folder}: {workers}", "AF_UNIX", "a short path"
+        )
+    assert list(long_temporary_folder.iterdir()) == []
 
 
 def refused_by_torchrun(done: Finished, *fragments: str) -> None:

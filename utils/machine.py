@@ -6,6 +6,8 @@ import dataclasses
 import importlib.util
 import itertools
 import os
+import tempfile
+from multiprocessing.connection import Listener
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,13 +15,14 @@ import torch
 
 from utils.config import TrainConfig
 from utils.dataset import Manifest, decoded_bytes
-from utils.distributed import DistEnv, broadcast, gather, raise_together
+from utils.distributed import DistEnv, broadcast, gather, raise_together, together
 from utils.errors import UserError
 
 PREFETCH = 6  # batches
 SMALL = 1 / 8  # of the free memory: decoded images that take no more are kept there unasked, on the CPU
 LARGEST = 0.8  # of the free memory, for images that are to be kept
 BY_DALI = ("dali", "proxy")  # loaders whose images DALI decodes; the others have no use for --decode and its like
+BY_WORKERS = ("proxy", "torch")  # loaders that run torch's DataLoader
 _NVML_P2P_NVLINK = 2  # NVML_P2P_CAPS_INDEX_NVLINK
 
 
@@ -115,8 +118,11 @@ def choose_common_feed(config: TrainConfig, env: DistEnv, saved: dict[str, Any],
     may do it in another way.
 
     Raises:
-        UserError: on all ranks, if images are to be kept that do not fit on one of them.
+        UserError: on all ranks, if images are to be kept that do not fit on one of them, or DataLoader would hang.
     """
+    with together(env):
+        if config.loader in BY_WORKERS:
+            check_sockets(f"workers of --loader {config.loader}")
     machine = inspect_machine(env)
     keeps = config.loader == "dali" and config.cache != "none" and not config.evaluate
     decoded = decoded_bytes(manifest) if keeps else 0
@@ -137,6 +143,26 @@ def choose_common_feed(config: TrainConfig, env: DistEnv, saved: dict[str, Any],
     raise_together(_misfit(choice.cache, machine, decoded, remedy), env)
     shown = {name: reasons[name] for name in open_names if name in reasons and config.loader in BY_DALI}
     return dataclasses.replace(choice, reasons=choice.reasons | shown)
+
+
+def check_sockets(users: str) -> None:
+    """Open a socket in the temporary folder, as the workers of torch's DataLoader do to share their tensors.
+
+    Where they cannot, the DataLoader waits for ever: https://github.com/python/cpython/issues/132124.
+
+    Args:
+        users: for the message.
+
+    Raises:
+        UserError: if that fails, as it does where the folder's path is too long.
+    """
+    folder = tempfile.gettempdir()
+    try:
+        Listener(family="AF_UNIX").close()
+    except OSError as error:
+        raise UserError(
+            f"TMPDIR {folder}: {users} cannot open sockets there ({error}); give a folder with a short path"
+        ) from None
 
 
 def choose_feed(config: TrainConfig, machine: Machine, decoded: int) -> FeedChoice:
