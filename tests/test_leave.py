@@ -5,8 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import pipelines
 from tests.conftest import ROOT
+from utils.config import TrainConfig
+from utils.dataset import scan_splits
 
 # A process of its own: a loader cannot be closed that has lost workers.
 PROGRAM = """
@@ -26,7 +30,8 @@ config = TrainConfig(
     loader=sys.argv[2], batch_size=8, image_size=32, val_resize=36, workers=2, decode="fused", prefetch=4
 )
 stream = pipelines.create_train_loader(config, train, Sampler(len(train), 8), env)
-next(stream)
+for _ in range(2):
+    next(stream)  # one of each worker, which listens by then
 signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where torch would tell of the killed one
 listening, deaf = multiprocessing.active_children()
 os.kill(deaf.pid, signal.SIGSTOP)
@@ -43,3 +48,14 @@ def test_workers_end_by_themselves_and_the_deaf_are_killed(data: Path, loader: s
     words = [sys.executable, "-c", PROGRAM, str(data), loader]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout == "0 -9\n", done.stderr
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_workers_share_nothing_but_tensors(data: Path, train: bool) -> None:
+    """A batch of numbers becomes a shared tensor in a thread of the worker, which its end can cut off."""
+    manifest = scan_splits(data)[0]
+    config = TrainConfig(loader="torch", image_size=32, val_resize=36, workers=1)
+    last = len(manifest) - 1
+    item = pipelines._TorchImages(config, manifest, train)[last, 0]
+    assert [type(part) for part in item] == [torch.Tensor, torch.Tensor]
+    assert item[1] == manifest.labels[last] > 0

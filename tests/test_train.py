@@ -233,7 +233,8 @@ def test_a_killed_run_leaves_no_generated_files(
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     with tempfile.TemporaryDirectory() as folder:  # not tmp_path, which is too long for the sockets of proxy's workers
         monkeypatch.setenv("TMPDIR", folder)
-        launch_and_end(*flags, "--checkpoint-steps", 1, when=(tmp_path / "last.pt").exists)
+        # 20 steps: far from the next epoch, for which proxy builds another pipeline
+        launch_and_end(*flags, "--batch-size", 2, "--checkpoint-steps", 1, when=(tmp_path / "last.pt").exists)
         assert not list(Path(folder).rglob("*autograph*"))
 
 

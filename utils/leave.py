@@ -26,7 +26,7 @@ def leave(status: int) -> NoReturn:
 
 
 def heed_end_workers() -> None:
-    """In a worker process: let `end_workers` end it, between two calls into C."""
+    """In a worker process, before it shares anything: let `end_workers` end it, between two calls into C."""
     signal.signal(signal.SIGUSR2, lambda number, frame: os._exit(0))
 
 

@@ -148,7 +148,8 @@ def choose_common_feed(config: TrainConfig, env: DistEnv, saved: dict[str, Any],
 def check_sockets(users: str) -> None:
     """Open a socket in the temporary folder, as the workers of torch's DataLoader do to share their tensors.
 
-    Where they cannot, the DataLoader waits for ever: https://github.com/python/cpython/issues/132124.
+    Where they cannot, the DataLoader waits for ever: https://github.com/python/cpython/issues/132124. Python makes a
+    folder for the sockets of this process, which its workers then share, and removes it at the process's end.
 
     Args:
         users: for the message.
