@@ -48,7 +48,7 @@ from utils.inspection import Decoder, Picture, Undecodable, inspect
 from utils.jpeg import END, has_end
 from utils.leave import heed_end_workers
 from utils.sampler import Sampler, shard
-from utils.seed import derive_seed
+from utils.seed import Stream, derive_seed, seed_sequence
 from utils.stop import StopRequest
 
 DALI_VERSION: str = dali.__version__
@@ -476,9 +476,8 @@ class DaliTrainLoader:
         config = dataclasses.replace(config, workers=max(1, workers), prefetch=prefetch)
         first = self._origin + turn
         taken = -((turn - self._taken) // TURNS)  # by this pipeline
-        seed = config.seed + env.rank * TURNS + turn
-        if self._origin:  # a run that goes on in another layout: the draws of its start must not come again
-            seed = derive_seed(seed, self._origin)
+        # The step is not 0 in a run that goes on in another layout: the draws of its start must not come again.
+        seed = derive_seed(Stream.DALI, config.seed, env.rank, turn, self._origin // sampler.batches_per_step)
         images = self._images
         if images is None:
             reader = _FileReader(manifest, lambda number: sampler.indices(first + number * TURNS), config, taken)
@@ -547,7 +546,7 @@ def _pipeline_options(config: TrainConfig, env: DistEnv) -> dict[str, Any]:
         "batch_size": config.batch_size,
         "num_threads": config.workers,
         "device_id": env.device.index,  # the GPU of this machine, where the data is sharded by global rank
-        "seed": config.seed + env.rank,
+        "seed": 0,  # training pipelines have seeds of their own, the others draw nothing
         "prefetch_queue_depth": config.prefetch,
     }
 
@@ -704,7 +703,7 @@ class _TorchImages(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
         if self.seed is None:
             return self.transform(image), _label(self.manifest, index)
         with torch.random.fork_rng(devices=[]):
-            seed = np.random.SeedSequence([self.seed, epoch, index]).generate_state(1, np.uint64)[0]
+            seed = seed_sequence(Stream.IMAGE, self.seed, epoch, index).generate_state(1, np.uint64)[0]
             torch.manual_seed(int(seed >> np.uint64(1)))
             return self.transform(image), _label(self.manifest, index)
 
@@ -842,8 +841,8 @@ class _ProxyImages(torch.utils.data.Dataset[tuple[Any, Tensor]]):
 class ProxyTrainLoader:
     """DALI as a server behind torch's DataLoader: workers name the files, the server decodes and augments.
 
-    A server cannot be restored, so each epoch has a new one, seeded by (seed, rank, epoch): a resume at an epoch's
-    boundary is exact (with `--deterministic`, which also fixes the order in which the server takes batches). In
+    A server cannot be restored, so each epoch has a new one, with a seed of its own: a resume at an epoch's boundary is
+    exact (with `--deterministic`, which also fixes the order in which the server takes batches). In
     mid-epoch the images are the ones that would have come, their random draws are others.
     """
 
@@ -866,16 +865,17 @@ class ProxyTrainLoader:
         while True:
             epoch = self._sampler.epoch_of(batch)
             last = (epoch + 1) * self._sampler.batches_per_epoch
-            server = proxy.DALIServer(self._epoch_pipeline(epoch), deterministic=self._config.deterministic)
+            pipeline = self._epoch_pipeline(epoch, batch - epoch * self._sampler.batches_per_epoch)
+            server = proxy.DALIServer(pipeline, deterministic=self._config.deterministic)
             try:
                 yield from self._epoch(server, _Order(self._sampler, batch, last))
             finally:
                 self._stopping.submit(server.stop_thread)
             batch = last
 
-    def _epoch_pipeline(self, epoch: int) -> Any:
-        seed = np.random.SeedSequence([self._config.seed, self._env.rank, epoch]).generate_state(1)[0]
-        options = _pipeline_options(self._config, self._env) | {"seed": int(seed >> 1)}
+    def _epoch_pipeline(self, epoch: int, batch: int) -> Any:
+        seed = derive_seed(Stream.PROXY, self._config.seed, self._env.rank, epoch, batch)
+        options = _pipeline_options(self._config, self._env) | {"seed": seed}
         pipeline = proxy_pipeline(self._config, _dali_device(self._env), **options)
         _remove_generated_files()
         return pipeline

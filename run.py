@@ -38,7 +38,7 @@ from utils.machine import FeedChoice, joined_by_nvlink
 from utils.metrics import Meter
 from utils.optim import create_ema, create_optimizer, create_schedule, describe_ema, scaled_lr
 from utils.sampler import Sampler
-from utils.seed import derive_seed, make_deterministic, seed_all, set_random_state
+from utils.seed import make_deterministic, seed_process, seed_weights, set_random_state
 from utils.state import TrainState, share_out
 from utils.stop import StopRequest
 
@@ -534,9 +534,9 @@ def create_state(
         make_deterministic()
     else:
         torch.backends.cudnn.benchmark = True
-    seed_all(config.seed)  # the same on all ranks, for the same weights
+    seed_weights(config.seed)
     model, normalize = create_model(config, env, resumed)
-    seed_all(config.seed + env.rank)
+    seed_process(config.seed, env.rank, step=0)
     state = TrainState(
         model=model,
         optimizer=create_optimizer(config, model, sampler.global_batch_size),
@@ -565,8 +565,7 @@ def restore(state: TrainState, net: nn.Module, saved: dict[str, Any], config: Tr
         loader: dict[str, Any] = own["loader"]
         return loader
     state.load(saved, share_out(ranks, state.env.rank))
-    # Of the step too: the draws of the run's first steps must not come again.
-    seed_all(derive_seed(config.seed, state.step, state.env.rank))
+    seed_process(config.seed, state.env.rank, state.step)
     return None
 
 

@@ -1,14 +1,28 @@
-"""Random state: saved, restored, and readable without unpickling code."""
+"""Random state: saved, restored, and readable without unpickling code; streams that have nothing in common."""
 
+import dataclasses
 import io
+import itertools
 import random
+from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
+from numpy.typing import NDArray
+from PIL import Image
 
-from utils.seed import random_state, seed_all, set_random_state
+import pipelines
+from utils.augment import BatchAugment, Normalize
+from utils.config import TrainConfig
+from utils.dataset import Manifest, scan
+from utils.distributed import DistEnv
+from utils.sampler import Sampler
+from utils.seed import Stream, derive_seed, random_state, seed_all, seed_process, seed_weights, set_random_state
 
 CPU = torch.device("cpu")
+SIDE = 64  # pixels of the images whose crops can be read from their colours
+SIGMAS = 4.5  # of a correlation of nothing, 1 / sqrt(draws): one pair in 150,000
 
 
 def draw() -> tuple[float, float, float]:
@@ -34,3 +48,85 @@ def test_seeds_decide() -> None:
     assert draw() == one
     seed_all(2)
     assert all(a != b for a, b in zip(draw(), one, strict=True))
+
+
+def test_every_stream_has_a_seed_of_its_own() -> None:
+    """Of all purposes with parts from 0 to 3, which sums and zeros at the end would mix up."""
+    seeds = [
+        derive_seed(stream, *parts)
+        for stream in Stream
+        for parts in itertools.product(range(4), repeat=len(stream.value[1]))
+    ]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    with pytest.raises(AssertionError, match="needs"):
+        derive_seed(Stream.PROCESS, 0, 0)
+
+
+def test_streams_are_frozen() -> None:
+    # A checkpoint written years ago resumes with these. If this fails, `checkpoint.FORMAT` must rise.
+    frozen = [917752063, 1860276006, 2128149876, 732493856, 679623030, 837169922]
+    assert [derive_seed(stream, *range(len(stream.value[1]))) for stream in Stream] == frozen
+
+
+def uncorrelated(streams: dict[str, NDArray[np.float64]]) -> None:
+    """Every two of the (draws,) are uncorrelated; none is constant."""
+    for (one, left), (other, right) in itertools.combinations(streams.items(), 2):
+        found = np.corrcoef(left, right)[0, 1]
+        assert abs(found) < SIGMAS / np.sqrt(len(left)), f"{one} and {other}: {found:.3f}"
+
+
+def test_draws_of_seeds_ranks_and_steps_are_independent() -> None:
+    """Mixup's, of 2 seeds x 2 ranks x 2 steps of the run, and the weights'."""
+    streams = {}
+    images, targets = torch.zeros(2, 3, 4, 4, dtype=torch.uint8), torch.arange(2)
+    augment = BatchAugment(TrainConfig(mixup=1.0), Normalize((0, 0, 0), (1, 1, 1), torch.float32, CPU), 2, CPU)
+    for seed, rank, step in itertools.product(range(2), range(2), (0, 1)):
+        seed_process(seed, rank, step)
+        shares = [float(augment(images, targets)[1][0, 0]) for _ in range(500)]
+        streams[f"seed {seed}, rank {rank}, step {step}"] = np.array(shares)
+    for seed in range(2):
+        seed_weights(seed)
+        streams[f"weights of seed {seed}"] = torch.rand(500, dtype=torch.float64).numpy()
+    uncorrelated(streams)
+
+
+@pytest.fixture(scope="module")
+def readable(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    """Images whose red tells the column and whose green tells the row."""
+    folder = tmp_path_factory.mktemp("readable")
+    column, row = np.meshgrid(np.arange(SIDE), np.arange(SIDE))
+    pixels = np.stack([column * 255 // SIDE, row * 255 // SIDE, 0 * row], axis=-1).astype(np.uint8)
+    (folder / "train" / "only").mkdir(parents=True)
+    for number in range(64):
+        Image.fromarray(pixels).save(folder / "train" / "only" / f"{number}.png")
+    return scan(folder, "train")
+
+
+def crops(images: torch.Tensor) -> NDArray[np.float64]:
+    """(4, N): column and row of each crop's centre, its width, and whether it is mirrored."""
+    red, green = images[:, 0].double(), images[:, 1].double()
+    slope = (red[:, :, -1] - red[:, :, 0]).mean(1)
+    return np.stack([red.mean((1, 2)), green.mean((1, 2)), slope.abs(), slope.sign()])
+
+
+@pytest.mark.parametrize(("loader", "decode"), [("dali", "fused"), ("dali", "full"), ("torch", "fused")])
+def test_crops_and_flips_of_seeds_ranks_and_pipelines_are_independent(
+    readable: Manifest, cpu: DistEnv, loader: str, decode: str
+) -> None:
+    """2 seeds x 2 ranks x 2 pipelines, whose batches take turns; the torch loader has none, but odd and even batches."""
+    found: dict[str, list[NDArray[np.float64]]] = {}
+    base = TrainConfig(batch_size=16, image_size=16, workers=1, hw_decoder_load=0.65, prefetch=4)
+    for seed, rank in itertools.product(range(2), range(2)):
+        config = dataclasses.replace(base, seed=seed, loader=loader, decode=decode)  # type: ignore[arg-type]
+        sampler = Sampler(len(readable), 16, rank=rank, world_size=2, seed=seed)
+        env = dataclasses.replace(cpu, rank=rank, world_size=2)
+        stream = pipelines.create_train_loader(config, readable, sampler, env)
+        for batch in range(60):
+            name = f"seed {seed}, rank {rank}, pipeline {batch % 2}"
+            found.setdefault(name, []).append(crops(next(stream).images))
+        stream.close()
+    assert len(found) == 8
+    draws = {name: np.concatenate(parts, axis=1) for name, parts in found.items()}
+    for quantity in range(4):
+        uncorrelated({name: values[quantity] for name, values in draws.items()})

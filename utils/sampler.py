@@ -10,6 +10,8 @@ import functools
 import numpy as np
 from numpy.typing import NDArray
 
+from utils.seed import Stream, seed_sequence
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
@@ -66,7 +68,7 @@ def permutation(num_images: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
     NumPy promises that RandomState's stream never changes (NEP 19), so a checkpoint outlives NumPy's releases.
     """
-    random = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([seed, epoch])))
+    random = np.random.RandomState(np.random.MT19937(seed_sequence(Stream.ORDER, seed, epoch)))
     order = random.permutation(num_images).astype(np.int64, copy=False)
     order.setflags(write=False)
     return order

@@ -1,11 +1,27 @@
 """Seeds, determinism switches, and the random state that a resume needs."""
 
+import enum
 import os
 import random
 from typing import Any
 
 import numpy as np
 import torch
+
+
+class Stream(enum.Enum):
+    """What a stream of random numbers is for, and what tells its streams apart.
+
+    The value is the first part of every seed, so that no two purposes share a stream. A checkpoint relies on all of
+    it: what changes here must raise `utils.checkpoint.FORMAT`.
+    """
+
+    WEIGHTS = (1, ("seed",))  # of a new network, the same on all ranks
+    ORDER = (2, ("seed", "epoch"))  # of the training images
+    PROCESS = (3, ("seed", "rank", "step"))  # Python's, NumPy's and torch's generators from that step on
+    DALI = (4, ("seed", "rank", "pipeline", "step"))  # a DALI pipeline's operators from that step on
+    PROXY = (5, ("seed", "rank", "epoch", "batch"))  # a DALI server from that batch of the epoch on
+    IMAGE = (6, ("seed", "epoch", "image"))  # of `--loader torch`
 
 
 def make_deterministic() -> None:
@@ -22,9 +38,32 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def derive_seed(*parts: int) -> int:
-    """A seed that is another one for each tuple of numbers, less than 2**31."""
-    return int(np.random.SeedSequence(parts).generate_state(1)[0]) >> 1
+def seed_sequence(stream: Stream, *parts: int) -> np.random.SeedSequence:
+    """Entropy of one stream.
+
+    Args:
+        stream: its purpose.
+        parts: of `Stream`'s names, each in [0, 2**32). All are wanted: NumPy pads with zeros, so that fewer parts could
+            name the same stream.
+    """
+    number, names = stream.value
+    assert len(parts) == len(names), f"{stream} needs {names}"
+    return np.random.SeedSequence([number, *parts])
+
+
+def derive_seed(stream: Stream, *parts: int) -> int:
+    """A seed in [0, 2**31), which NumPy's old generator and DALI take; see `seed_sequence`."""
+    return int(seed_sequence(stream, *parts).generate_state(1)[0]) >> 1
+
+
+def seed_weights(seed: int) -> None:
+    """Seed all generators for the initial weights, which are the same on all ranks."""
+    seed_all(derive_seed(Stream.WEIGHTS, seed))
+
+
+def seed_process(seed: int, rank: int, step: int) -> None:
+    """Seed all generators of a rank for training (mixup, CutMix, erasing, dropout) from `step` on."""
+    seed_all(derive_seed(Stream.PROCESS, seed, rank, step))
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
