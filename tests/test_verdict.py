@@ -96,8 +96,8 @@ def test_where_balanced_nothing_is_blamed() -> None:
     assert verdict.summary == (
         "Balanced, within the noise: fed by DALI, fused decode, training runs at 600 images/s, 60.0% of the same step "
         "on synthetic images.",
-        "What limits cannot be told: the windows differ by up to 50.0% from their middle, and no more than that is "
-        "missing; alone, the loader delivers 0.30 x what the step takes.",
+        "What limits cannot be told: the range of the windows is 100.0% of their median, and no more than half of that "
+        "is missing; alone, the loader delivers 0.30 x what the step takes.",
     )
     assert verdict.advice == ("Measure again on a quiet machine, or with a longer --window-seconds.",)
 
@@ -196,7 +196,7 @@ def test_warnings() -> None:
     assert "99 images: the figures mean little" in judge(figures(calm, num_images=99)).warnings[0]
     assert "keep these images decoded" in judge(figures(calm, kept=True)).warnings[0]
     assert "generated" in judge(figures(calm, generated=True)).warnings[0]
-    assert "differ by up to 30%" in judge(figures(calm, synthetic=rate(1000, 0.3))).warnings[0]
+    assert "range of the windows is 60% of their median" in judge(figures(calm, synthetic=rate(1000, 0.3))).warnings[0]
 
 
 def test_a_rate_is_the_median_of_its_windows() -> None:

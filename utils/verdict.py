@@ -220,8 +220,8 @@ def _step_advice(figures: Figures) -> Iterator[str]:
 
 def _noise_reason(figures: Figures, feed: Feed) -> str:
     return (
-        f"What limits cannot be told: the windows differ by up to {_noise(figures, feed):.1%} from their middle, and "
-        f"no more than that is missing; {_speed(figures, feed)}."
+        f"What limits cannot be told: the range of the windows is {2 * _noise(figures, feed):.1%} of their median, and "
+        f"no more than half of that is missing; {_speed(figures, feed)}."
     )
 
 
@@ -303,4 +303,4 @@ def _warnings(figures: Figures, feed: Feed) -> Iterator[str]:
         yield "The images are generated: give --data-dir to learn about yours."
     noise = _noise(figures, feed)
     if noise > NOISY:
-        yield f"The windows differ by up to {noise:.0%} from their middle: the machine is busy; repeat on a quiet one."
+        yield f"The range of the windows is {2 * noise:.0%} of their median: the machine is busy; use a quiet one."
