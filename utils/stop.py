@@ -12,6 +12,7 @@ from utils.distributed import DistEnv
 from utils.errors import EXIT_STOPPED
 from utils.launcher import seconds_since_start
 from utils.peers import Peers
+from utils.signals import SIGNALS, restore_defaults, stop_message
 
 REPEAT_SECONDS = 3.0  # launchers send the same signal to a process twice: to its group, and to itself
 
@@ -29,7 +30,7 @@ class StopRequest:
         peers: the other processes, or None.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    SIGNALS = SIGNALS
 
     def __init__(self, time_limit: float = 0.0, peers: Peers | None = None) -> None:
         self._peers = peers
@@ -47,7 +48,7 @@ class StopRequest:
         if os.getpid() != self._process:  # a worker, before it has handlers of its own; its trainer ends it
             return
         if self._env is None:
-            os.write(2, f"stopped by {name} before the first step; nothing is lost\n".encode())
+            os.write(2, stop_message(number))
             if self._peers is not None:
                 self._peers.step_down()
             os._exit(EXIT_STOPPED)
@@ -99,3 +100,4 @@ class StopRequest:
         """Give the signals back to whom they belonged."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        restore_defaults()  # it is no longer before the first step
