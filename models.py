@@ -1,20 +1,25 @@
 """Architecture name -> nn.Module: every timm model, its head sized from the data, in channels_last memory."""
 
 import copy
+import dataclasses
 import difflib
 import itertools
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import timm
+import timm.data
 import timm.models
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from utils.errors import UserError
+
+EMA_NAMES = ("state_dict_ema", "model_ema")  # of a moving average in a checkpoint, where timm looks for it
 
 
 def check_arch(arch: str) -> None:
@@ -29,43 +34,216 @@ def check_arch(arch: str) -> None:
         raise UserError(f"--arch {arch}: timm has no such pretrained variant; the closest are {close}")
 
 
-def create_model(
-    arch: str, num_classes: int, pretrained: str | None = None, image_size: int = 224, need_head: bool = False
-) -> nn.Module:
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """Pretrained weights, and what their source says of them; None where it does not.
+
+    Attributes:
+        source: a file, or timm's name for its own weights.
+        tensors: by name; None for timm's own, which timm loads.
+        kind: "EMA weights" or "weights".
+        arch: name of the architecture.
+        settings: the configuration of the run that wrote a checkpoint of Brisk.
+        classes: class names in label order.
+        normalization: see `normalization`.
+    """
+
+    source: str
+    tensors: dict[str, Tensor] | None = None
+    kind: str = "weights"
+    arch: str | None = None
+    settings: dict[str, Any] | None = None
+    classes: tuple[str, ...] | None = None
+    normalization: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+
+
+class HeadChoice(NamedTuple):
+    """Whether the head of pretrained weights is kept, and why, as text for the user."""
+
+    keep: bool
+    reason: str
+
+
+def create_model(arch: str, num_classes: int, pretrained: bool = False, image_size: int = 224) -> nn.Module:
     """Build a network.
 
     Args:
         arch: timm name, optionally with a pretrained tag (`resnet50.a1_in1k`).
         num_classes: outputs of the head.
-        pretrained: None, "timm" for timm's published weights, or a local file (.safetensors, .pt, a checkpoint of
-            Brisk); the head is left at its random start where its shape differs.
+        pretrained: whether to load timm's published weights; the head is random if its shape differs.
         image_size: side of the input, for networks that are built for one size (vision transformers).
-        need_head: whether pretrained weights must have a head of that shape, as for an evaluation.
 
     Raises:
-        UserError: unknown name, weights that cannot be had or do not fit, or a size that the network rejects.
+        UserError: unknown name, weights that are not available, or a size that the network rejects.
     """
     check_arch(arch)
     sized = timm.get_pretrained_cfg(arch)
-    if need_head and pretrained == "timm" and sized is not None and sized.num_classes != num_classes:
-        raise UserError(
-            f"--evaluate --pretrained: timm's weights for {arch} tell {sized.num_classes} classes apart, not the "
-            f"{num_classes} of the data; give --resume PATH of a run on that data"
-        )
     options = {"img_size": image_size} if sized is not None and sized.fixed_input_size else {}
     try:
-        model: nn.Module = timm.create_model(arch, pretrained=pretrained == "timm", num_classes=num_classes, **options)
+        model: nn.Module = timm.create_model(arch, pretrained=pretrained, num_classes=num_classes, **options)
     except Exception as error:
-        if pretrained == "timm":
+        if pretrained:
             raise UserError(
-                f"--pretrained: timm's weights for {arch} cannot be had ({_first_line(error)}); give a local file"
+                f"--pretrained: timm's weights for {arch} are not available ({_first_line(error)}); give a local file"
             ) from error
         raise UserError(
             f"--arch {arch}: timm cannot build it at --image-size {image_size} ({_first_line(error)})"
         ) from error
-    if pretrained not in (None, "timm"):
-        _load_weights(model, Path(pretrained), need_head)
     return model.to(memory_format=torch.channels_last)
+
+
+def read_weights(path: Path, ema: bool | None = None) -> Weights:
+    """Read a weights file onto the CPU; nothing in it is executed.
+
+    Args:
+        path: .safetensors, .pt or .pth with bare weights, or a checkpoint of Brisk or timm.
+        ema: whether to take the moving average of a checkpoint; None takes it if there is one.
+
+    Raises:
+        UserError: no such file, a damaged one, or one without a moving average where that is wanted.
+    """
+    if not os.path.isfile(path):  # unlike Path.is_file, False for what may not be looked at
+        raise UserError(f"--pretrained {path}: no such file; give a weights file, or no value for timm's weights")
+    content: Any = {}
+    try:
+        with warnings.catch_warnings():  # torch warns of some damage before it raises
+            warnings.simplefilter("ignore")
+            if path.suffix != ".safetensors":
+                content = torch.load(path, map_location="cpu", weights_only=True)
+            content = content if isinstance(content, dict) else {}
+            has_ema = any(name in content for name in EMA_NAMES)
+            use_ema = has_ema if ema is None else ema
+            tensors = timm.models.load_state_dict(str(path), use_ema=use_ema, weights_only=True)
+    except Exception as error:
+        reason = getattr(error, "strerror", None) or type(error).__name__
+        raise UserError(
+            f"--pretrained {path}: damaged, or not a readable weights file ({reason}); give a .safetensors or .pt file"
+        ) from error
+    if use_ema and not has_ema:
+        raise UserError(f"--pretrained-ema: {path} has no EMA weights; leave --pretrained-ema out")
+    saved = content.get("config")
+    settings = saved if isinstance(saved, dict) and "arch" in saved else None
+    arch = settings["arch"] if settings else content.get("arch")
+    classes, channels = content.get("classes"), content.get("normalization")
+    return Weights(
+        source=str(path),
+        tensors=tensors,
+        kind="EMA weights" if use_ema else "weights",
+        arch=arch if isinstance(arch, str) else None,
+        settings=settings,
+        classes=tuple(classes) if isinstance(classes, list) else None,
+        normalization=(tuple(channels["mean"]), tuple(channels["std"])) if channels else None,
+    )
+
+
+def published_weights(arch: str) -> Weights:
+    """What is known of timm's own weights: class names only of ImageNet and its subsets."""
+    settings = timm.get_pretrained_cfg(arch)
+    subset = timm.data.infer_imagenet_subset(settings.to_dict()) if settings is not None else None
+    classes = tuple(timm.data.ImageNetInfo(subset).label_names()) if subset else None
+    return Weights(f"timm's {arch}", classes=classes)
+
+
+def load_weights(model: nn.Module, arch: str, weights: Weights, num_classes: int, keep_head: bool) -> None:
+    """Put the tensors of `weights` into `model`, but for the head unless `keep_head`.
+
+    Raises:
+        UserError: they are another architecture's, or do not fit.
+    """
+    assert weights.tensors is not None
+    if weights.arch is not None and base_arch(weights.arch) != base_arch(arch):
+        raise UserError(
+            f"--arch {arch}: {weights.source} holds {weights.arch}, another architecture; give --arch {weights.arch}"
+        )
+    wanted, head = model.state_dict(), _head_tensors(model, num_classes)
+    tensors = {name: value for name, value in weights.tensors.items() if keep_head or name not in head}
+    absent = [name for name in wanted if name not in tensors and (keep_head or name not in head)]
+    unfit = [name for name in tensors if name not in wanted or tensors[name].shape != wanted[name].shape]
+    if absent or unfit:
+        raise UserError(
+            f"--pretrained {weights.source}: does not fit --arch {arch} ({len(absent)} weights missing, {len(unfit)} "
+            f"unknown or of another shape, first: {(absent + unfit)[0]}); give the architecture of these weights"
+        )
+    model.load_state_dict(tensors, strict=False)
+
+
+def choose_head(
+    weights: Weights, model: nn.Module, num_classes: int, classes: Sequence[str], choice: str
+) -> HeadChoice:
+    """Whether a run on other data keeps the head of pretrained weights.
+
+    Args:
+        weights: where it comes from.
+        model: that is to take them.
+        num_classes: outputs of `model`.
+        classes: names of the data's classes in label order.
+        choice: auto keeps it for the same classes, and for as many where the weights do not name theirs; keep; new.
+
+    Raises:
+        UserError: a head of another size is to be kept.
+    """
+    outputs = _num_outputs(weights, model, num_classes)
+    if outputs != num_classes:
+        if choice == "keep":
+            raise UserError(
+                f"--pretrained-head keep: the head of {weights.source} has {outputs} classes, the run {num_classes}; "
+                "leave it out"
+            )
+        had = "no head in the file" if outputs is None else f"{num_classes:,} classes instead of {outputs:,}"
+        return HeadChoice(False, f"new ({had})")
+    if choice != "auto":
+        return HeadChoice(choice == "keep", f"{'kept' if choice == 'keep' else 'new'} (--pretrained-head {choice})")
+    if weights.classes is None:
+        return HeadChoice(True, f"kept ({num_classes:,} classes, which the file does not name)")
+    if weights.classes == tuple(classes):
+        return HeadChoice(True, f"kept (the same {len(classes):,} classes)")
+    return HeadChoice(False, "new (other class names; --pretrained-head keep keeps it)")
+
+
+def check_head(weights: Weights, model: nn.Module, num_classes: int, classes: Sequence[str]) -> str:
+    """Note on what an evaluation of pretrained weights cannot know of their classes; "" for none.
+
+    Raises:
+        UserError: the head is of other classes than the data.
+    """
+    outputs = _num_outputs(weights, model, num_classes)
+    if outputs != num_classes:
+        held = "no head" if outputs is None else f"a head of {outputs:,} classes"
+        raise UserError(
+            f"--evaluate --pretrained: {weights.source} has {held}, the data {num_classes:,} classes; give the data "
+            "set that it was trained on, or --resume PATH of a run on this one"
+        )
+    if weights.classes == tuple(classes):
+        return ""
+    if weights.classes is not None and weights.tensors is not None:
+        raise UserError(
+            f"--evaluate --pretrained: the classes of {weights.source} are not those of the data, labels would mean "
+            "something else; give the data set that it was trained on"
+        )
+    return f"the class names of {weights.source} are not known to be those of the data; labels must be in its order"
+
+
+def base_arch(arch: str) -> str:
+    """An architecture's name without the tag of its pretrained weights."""
+    return arch.partition(".")[0]
+
+
+def _head_tensors(model: nn.Module, num_classes: int) -> list[str]:
+    """Names of the weights that have an entry for each class."""
+    settings: Any = model.pretrained_cfg
+    names = settings.get("classifier") or ()
+    prefixes = tuple(f"{name}." for name in ((names,) if isinstance(names, str) else names))
+    values = model.state_dict().items()
+    return [name for name, value in values if name.startswith(prefixes) and value.shape[:1] == (num_classes,)]
+
+
+def _num_outputs(weights: Weights, model: nn.Module, num_classes: int) -> int | None:
+    """Classes that the head of `weights` has; None if there is no head."""
+    if weights.tensors is None:
+        settings: Any = model.pretrained_cfg
+        return int(settings["num_classes"])
+    sizes = [len(weights.tensors[name]) for name in _head_tensors(model, num_classes) if name in weights.tensors]
+    return sizes[-1] if sizes else None
 
 
 def check_input(model: nn.Module, arch: str, image_size: int, batch_size: int) -> None:
@@ -103,38 +281,6 @@ def normalization(model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...
     """Mean and standard deviation per channel, of images in [0, 1], that the network's weights were made for."""
     settings: Any = model.pretrained_cfg
     return tuple(settings["mean"]), tuple(settings["std"])
-
-
-def _load_weights(model: nn.Module, path: Path, need_head: bool) -> None:
-    if not os.path.isfile(path):  # unlike Path.is_file, False for what may not be looked at
-        raise UserError(f"--pretrained {path}: no such file; give a weights file, or no value for timm's weights")
-    try:
-        with warnings.catch_warnings():  # torch warns of some damage before it raises
-            warnings.simplefilter("ignore")
-            loaded = timm.models.load_state_dict(str(path), use_ema=True, weights_only=True)
-    except Exception as error:
-        reason = getattr(error, "strerror", None) or type(error).__name__
-        raise UserError(
-            f"--pretrained {path}: damaged, or not a readable weights file ({reason}); give a .safetensors or .pt file"
-        ) from error
-    wanted = model.state_dict()
-    settings: Any = model.pretrained_cfg
-    head = tuple(f"{name}." for name in _as_tuple(settings.get("classifier")))
-    for name in list(loaded):
-        if not need_head and name.startswith(head) and name in wanted and loaded[name].shape != wanted[name].shape:
-            del loaded[name]
-    absent = [name for name in wanted if name not in loaded and (need_head or not name.startswith(head))]
-    unfit = [name for name in loaded if name not in wanted or loaded[name].shape != wanted[name].shape]
-    if absent or unfit:
-        raise UserError(
-            f"--pretrained {path}: does not fit --arch ({len(absent)} weights missing, {len(unfit)} unknown or of "
-            f"another shape, first: {(absent + unfit)[0]}); give the architecture that it was trained with"
-        )
-    model.load_state_dict(loaded, strict=False)
-
-
-def _as_tuple(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value or ())
 
 
 def _first_line(error: Exception) -> str:

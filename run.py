@@ -8,13 +8,18 @@ import fcntl
 import inspect
 import os
 import time
-from collections.abc import Mapping
+import uuid
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
+import numpy as np
+import PIL
+import timm
 import torch
+import torchvision
 from timm.scheduler.cosine_lr import CosineLRScheduler
-from torch import nn
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -23,20 +28,21 @@ import models
 import pipelines
 from utils import checkpoint, dataset
 from utils.augment import BatchAugment, Normalize
+from utils.checkpoint import RunRecord
 from utils.compiler import compile_network
-from utils.config import TrainConfig, flag
+from utils.config import TrainConfig, flag, require_data, validate
 from utils.dataset import FileEntry, Manifest
 from utils.distributed import DistEnv, broadcast, broadcast_weights, connect, diverged_parameters, gather, together
 from utils.errors import RunFailed, UserError
 from utils.gradients import CapturedGradients, FlatAllReduce, Gradients, on_stream, recording_stream
-from utils.inspection import BAD_FILES, bad_files, survey
+from utils.inspection import BAD_FILES, bad_files, compare_contents, content_digests, load_digests, survey
 from utils.launcher import restarted_by
 from utils.layers import accelerate
 from utils.layout import Layout, choose_batch_size, layout_of, saved_layout
 from utils.log import Log, speak
 from utils.machine import FeedChoice, joined_by_nvlink
 from utils.metrics import Meter
-from utils.optim import create_ema, create_optimizer, create_schedule, describe_ema, scaled_lr
+from utils.optim import create_ema, create_optimizer, create_schedule, describe_ema, rate_at, scaled_lr
 from utils.sampler import Sampler
 from utils.seed import make_deterministic, seed_process, seed_weights, set_random_state
 from utils.state import TrainState, share_out
@@ -44,8 +50,14 @@ from utils.stop import StopRequest
 
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "none": torch.float32}
 LOCK_SECONDS = 10.0
+LR_JUMP = 0.01  # share of the learning rate by which a resume may change it without a warning
 SUMMARY = "summary.json"
-OUTPUTS = ("config.json", "metrics.jsonl", "last.pt", "best.pt", SUMMARY, "evaluation.json")
+EVALUATION = "evaluation.json"
+OUTPUTS = ("config.json", "metrics.jsonl", "last.pt", "best.pt", SUMMARY, EVALUATION)
+# What decides the result of an evaluation, and how much of it fits into memory.
+EVALUATION_FLAGS = (
+    "data_dir", "arch", "num_classes", "loader", "image_size", "val_resize", "amp", "batch_size", "hw_decoder_load",
+)  # fmt: skip
 PROBE_BYTES = 100_000  # more than the small files take: a full disk is found before the run
 SYNTHETIC_TRAIN, SYNTHETIC_VAL, SYNTHETIC_CLASSES = 128_000, 5_000, 1_000  # of --loader synthetic without --data-dir
 
@@ -55,6 +67,10 @@ _KEEP_BUFFERS: dict[str, Any] = (
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     else {"broadcast_buffers": False}
 )
+
+
+Splits = dict[str, Manifest]  # by the name of the split
+Normalization = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 @dataclasses.dataclass
@@ -70,16 +86,17 @@ class Run:
     train_loader: pipelines.TrainLoader
     val_loader: pipelines.ValLoader
     num_val: int
-    classes: tuple[str, ...]
     augment: BatchAugment
     amp_dtype: torch.dtype
-    fingerprint: dict[str, Any]
-    left_out: dict[str, list[str]]  # of each split, the files that the run has been without from its start
+    record: RunRecord
+    origin: str  # of the first weights, or the checkpoint: for the start-up block
     changes: list[str]  # flags that differ from those of the checkpoint
+    warnings: list[str]  # of a resume
     shared_before: Layout | None  # how the checkpoint's run shared a step, if not as this one
     log: Log
     stop: StopRequest
     kept: tuple[int, int] | None  # until `begin`: metrics.jsonl's records up to these epochs and steps stay
+    replaced: list[Path]  # files of the output folder that `begin` removes
     seconds_to_first_step: float | None = None  # of this launch, from the start of the process
     unsaved: str | None = None  # why the last save failed; known to rank 0 alone
 
@@ -91,7 +108,8 @@ class Run:
     def begin(self) -> None:
         """Let the output folder be this run's, now that there is something to lose. A collective; does it once.
 
-        metrics.jsonl ends where this launch began, config.json says how it runs, an earlier summary.json is gone.
+        metrics.jsonl ends where this launch began, config.json says how it runs, an earlier summary.json is gone, as is
+        what `--overwrite` replaces.
 
         Raises:
             UserError: on all ranks, if rank 0 cannot write there.
@@ -102,6 +120,8 @@ class Run:
             try:
                 self.log.rewind(*self.kept)
                 if self.env.is_main:
+                    for path in self.replaced:
+                        path.unlink(missing_ok=True)
                     self.config.save(self.config.output_dir / "config.json")
                     (self.config.output_dir / SUMMARY).unlink(missing_ok=True)
             except OSError as error:
@@ -127,9 +147,7 @@ class Run:
                 return
             self._check_statistics()
             loader = self.train_loader.state()
-            self.unsaved = checkpoint.save(
-                self.state, loader, self.config, self.fingerprint, self.classes, self.left_out, is_best
-            )
+            self.unsaved = checkpoint.save(self.state, loader, self.config, self.record, is_best)
         if self.unsaved is not None:
             self.log.say(
                 f"warning: no checkpoint at step {self.state.step} ({self.unsaved}); make room in "
@@ -172,31 +190,31 @@ class Run:
         return None if norm.isfinite() else "the weights are not finite"
 
 
-def read_data(config: TrainConfig) -> tuple[Manifest, Manifest]:
-    """List both splits; synthetic data has the size of --data-dir, or its own."""
+def read_data(config: TrainConfig) -> Splits:
+    """List what the run reads: both splits, `--evaluate` val/ alone; synthetic data without --data-dir has any size."""
+    names = ("val",) if config.evaluate else ("train", "val")
     if config.data_dir is None:
-        train_images = dataset.synthetic(SYNTHETIC_TRAIN, config.num_classes or SYNTHETIC_CLASSES)
-        return train_images, dataset.synthetic(SYNTHETIC_VAL, config.num_classes or SYNTHETIC_CLASSES)
-    return dataset.scan_splits(config.data_dir, skip_bad=config.bad_files == "skip")
+        sizes = {"train": SYNTHETIC_TRAIN, "val": SYNTHETIC_VAL}
+        return {name: dataset.synthetic(sizes[name], config.num_classes or SYNTHETIC_CLASSES) for name in names}
+    skip_bad = config.bad_files == "skip"
+    if config.evaluate:
+        return {"val": dataset.scan(config.data_dir, "val", skip_bad)}
+    return dict(zip(names, dataset.scan_splits(config.data_dir, skip_bad), strict=True))
 
 
-def leave_out_bad(
-    config: TrainConfig, manifests: tuple[Manifest, Manifest], env: DistEnv, saved: dict[str, Any]
-) -> tuple[Manifest, Manifest]:
+def leave_out_bad(config: TrainConfig, splits: Splits, env: DistEnv, saved: dict[str, Any]) -> Splits:
     """`--bad-files skip`: the manifests without the files that the loader cannot read. A collective.
 
     Every file is decoded once, by all ranks together; what was found is kept in the output folder, for the next launch
-    to decode no more than what has changed. `--evaluate` looks at val/ alone. A run that began with files which are
-    bad now, or without files which are good now, goes on as `without_later` says; `saved` is its checkpoint.
+    to decode no more than what has changed. A run that began with files which are bad now, or without files which are
+    good now, goes on as `without_later` says; `saved` is its checkpoint.
 
     Raises:
         UserError: on all ranks: a class would be left without images, or the output folder cannot be written.
     """
     if config.bad_files != "skip" or config.loader == "synthetic" or config.data_dir is None:
-        return manifests
+        return splits
     assert config.workers is not None, "resolved"
-    train_images, val_images = manifests
-    splits = {"val": val_images} if config.evaluate else {"train": train_images, "val": val_images}
     entries = [
         FileEntry(f"{split}/{name}", int(size), int(mtime))
         for split, manifest in splits.items()
@@ -214,7 +232,7 @@ def leave_out_bad(
         kept[split] = manifest.without(of_split)
         if saved and not config.evaluate:
             kept[split] = without_later(manifest, kept[split], of_split, saved, split)
-    return kept.get("train", train_images), kept["val"]
+    return kept
 
 
 def without_later(
@@ -232,7 +250,7 @@ def without_later(
         saved: a checkpoint; if it is of another data set, so is the result.
         split: train or val.
     """
-    begun = listed.without({name: bad.get(name, "bad when the run began") for name in saved["left_out"][split]})
+    begun = as_begun(listed, saved["left_out"][split], bad)
     if begun.fingerprint != saved["fingerprint"][f"files of {split}/"]:
         return kept
     if split == "train":
@@ -240,10 +258,18 @@ def without_later(
     return dataclasses.replace(begun.without(bad), fingerprint=begun.fingerprint)
 
 
-def describe_skipped(config: TrainConfig, manifests: tuple[Manifest, Manifest]) -> str:
+def as_begun(listed: Manifest, left_out: Sequence[str], bad: Mapping[str, str] | None = None) -> Manifest:
+    """The images with which a run began that has been without the files `left_out`; `bad` has their reasons."""
+    reasons = bad or {}
+    return (
+        listed.without({name: reasons.get(name, "bad when the run began") for name in left_out}) if left_out else listed
+    )
+
+
+def describe_skipped(config: TrainConfig, splits: Splits) -> str:
     """How many files were left out, in all and of each class; "" for none."""
     parts = []
-    for manifest, split in zip(manifests, ("train", "val"), strict=True):
+    for split, manifest in splits.items():
         if manifest.bad:
             classes = collections.Counter(name.split("/")[0] for name in manifest.bad)
             counts = ", ".join(f"{name} {count:,}" for name, count in sorted(classes.items()))
@@ -258,9 +284,9 @@ def describe_skipped(config: TrainConfig, manifests: tuple[Manifest, Manifest]) 
     return f"{'; '.join(parts)}: {config.output_dir / BAD_FILES}" if parts else ""
 
 
-def check_files(config: TrainConfig, manifests: tuple[Manifest, Manifest], env: DistEnv) -> None:
+def check_files(config: TrainConfig, splits: Splits, env: DistEnv) -> None:
     """Raise UserError on all ranks unless all of them list the same files. A collective."""
-    if len(set(gather(tuple(manifest.fingerprint for manifest in manifests), env))) > 1:
+    if len(set(gather(tuple(manifest.fingerprint for manifest in splits.values()), env))) > 1:
         raise UserError(
             f"--data-dir {config.data_dir}: not the same files on all ranks; give all the same", common=True
         )
@@ -268,7 +294,7 @@ def check_files(config: TrainConfig, manifests: tuple[Manifest, Manifest], env: 
 
 def resolve(
     config: TrainConfig,
-    manifests: tuple[Manifest, Manifest],
+    classes: Sequence[str],
     env: DistEnv,
     feed: FeedChoice,
     saved: dict[str, Any] | None = None,
@@ -279,7 +305,7 @@ def resolve(
         UserError: on all ranks, for what does not fit the machine, the data or the checkpoint.
     """
     on_cuda = env.device.type == "cuda"
-    num_classes = len(manifests[0].classes)
+    num_classes = len(classes)
     amp = config.amp
     if amp == "auto":
         amp = "none"
@@ -316,8 +342,15 @@ def resolve(
         # Without a compiler what lies between the kernels is not fused, which costs more than they gain.
         fused_layers=on_cuda and compiled if config.fused_layers is None else config.fused_layers,
         cuda_graph=on_cuda and config.grad_accum_steps == 1 if config.cuda_graph is None else config.cuda_graph,
-        warmup_epochs=min(5, config.epochs / 10) if config.warmup_epochs is None else config.warmup_epochs,
+        warmup_epochs=resolve_warmup(config, saved or {}),
     )
+
+
+def resolve_warmup(config: TrainConfig, saved: dict[str, Any]) -> float:
+    """`--warmup-epochs`, else that of the checkpoint `saved`, else a tenth of the epochs, at most 5."""
+    if config.warmup_epochs is not None:
+        return config.warmup_epochs
+    return float(saved["config"]["warmup_epochs"]) if saved else min(5, config.epochs / 10)
 
 
 def prepare_output(config: TrainConfig, env: DistEnv) -> None:
@@ -449,22 +482,75 @@ def saved_before_restart(config: TrainConfig, env: DistEnv) -> bool:
     return any(gather(not names.isdisjoint(saved.get("launchers", [])), env))
 
 
-def create_model(config: TrainConfig, env: DistEnv, resumed: bool) -> tuple[nn.Module, Normalize]:
-    """The network on its device, and what makes images its input; `resumed` weights come later. A collective.
+class Network(NamedTuple):
+    """A network and what is known of its start.
+
+    Attributes:
+        model: on its device.
+        normalization: mean and standard deviation per channel, of images in [0, 1].
+        origin: where its weights are from, for the user.
+        note: what an evaluation of these weights cannot know; mostly "".
+    """
+
+    model: nn.Module
+    normalization: Normalization
+    origin: str
+    note: str = ""
+
+
+def create_model(config: TrainConfig, env: DistEnv, classes: Sequence[str], saved: dict[str, Any]) -> Network:
+    """The network, with the weights of `--pretrained` if the run begins. A collective.
+
+    Those of the checkpoint `saved` come later; its normalization is used.
 
     Raises:
         UserError: on all ranks: no such weights, or a network that does not take such images.
     """
     assert config.num_classes is not None, "resolved"
-    pretrained = None if resumed else config.pretrained
     with together(env):  # weights may be missing on one machine
-        model = models.create_model(config.arch, config.num_classes, pretrained, config.image_size, config.evaluate)
-        model.train(not config.evaluate)
-        models.check_input(model, config.arch, config.image_size, config.local_batch_size)
-    model.to(env.device)
+        model = models.create_model(config.arch, config.num_classes, image_size=config.image_size)
+        network = Network(model, models.normalization(model), "from scratch")
+        if config.pretrained is not None and not saved:
+            network = load_pretrained(config, model, classes)
+        network.model.train(not config.evaluate)
+        models.check_input(network.model, config.arch, config.image_size, config.local_batch_size)
+    if saved:
+        network = network._replace(normalization=saved_normalization(saved))
+    network.model.to(env.device)
     if config.fused_layers:
-        accelerate(model)
-    return model, Normalize(*models.normalization(model), dtype=AMP_DTYPES[config.amp], device=env.device)
+        accelerate(network.model)
+    return network
+
+
+def load_pretrained(config: TrainConfig, model: nn.Module, classes: Sequence[str]) -> Network:
+    """`model`, or another one like it, with the weights of `--pretrained`."""
+    assert config.num_classes is not None, "resolved"
+    assert config.pretrained is not None
+    published = config.pretrained == "timm"
+    weights = (
+        models.published_weights(config.arch)
+        if published
+        else models.read_weights(Path(config.pretrained), config.pretrained_ema)
+    )
+    origin, note, keep_head = f"{weights.kind} of {weights.source}", "", True
+    if config.evaluate:
+        note = models.check_head(weights, model, config.num_classes, classes)
+    else:
+        head = models.choose_head(weights, model, config.num_classes, classes, config.pretrained_head)
+        origin, keep_head = f"{origin}, head {head.reason}", head.keep
+    if not published:
+        models.load_weights(model, config.arch, weights, config.num_classes, keep_head)
+        return Network(model, weights.normalization or models.normalization(model), origin, note)
+    model = models.create_model(config.arch, config.num_classes, True, config.image_size)
+    if not keep_head:
+        cast(Any, model).reset_classifier(config.num_classes)
+    return Network(model, models.normalization(model), origin, note)
+
+
+def saved_normalization(saved: dict[str, Any]) -> Normalization:
+    """Mean and standard deviation per channel with which the run of a checkpoint trains."""
+    channels = saved["normalization"]
+    return tuple(channels["mean"]), tuple(channels["std"])
 
 
 def distribute(model: nn.Module, config: TrainConfig, env: DistEnv, stream: torch.cuda.Stream | None) -> nn.Module:
@@ -527,15 +613,21 @@ def settle_buckets(net: nn.Module, config: TrainConfig, env: DistEnv) -> None:
 
 
 def create_state(
-    config: TrainConfig, sampler: Sampler, env: DistEnv, started: float, resumed: bool
-) -> tuple[TrainState, Normalize]:
-    """Everything that a checkpoint keeps, as it is before the first step, and what makes images the network's input."""
+    config: TrainConfig,
+    sampler: Sampler,
+    env: DistEnv,
+    started: float,
+    classes: Sequence[str],
+    saved: dict[str, Any],
+) -> tuple[TrainState, Network]:
+    """Everything that a checkpoint keeps, as it is before the first step, and its network."""
     if config.deterministic:
         make_deterministic()
     else:
         torch.backends.cudnn.benchmark = True
     seed_weights(config.seed)
-    model, normalize = create_model(config, env, resumed)
+    network = create_model(config, env, classes, saved)
+    model = network.model
     seed_process(config.seed, env.rank, step=0)
     state = TrainState(
         model=model,
@@ -546,7 +638,7 @@ def create_state(
         env=env,
         started=started,
     )
-    return state, normalize
+    return state, network
 
 
 def restore(state: TrainState, net: nn.Module, saved: dict[str, Any], config: TrainConfig) -> dict[str, Any] | None:
@@ -596,7 +688,8 @@ def history(path: Path | None, saved: dict[str, Any], config: TrainConfig, state
 
 def create_run(
     config: TrainConfig,
-    manifests: tuple[Manifest, Manifest],
+    splits: Splits,
+    listed: Splits,
     env: DistEnv,
     stack: contextlib.ExitStack,
     stop: StopRequest,
@@ -608,7 +701,8 @@ def create_run(
 
     Args:
         config: resolved.
-        manifests: of train/ and val/.
+        splits: what is trained and evaluated on.
+        listed: the same with the files that `--bad-files skip` has left out.
         env: this process.
         stack: closes what was opened.
         stop: not armed.
@@ -618,25 +712,43 @@ def create_run(
     Raises:
         UserError: on all ranks, for a checkpoint or a data set that does not fit.
     """
-    sampler = create_sampler(config, manifests[0], env)
-    fingerprint = checkpoint.fingerprint(config, *manifests, env, pipelines.DALI_VERSION)
+    train, val = splits["train"], splits["val"]
+    sampler = create_sampler(config, train, env)
+    fingerprint = checkpoint.fingerprint(config, train, val, env, pipelines.DALI_VERSION)
+    replaced: list[Path] = check_folder(config, path, saved, env)
     if path is not None:
         check_resume(path, saved, fingerprint, config, env)
-    state, normalize = create_state(config, sampler, env, started, resumed=bool(saved))
+    left_out = saved["left_out"] if saved else {split: sorted(manifest.bad) for split, manifest in splits.items()}
+    files, changed = describe_files(config, listed, left_out, path, saved, env)
+    state, network = create_state(config, sampler, env, started, train.classes, saved)
+    record = RunRecord(
+        run=saved["run"] if saved else broadcast(uuid.uuid4().hex, env),
+        fingerprint=fingerprint,
+        classes=train.classes,
+        normalization=network.normalization,
+        left_out=left_out,
+        files=files,
+        versions=library_versions(),
+    )
     stream = recording_stream(env.device) if config.cuda_graph else None
     net = distribute(state.model, config, env, stream)
     schedule = create_schedule(config, state.optimizer, sampler.steps_per_epoch)
-    val_loader = pipelines.create_val_loader(config, manifests[1], env)
+    val_loader = pipelines.create_val_loader(config, val, env)
     with on_stream(stream):
         loader_state = restore(state, net, saved, config)
     first_batch = state.step * config.grad_accum_steps
-    train_loader = pipelines.create_train_loader(config, manifests[0], sampler, env, first_batch, loader_state)
+    train_loader = pipelines.create_train_loader(config, train, sampler, env, first_batch, loader_state)
     stack.callback(train_loader.close)
     gradients = create_gradients(config, net, state, stream)
     stack.callback(gradients.close)
     log = Log(config.output_dir, env, config.epochs, sampler.steps_per_epoch, config.tensorboard, state.step)
     stack.callback(log.close)
     before = saved_layout(saved) if saved else None
+    normalize = Normalize(*network.normalization, dtype=AMP_DTYPES[config.amp], device=env.device)
+    warnings = []
+    if saved:
+        warnings = [*changed, *checkpoint.version_changes(saved["versions"], record.versions)]
+        warnings += describe_schedule_change(config, path, saved, sampler)
     return Run(
         config=config,
         env=env,
@@ -646,21 +758,187 @@ def create_run(
         sampler=sampler,
         train_loader=train_loader,
         val_loader=val_loader,
-        num_val=len(manifests[1]),
-        classes=manifests[0].classes,
+        num_val=len(val),
         augment=BatchAugment(config, normalize, config.num_classes or 0, env.device),
         amp_dtype=AMP_DTYPES[config.amp],
-        fingerprint=fingerprint,
-        left_out=saved["left_out"] if saved else {"train": sorted(manifests[0].bad), "val": sorted(manifests[1].bad)},
-        changes=checkpoint.changes(saved["config"], config) if saved else [],
+        record=record,
+        origin=f"from {path}" if saved else network.origin,
+        changes=checkpoint.changes(saved["config"], config, env.world_size) if saved else [],
+        warnings=warnings,
         shared_before=before if before != layout_of(config, env.world_size) else None,
         log=log,
         stop=stop,
         kept=history(path, saved, config, state),
+        replaced=replaced,
     )
 
 
-def introduce(run: Run, manifests: tuple[Manifest, Manifest], feed: FeedChoice) -> None:
+def library_versions() -> dict[str, str]:
+    """Of what decides pixels and weights."""
+    return {
+        "torch": str(torch.__version__),
+        "torchvision": str(torchvision.__version__),
+        "timm": timm.__version__,
+        "DALI": pipelines.DALI_VERSION,
+        "Pillow": PIL.__version__,
+    }
+
+
+def check_folder(config: TrainConfig, path: Path | None, saved: dict[str, Any], env: DistEnv) -> list[Path]:
+    """The files of the output folder that this launch is to remove with its first step. A collective.
+
+    Raises:
+        UserError: on all ranks: there are checkpoints that the run does not continue, and `--overwrite` was not given.
+    """
+    replaced: list[Path] = []
+    with together(env):
+        # With --resume PATH too, a restart goes on from its own last checkpoint.
+        goes_on = bool(saved) and path != Path(config.resume)
+        if env.is_main and not goes_on:
+            found = checkpoint.not_continued(config.output_dir, saved)
+            if found and not config.overwrite:
+                newest, reason = next(iter(found.items()))
+                raise UserError(
+                    f"--resume {config.resume}: --output-dir {config.output_dir} holds {newest.name}, {reason}; give "
+                    "another --output-dir, --resume auto to go on with it, or --overwrite to remove it"
+                )
+            replaced = list(found)
+            if replaced and not saved:
+                events = sorted((config.output_dir / "tensorboard").glob("events.*"))
+                replaced += [config.output_dir / EVALUATION, *events]
+    return replaced
+
+
+def describe_files(
+    config: TrainConfig,
+    listed: Splits,
+    left_out: dict[str, list[str]],
+    path: Path | None,
+    saved: dict[str, Any],
+    env: DistEnv,
+) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
+    """`RunRecord.files`, and lines on the files that have changed since the checkpoint `saved`. A collective.
+
+    Names and sizes are the fingerprint's. Of a file with another time of change nobody knows the content, unless
+    it was known when the checkpoint was written: then it is read again.
+
+    Raises:
+        UserError: on all ranks: a file is known to have another content.
+    """
+    files: dict[str, dict[str, Tensor]] = {}
+    lines: list[str] = []
+    known = load_digests(config.output_dir) if env.is_main else {}
+    with together(env):
+        for split, manifest in listed.items() if env.is_main else ():
+            begun = as_begun(manifest, left_out[split])
+            digests = content_digests(begun, known, split)
+            if saved and saved["fingerprint"][f"files of {split}/"] == begun.fingerprint:
+                before = {name: values.numpy() for name, values in saved["files"][split].items()}
+                changed = np.flatnonzero(before["mtimes"] != begun.mtimes)
+                unsure = compare_contents(begun, changed, before["digests"], digests, path)
+                digests = np.where((digests == 0) & (before["mtimes"] == begun.mtimes), before["digests"], digests)
+                if len(unsure):
+                    lines.append(
+                        f"{len(unsure):,} {split} file{'s' if len(unsure) > 1 else ''} changed since the checkpoint, "
+                        f"by time, not by size ({begun.files[unsure[0]]}{', ...' if len(unsure) > 1 else ''})"
+                    )
+            files[split] = {"mtimes": torch.from_numpy(begun.mtimes), "digests": torch.from_numpy(digests)}
+    return files, lines
+
+
+def settings_of_checkpoint(
+    config: TrainConfig, saved: dict[str, Any], path: Path | str, env: DistEnv
+) -> tuple[TrainConfig, list[str]]:
+    """`--evaluate`: what was not given is as in the run that wrote a checkpoint.
+
+    Args:
+        config: as the user gave it.
+        saved: the configuration of the checkpoint's run.
+        path: of the checkpoint, for messages.
+        env: this process.
+
+    Returns:
+        The configuration to evaluate with, and notes on what differs from the run's.
+
+    Raises:
+        UserError: another architecture was given.
+    """
+    if "arch" in config.given and models.base_arch(config.arch) != models.base_arch(saved["arch"]):
+        raise UserError(f"--arch {config.arch}: {path} holds {saved['arch']}, another architecture; leave --arch out")
+    values = {name: saved[name] for name in EVALUATION_FLAGS if name not in config.given}
+    if values.get("data_dir") is not None:
+        values["data_dir"] = Path(values["data_dir"])
+    if values.get("loader") == "synthetic" and "data_dir" in config.given:
+        del values["loader"]
+    if values.get("amp") == "fp16" and env.device.type == "cpu":
+        values["amp"] = "none"
+    if "image_size" in config.given and "val_resize" in values:
+        values["val_resize"] = round(config.image_size * saved["val_resize"] / saved["image_size"])
+    config = dataclasses.replace(config, **values)
+    validate(config)
+    require_data(config)
+    now = config.to_dict()
+    notes = [
+        f"{flag(name)} {now[name]}, its run had {saved[name]}"
+        for name in EVALUATION_FLAGS
+        if name not in ("data_dir", "batch_size", "hw_decoder_load") and now[name] != saved[name]
+    ]
+    return config, notes
+
+
+def keep_start(config: TrainConfig, path: Path | None, saved: dict[str, Any]) -> TrainConfig:
+    """What a run began with stays with it: the pretrained weights.
+
+    Raises:
+        UserError: others were given.
+    """
+    if not saved:
+        return config
+    names = ("pretrained", "pretrained_ema", "pretrained_head")
+    begun = {name: saved["config"][name] for name in names}
+    for name in names:
+        now = getattr(config, name)
+        same = _same_source(now, begun[name]) if name == "pretrained" else now == begun[name]
+        if name in config.given and not same:
+            raise UserError(
+                f"{flag(name)} {now}: not used, as {path} is of a run that began with {begun[name]}; give another "
+                "--output-dir to start a new run, or leave it out",
+                common=True,
+            )
+    return dataclasses.replace(config, **begun)
+
+
+def _same_source(one: str | None, other: str | None) -> bool:
+    if one is None or other is None or "timm" in (one, other):
+        return one == other
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
+def describe_schedule_change(
+    config: TrainConfig, path: Path | None, saved: dict[str, Any], sampler: Sampler
+) -> list[str]:
+    """A line where a resume makes the learning rate jump, as other --epochs do; none where it goes on as it was."""
+    before, step, per_epoch = saved["config"], saved["step"], sampler.steps_per_epoch
+    names = ("epochs", "lr", "warmup_epochs")
+    changed = [name for name in names if before[name] != getattr(config, name)]
+    if not changed or step >= config.epochs * per_epoch:
+        return []
+    old = dataclasses.replace(config, **{name: before[name] for name in names})
+    last = rate_at(old, max(0, step - 1), per_epoch, sampler.global_batch_size)
+    due = rate_at(old, step, per_epoch, sampler.global_batch_size) if step < old.epochs * per_epoch else last
+    now = rate_at(config, step, per_epoch, sampler.global_batch_size)
+    if abs(now - due) < LR_JUMP * max(now, due):
+        return []
+    peaks = [scaled_lr(one.lr, sampler.global_batch_size) for one in (old, config)]
+    flags = ", ".join(f"{flag(name)} {before[name]:g} -> {getattr(config, name):g}" for name in changed)
+    return [
+        f"the learning rate goes from {last:.4g} to {now:.4g} in one step, from {last / peaks[0]:.2%} to "
+        f"{now / peaks[1]:.2%} of its peak ({flags}); --pretrained {path} with another --output-dir trains on with a "
+        "schedule of its own"
+    ]
+
+
+def introduce(run: Run, splits: Splits, feed: FeedChoice) -> None:
     """The start-up block: what will run, on what, and from where."""
     config, env, state = run.config, run.env, run.state
     parameters = sum(parameter.numel() for parameter in state.model.parameters())
@@ -674,16 +952,18 @@ def introduce(run: Run, manifests: tuple[Manifest, Manifest], feed: FeedChoice) 
     compiled = "".join(f", {way}" for way, used in ways.items() if used)
     moments = {"ddp": "beside the backward pass (ddp)", "flat": "after the backward pass (flat)"}
     exchange = f"; gradients are exchanged {moments[config.grad_exchange]}" if env.world_size > 1 else ""
-    start = "from scratch"
+    start = run.origin
+    is_done = state.epoch >= config.epochs
     if state.step:
-        start = f"resumed at epoch {state.epoch + 1}, step {state.step}"
+        position = f"after all {state.epoch} epochs" if is_done else f"at epoch {state.epoch + 1}"
+        start = f"resumed {position}, step {state.step}, {run.origin}"
         if config.loader == "proxy" and state.step % run.sampler.steps_per_epoch:
             start += "; images continue in order, but the proxy loader resumes its random draws at epochs only"
         if run.shared_before is not None:
             start += f"; saved by {run.shared_before}: every image still comes once, random draws begin anew"
     facts = {
         "model": f"{config.arch}, {parameters / 1e6:.2f} M parameters, {config.num_classes} classes{compiled}",
-        "images": f"{len(manifests[0]):,} train, {len(manifests[1]):,} val, {config.image_size} px",
+        "images": f"{len(splits['train']):,} train, {len(splits['val']):,} val, {config.image_size} px",
         "batch": f"{run.sampler.global_batch_size} = {config.batch_size} images x {env.world_size} processes"
         f" x {config.grad_accum_steps}; {run.sampler.steps_per_epoch} steps per epoch",
         "lr": f"{lr:g} = {config.lr:g} x {run.sampler.global_batch_size} / 256, {config.optimizer}",
@@ -697,14 +977,19 @@ def introduce(run: Run, manifests: tuple[Manifest, Manifest], feed: FeedChoice) 
     if feed.reasons and config.loader != "synthetic":
         chosen = (f"{flag(name)} {getattr(config, name)}: {reason}" for name, reason in feed.reasons.items())
         facts["chosen"] = "; ".join(chosen)
-    if skipped := describe_skipped(config, manifests):
+    if skipped := describe_skipped(config, splits):
         facts["skipped"] = skipped
-    ignored = zip(("train", "val"), map(dataset.describe_ignored, manifests), strict=True)
-    if told := "; ".join(f"in {split}/ {what}" for split, what in ignored if what):
+    ignored = {split: dataset.describe_ignored(manifest) for split, manifest in splits.items()}
+    if told := "; ".join(f"in {split}/ {what}" for split, what in ignored.items() if what):
         facts["ignored"] = told
     if run.changes:
         facts["changed"] = ", ".join(run.changes)
     for name, fact in facts.items():
         run.log.say(f"{name:>8}  {fact}")
-    if state.epoch >= config.epochs:
-        run.log.say(f"All {config.epochs} epochs are done; --epochs {config.epochs + 10} would go on.")
+    for line in run.warnings:
+        run.log.say(f"warning: {line}")
+    if is_done:
+        run.log.say(
+            f"All {config.epochs} epochs are done. To train on, start a new run from its weights: --pretrained "
+            f"{config.output_dir / checkpoint.BEST} --output-dir NEW"
+        )

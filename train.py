@@ -16,6 +16,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from utils.signals import exit_on_signals
+
+    exit_on_signals()
+
 import torch
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -24,25 +29,29 @@ import models
 import pipelines
 from run import (
     AMP_DTYPES,
+    EVALUATION,
     SUMMARY,
     Run,
+    Splits,
     check_files,
     create_model,
     create_run,
     describe_skipped,
     introduce,
+    keep_start,
     leave_out_bad,
     lock_output,
     open_checkpoint,
     prepare_output,
     read_data,
     resolve,
+    settings_of_checkpoint,
 )
 from utils.alarm import shared_alarm
+from utils.augment import Normalize
 from utils.checkpoint import lacks_best
-from utils.config import TrainConfig, flag, parse
-from utils.dataset import Manifest
-from utils.distributed import DistEnv, average_buffers, broadcast, gather, process_group, read_launch
+from utils.config import TrainConfig, parse, require_data
+from utils.distributed import DistEnv, average_buffers, broadcast, gather, process_group, read_launch, together
 from utils.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -59,6 +68,7 @@ from utils.launcher import end_launcher, seconds_since_launch
 from utils.log import speak
 from utils.machine import choose_common_feed
 from utils.optim import check_optimizer
+from utils.signals import restore_defaults
 from utils.state import SHARED_MODULES, TrainState
 from utils.stop import StopRequest
 
@@ -240,40 +250,39 @@ def val_batches(run: Run) -> Iterator[pipelines.Batch]:
 
 
 def evaluate_checkpoint(
-    config: TrainConfig,
-    manifests: tuple[Manifest, Manifest],
-    env: DistEnv,
-    path: Path | None,
-    saved: dict[str, Any],
+    config: TrainConfig, splits: Splits, env: DistEnv, path: Path | None, saved: dict[str, Any], notes: list[str]
 ) -> None:
     """`--evaluate`: the networks of a checkpoint, or pretrained weights, on val/; writes evaluation.json.
 
     Raises:
-        UserError: on all ranks, if there is no checkpoint or it does not fit the architecture.
+        UserError: on all ranks, if the weights do not fit the data or the flags.
     """
-    if saved and saved["classes"] != list(manifests[1].classes):
+    val = splits["val"]
+    if saved and saved["classes"] != list(val.classes):
         raise UserError(
             f"--data-dir {config.data_dir}: its classes are not those of {path}, labels would mean something else; "
-            "give the data set that it was trained on"
+            "give the data set that it was trained on",
+            common=True,
         )
-    model, normalize = create_model(config, env, resumed=bool(saved))
-    loader = pipelines.create_val_loader(config, manifests[1], env)
-    sizes = {"image_size": config.image_size, "val_resize": config.val_resize}
-    result: dict[str, Any] = {"checkpoint": str(path) if path else f"pretrained {config.pretrained}"} | sizes
+    model, normalization, origin, note = create_model(config, env, val.classes, saved)
+    normalize = Normalize(*normalization, dtype=AMP_DTYPES[config.amp], device=env.device)
+    loader = pipelines.create_val_loader(config, val, env)
+    result: dict[str, Any] = {"checkpoint": str(path) if path else f"pretrained {config.pretrained}"}
+    result |= {} if path else {"weights": origin}
+    result |= {"image_size": config.image_size, "val_resize": config.val_resize}
     for name in SHARED_MODULES if saved else SHARED_MODULES[:1]:
         if saved and name not in saved:
             continue
         if saved:
             load_weights(model, saved, name, config)
-        found = evaluate(model, loader, normalize, len(manifests[1]), env, AMP_DTYPES[config.amp])
+        found = evaluate(model, loader, normalize, len(val), env, AMP_DTYPES[config.amp])
         result |= {("" if name == "model" else "ema_") + key: value for key, value in found.items()}
     if env.is_main:
-        if skipped := describe_skipped(config, manifests):
+        if skipped := describe_skipped(config, splits):
             speak(f"skipped {skipped}")
-        if saved and any(saved["config"][name] != value for name, value in sizes.items()):
-            own = " ".join(f"{flag(name)} {saved['config'][name]}" for name in sizes)
-            speak(f"note: its own evaluations were at other sizes, {own}")
-        write_json(config.output_dir / "evaluation.json", result)
+        for line in [*notes, *([note] if note else [])]:
+            speak(f"note: {line}")
+        write_json(config.output_dir / EVALUATION, result)
         speak("  ".join(f"{key} {value}" for key, value in result.items()))
 
 
@@ -282,10 +291,10 @@ def load_weights(model: nn.Module, saved: dict[str, Any], name: str, config: Tra
     try:
         model.load_state_dict(saved[name])
     except RuntimeError:
-        trained = saved["config"]
         raise UserError(
-            f"--arch {config.arch} --num-classes {config.num_classes}: does not fit --resume; give --arch "
-            f"{trained['arch']} --num-classes {trained['num_classes']}"
+            f"--num-classes {config.num_classes}: the checkpoint's head has {saved['config']['num_classes']} classes; "
+            "leave --num-classes out",
+            common=True,
         ) from None
 
 
@@ -350,6 +359,46 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
     write_whole(path, json.dumps(finite, indent=2, allow_nan=False) + "\n")
 
 
+@contextlib.contextmanager
+def processes(config: TrainConfig) -> Iterator[tuple[DistEnv, contextlib.ExitStack, StopRequest]]:
+    """All processes of a run, who stop together, and a stack that is closed at its end."""
+    with (
+        process_group(config.device, config.timeout, complain) as env,
+        contextlib.ExitStack() as stack,
+        env.watched(complain),
+        shared_alarm(env, complain),
+    ):
+        stop = StopRequest(config.time_limit, env.peers)
+        stack.callback(stop.close)
+        yield env, stack, stop
+
+
+def evaluate_only(config: TrainConfig) -> None:
+    """`--evaluate`: what was not given is as in the checkpoint.
+
+    Raises:
+        UserError: flags, data or the checkpoint do not fit.
+    """
+    with processes(config) as (env, _, _):
+        path, saved = open_checkpoint(config, env)
+        notes: list[str] = []
+        with together(env):
+            if saved:
+                config, notes = settings_of_checkpoint(config, saved["config"], path or "", env)
+            elif config.pretrained not in (None, "timm"):
+                weights = models.read_weights(Path(config.pretrained or ""), config.pretrained_ema)
+                if weights.settings is not None:
+                    config, notes = settings_of_checkpoint(config, weights.settings, weights.source, env)
+            require_data(config)
+            splits = read_data(config)
+        feed = choose_common_feed(config, env, saved, splits["val"])
+        config = resolve(config, splits["val"].classes, env, feed, saved)
+        check_files(config, splits, env)
+        prepare_output(config, env)
+        splits = leave_out_bad(config, splits, env, saved)
+        evaluate_checkpoint(config, splits, env, path, saved, notes)
+
+
 def train(config: TrainConfig) -> None:
     """The whole run, from the folder of images to the summary.
 
@@ -360,32 +409,22 @@ def train(config: TrainConfig) -> None:
     started = time.perf_counter()
     check_optimizer(config.optimizer, read_launch().world_size)
     models.check_arch(config.arch)
-    manifests = read_data(config)
-    with (
-        process_group(config.device, config.timeout, complain) as env,
-        contextlib.ExitStack() as stack,
-        env.watched(complain),
-        shared_alarm(env, complain),
-    ):
-        stop = StopRequest(config.time_limit, env.peers)
-        stack.callback(stop.close)
+    listed = read_data(config)
+    with processes(config) as (env, stack, stop):
         # Before the checkpoint is read: a launch that is ending may be about to write another.
-        locked = config.evaluate or lock_output(config, env, stack)
+        locked = lock_output(config, env, stack)
         path, saved = open_checkpoint(config, env)
-        feed = choose_common_feed(config, env, saved, manifests[0])
-        config = resolve(config, manifests, env, feed, saved)
-        check_files(config, manifests, env)
+        config = keep_start(config, path, saved)
+        feed = choose_common_feed(config, env, saved, listed["train"])
+        config = resolve(config, listed["train"].classes, env, feed, saved)
+        check_files(config, listed, env)
         prepare_output(config, env)
-        if config.evaluate:
-            manifests = leave_out_bad(config, manifests, env, saved)
-            evaluate_checkpoint(config, manifests, env, path, saved)
-            return
         if not locked:
             lock_output(config, env, stack)
-        manifests = leave_out_bad(config, manifests, env, saved)
-        run = create_run(config, manifests, env, stack, stop, started, path, saved)
+        splits = leave_out_bad(config, listed, env, saved)
+        run = create_run(config, splits, listed, env, stack, stop, started, path, saved)
         del saved  # memory for the whole run otherwise
-        introduce(run, manifests, feed)
+        introduce(run, splits, feed)
         if run.state.epoch >= config.epochs and broadcast(os.path.isfile(config.output_dir / SUMMARY), env):
             return
         while run.state.epoch < config.epochs:
@@ -402,8 +441,13 @@ def train(config: TrainConfig) -> None:
 def main(argv: Sequence[str]) -> int:
     """Run the command line; returns the exit status."""
     try:
-        train(parse(argv))
+        config = parse(argv)
+        if config.evaluate:
+            evaluate_only(config)
+        else:
+            train(config)
     except UserError as error:
+        restore_defaults()  # torchrun ends the others with SIGTERM as soon as one has ended
         report(error)
         return EXIT_USER_ERROR
     except RunFailed as failure:

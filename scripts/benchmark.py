@@ -204,11 +204,12 @@ def open_run(
     """
     manifest = repeat(images, LEAST_BATCHES * config.local_batch_size)
     choice = choose_feed(config, inspect_machine(env), decoded=0)
-    config = resolve(dataclasses.replace(config, output_dir=work), (manifest, manifest), env, choice)
+    config = resolve(dataclasses.replace(config, output_dir=work), manifest.classes, env, choice)
     prepare_output(config, env)
     stop = StopRequest()
     stack.callback(stop.close)
-    run = create_run(config, (manifest, manifest), env, stack, stop, time.perf_counter(), None, {})
+    splits = {"train": manifest, "val": manifest}
+    run = create_run(config, splits, splits, env, stack, stop, time.perf_counter(), None, {})
     stop.arm(env)
     return run, manifest
 

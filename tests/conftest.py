@@ -132,6 +132,46 @@ def launch() -> Callable[..., Finished]:
     return run
 
 
+# Command lines of train.py one after the other in one process, which imports once: a list of lists of words comes in,
+# the exit statuses go out, what each said stands in files.
+SERIES = """
+import json, os, sys
+import train
+
+folder, commands = sys.argv[1], json.loads(sys.argv[2])
+statuses = []
+for number, words in enumerate(commands):
+    for stream, name in ((sys.stdout, "out"), (sys.stderr, "err")):
+        stream.flush()
+        file = os.open(f"{folder}/{number}.{name}", os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, stream.fileno())
+        os.close(file)
+    statuses.append(train.main(words))
+    sys.stdout.flush()
+with open(f"{folder}/statuses", "w") as file:
+    json.dump(statuses, file)
+"""
+
+
+@pytest.fixture
+def launch_series(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Finished]]:
+    """Run train.py once for each tuple of flags, in one process, for tests of what launches leave to each other."""
+
+    def run(*commands: Sequence[Any], timeout: float = 200) -> list[Finished]:
+        folder = tmp_path_factory.mktemp("series")
+        words = json.dumps([[str(word) for word in words] for words in commands])
+        line = [sys.executable, "-c", SERIES, str(folder), words]
+        options = environment() | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(line, capture_output=True, text=True, timeout=timeout, env=options, check=False)
+        said = [[(folder / f"{number}.{name}") for name in ("out", "err")] for number in range(len(commands))]
+        texts = [[path.read_text() if path.exists() else "" for path in paths] for paths in said]
+        assert done.returncode == 0, (done.stderr, texts)
+        statuses = json.loads((folder / "statuses").read_text())
+        return [Finished(status, *pair) for status, pair in zip(statuses, texts, strict=True)]
+
+    return run
+
+
 @pytest.fixture
 def launch_and_end() -> Callable[..., int]:
     """Start train.py and end it with a signal once `when()` is true; returns the launcher's exit status."""

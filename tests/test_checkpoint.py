@@ -92,7 +92,7 @@ def test_the_newest_whole_checkpoint_is_used(trained: Path, tmp_path: Path, how:
     if how == "missing":
         assert load_newest(find(config)) == (None, {}, [])
     else:
-        with pytest.raises(UserError, match=r"none of its 4 checkpoints is whole; --resume none starts from scratch"):
+        with pytest.raises(UserError, match=r"none of its 4 checkpoints is whole; start anew with"):
             load_newest(find(config))
 
 
@@ -213,7 +213,9 @@ def test_a_second_run_in_the_folder_is_refused(data: Path, tmp_path: Path, launc
     finally:
         first.kill()
         first.communicate()
-    assert launch(*flags, "--epochs", "1", "--resume", "none").status == 0, "the lock ends with the process"
+    assert launch(*flags, "--epochs", "1", "--resume", "none", "--overwrite").status == 0, (
+        "the lock ends with the process"
+    )
 
 
 @pytest.mark.dist

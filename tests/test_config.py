@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
-from utils.config import FIRST, TrainConfig, flag, parse
+from utils.config import FIRST, TrainConfig, flag, flag_fields, parse
 from utils.errors import UserError
 
-FIELDS = dataclasses.fields(TrainConfig)
+FIELDS = flag_fields()
 # A value other than the default for every field, so that none can be forgotten on the way.
 OTHER: dict[str, Any] = {
     "data_dir": Path("some/images"), "output_dir": Path("some/run"), "arch": "resnet18", "epochs": 7,
@@ -25,10 +25,11 @@ OTHER: dict[str, Any] = {
     "grad_exchange": "flat",
     "grad_compression": "bf16",
     "workers": 3, "augment": "randaugment", "crop_scale": 0.25, "hflip": 0.25, "mixup": 0.2, "cutmix": 1.0,
-    "random_erase": 0.1, "pretrained": "timm", "num_classes": 11, "compile": False, "grad_accum_steps": 2,
+    "random_erase": 0.1, "pretrained": "some.pt", "pretrained_ema": False, "pretrained_head": "new",
+    "num_classes": 11, "compile": False, "grad_accum_steps": 2,
     "optimizer": "lamb", "momentum": 0.9, "weight_decay": 1e-4, "warmup_epochs": 0.5, "label_smoothing": 0.0,
     "ema_decay": 0.9999, "clip_grad": 1.0, "amp": "none", "device": "cpu", "resume": "none",
-    "checkpoint_steps": 100, "evaluate": True, "seed": 42, "deterministic": True, "log_steps": 5,
+    "checkpoint_steps": 100, "overwrite": True, "evaluate": True, "seed": 42, "deterministic": True, "log_steps": 5,
     "tensorboard": True, "timeout": 60.0, "time_limit": 3600.0, "bad_files": "skip", "max_bad_steps": 3,
 }  # fmt: skip
 

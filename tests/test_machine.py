@@ -98,7 +98,7 @@ def test_a_resume_keeps_the_pixels_of_its_checkpoint(data: Path, cpu: DistEnv) -
     saved = {"config": {"decode": "full", "cache": "gpu"}}
     assert choose_common_feed(TrainConfig(evaluate=True), cpu, saved, train).cache == "none"
     assert choose_common_feed(TrainConfig(loader="torch"), cpu, {}, train).cache == "none"
-    with pytest.raises(UserError, match=r"--cache gpu without a GPU: .* checkpoint was trained so: .* --resume none"):
+    with pytest.raises(UserError, match=r"--cache gpu without a GPU: .* checkpoint was trained so: .* --output-dir"):
         choose_common_feed(TrainConfig(), cpu, saved, train)
     asked = choose_common_feed(TrainConfig(decode="fused", cache="none"), cpu, saved, train)
     assert (asked.decode, asked.cache) == ("fused", "none"), "which the fingerprint then refuses"

@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from models import check_arch, check_input, create_model, normalization
+from models import check_arch, check_input, choose_head, create_model, load_weights, normalization, read_weights
 from tests.conftest import assert_same
 from utils.errors import UserError
 
@@ -142,7 +142,10 @@ def split_head(state: dict[str, Any]) -> tuple[Weights, Weights]:
 
 def loaded(path: Path, num_classes: int) -> tuple[Weights, Weights]:
     torch.manual_seed(2)
-    model: nn.Module = create_model(ARCH, num_classes, str(path))
+    model = create_model(ARCH, num_classes)
+    weights = read_weights(path)
+    head = choose_head(weights, model, num_classes, [f"class {number}" for number in range(num_classes)], "auto")
+    load_weights(model, ARCH, weights, num_classes, head.keep)
     for weight in model.parameters():
         assert weight.ndim < 4 or weight.is_contiguous(memory_format=torch.channels_last)
     return split_head(dict(model.state_dict()))
@@ -177,8 +180,10 @@ def test_moving_average_is_preferred(tmp_path: Path) -> None:
 def test_weights_of_another_architecture(tmp_path: Path) -> None:
     path = tmp_path / "vit.pt"
     save_torch(path, create_model("test_vit", 5).state_dict())
-    with pytest.raises(UserError, match=r"does not fit --arch \(\d+ weights missing, \d+ unknown .* first: conv1"):
-        create_model(ARCH, 5, str(path))
+    with pytest.raises(
+        UserError, match=r"does not fit --arch test_resnet \(\d+ weights missing, \d+ unknown .* first: conv1"
+    ):
+        load_weights(create_model(ARCH, 5), ARCH, read_weights(path), 5, keep_head=True)
 
 
 def test_weights_of_another_width(tmp_path: Path) -> None:
@@ -186,4 +191,4 @@ def test_weights_of_another_width(tmp_path: Path) -> None:
     weights["conv1.0.weight"] = weights["conv1.0.weight"][:3]
     save_torch(tmp_path / "narrow.pt", weights)
     with pytest.raises(UserError, match=r"\(0 weights missing, 1 unknown or of another shape, first: conv1\.0\.weight"):
-        create_model(ARCH, 5, str(tmp_path / "narrow.pt"))
+        load_weights(create_model(ARCH, 5), ARCH, read_weights(tmp_path / "narrow.pt"), 5, keep_head=True)

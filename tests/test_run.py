@@ -20,8 +20,8 @@ steps = 0
 models = []
 create = train.models.create_model
 
-def keep(*arguments):
-    models.append(create(*arguments))
+def keep(*arguments, **options):
+    models.append(create(*arguments, **options))
     return models[-1]
 
 train.models.create_model = keep

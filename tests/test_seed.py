@@ -4,7 +4,6 @@ import dataclasses
 import io
 import itertools
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -114,7 +113,7 @@ def crops(images: torch.Tensor) -> NDArray[np.float64]:
 def test_crops_and_flips_of_seeds_ranks_and_pipelines_are_independent(
     readable: Manifest, cpu: DistEnv, loader: str, decode: str
 ) -> None:
-    """2 seeds x 2 ranks x 2 pipelines, whose batches take turns; the torch loader has none, but odd and even batches."""
+    """2 seeds x 2 ranks x 2 pipelines, which make odd and even batches; the torch loader has one for all."""
     found: dict[str, list[NDArray[np.float64]]] = {}
     base = TrainConfig(batch_size=16, image_size=16, workers=1, hw_decoder_load=0.65, prefetch=4)
     for seed, rank in itertools.product(range(2), range(2)):

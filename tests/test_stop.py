@@ -143,7 +143,7 @@ def test_where_nothing_can_be_lost_a_signal_ends_at_once(
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     monkeypatch.setenv("AT", at)
     before_evaluation = tmp_path / "out" / "last-1.pt"
-    extra = ("--evaluate",) if at == "evaluate" else ("--resume", before_evaluation, "--epochs", 2)
+    extra = ("--evaluate",) if at == "evaluate" else ("--resume", before_evaluation, "--overwrite", "--epochs", 2)
     done = launch(*flags, *extra, program=program)
     assert done.status == 143, done.err
     assert done.err.splitlines()[-1] == "stopped by SIGUSR1 before the first step; nothing is lost"
@@ -159,7 +159,7 @@ def test_before_the_first_step_the_files_of_an_earlier_run_stay(
     program.write_text(SIGNALLED)
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     monkeypatch.setenv("AT", "train_step")
-    done = launch(*flags, "--epochs", 2, "--lr", 0.1, "--resume", "none", program=program)
+    done = launch(*flags, "--epochs", 2, "--resume", "none", "--overwrite", program=program)
     assert done.status == 143, done.err
     assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == files
     assert {"config.json", "metrics.jsonl", "summary.json"} <= {path.name for path in files}

@@ -279,18 +279,20 @@ def test_what_the_best_checkpoint_of_a_folder_is(data: Path, tmp_path: Path, lau
     first, second = tmp_path / "first", tmp_path / "second"
     assert launch(*flags, first, "--epochs", 1).status == 0
     assert launch(*flags, second, "--epochs", 1, "--seed", 1).status == 0
-    later = launch(*flags, second, "--resume", first / "last.pt", "--epochs", 2, "--lr", 1e-12)
+    later = launch(*flags, second, "--resume", first / "last.pt", "--overwrite", "--epochs", 2, "--lr", 1e-12)
     assert later.status == 0, later.err
     best = read_checkpoint(second, "best.pt")
     assert (best["epoch"], best["config"]["seed"]) == (2, 0)
     assert [record["step"] for record in read_metrics(second) if "train/loss" in record] == list(range(6, 11))
     assert (first / "best.pt").exists()
-    anew = launch(*flags, first, "--resume", "none", "--epochs", 2, "--time-limit", 0.1)
+    anew = launch(*flags, first, "--resume", "none", "--overwrite", "--epochs", 2, "--time-limit", 0.1)
     assert anew.status == 143, anew.err
     assert "the same command with --resume auto resumes here" in anew.out
     assert not (first / "best.pt").exists()
     evaluated = launch(*flags, first, "--evaluate", "--image-size", 48, "--val-resize", 54)
-    assert "other sizes, --image-size 32 --val-resize 36" in evaluated.out, evaluated.err
+    assert "note: --image-size 48, its run had 32\nnote: --val-resize 54, its run had 36" in evaluated.out, (
+        evaluated.err
+    )
     found = json.loads((first / "evaluation.json").read_text())
     assert (found["checkpoint"], found["image_size"], found["val_resize"]) == (f"{first}/last.pt", 48, 54)
 

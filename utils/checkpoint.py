@@ -1,8 +1,10 @@
 """Atomic save and restore of last.pt, the two before it and best.pt, and the fingerprint that guards a resume."""
 
 import contextlib
+import dataclasses
 import os
 import shutil
+import time
 import warnings
 import zipfile
 from collections.abc import Sequence
@@ -21,10 +23,10 @@ from utils.state import TrainState, mean_buffers
 
 LAST, BEST = "last.pt", "best.pt"
 EARLIER = ("last-1.pt", "last-2.pt")  # what last.pt was, newest first
-FORMAT = 4
+FORMAT = 5  # rises with the meaning of a checkpoint or of a random stream
 _PARTS = {
-    "format", "config", "fingerprint", "classes", "left_out", "ranks", "model", "optimizer", "scaler", "epoch", "step",
-    "best_top1", "result", "seconds",
+    "format", "run", "saved_at", "config", "versions", "fingerprint", "classes", "normalization", "left_out", "files",
+    "ranks", "model", "optimizer", "scaler", "epoch", "step", "best_top1", "result", "seconds",
 }  # fmt: skip
 
 # What decides which images come next, how they look, and what fits the saved tensors. Other flags may change.
@@ -32,18 +34,43 @@ _FINGERPRINT_FLAGS = (
     "arch", "num_classes", "seed", "loader", "image_size", "val_resize", "augment", "crop_scale", "hflip", "mixup",
     "cutmix", "random_erase", "optimizer", "momentum", "weight_decay",
 )  # fmt: skip
-_FREE_FLAGS = (
-    "data_dir",
-    "output_dir",
-    "resume",
-    "evaluate",
-    "workers",
-    "log_steps",
-    "checkpoint_steps",
-    "time_limit",
-    "max_bad_steps",
-    "tensorboard",
-)
+# Other flags that decide what is computed; a resume may change them and says so. The rest does not touch the result.
+_TOLD_FLAGS = (
+    "epochs", "lr", "warmup_epochs", "label_smoothing", "ema_decay", "clip_grad", "amp", "compile", "fused_layers",
+    "cuda_graph", "deterministic",
+)  # fmt: skip
+_TOLD_FLAGS_OF_SEVERAL = ("grad_exchange", "grad_compression")  # processes
+
+
+@dataclasses.dataclass(frozen=True)
+class RunRecord:
+    """What a run's checkpoints say of it, the same in each.
+
+    Attributes:
+        run: name of the run, made at its first start and kept by every resume; no other run has it.
+        fingerprint: see `fingerprint`.
+        classes: class names in label order.
+        normalization: mean and standard deviation per channel, of images in [0, 1].
+        left_out: of each split, the files that the run has been without from its start.
+        files: of each split, what is known of the files besides their names and sizes, in the order of the listing
+            without `left_out`: `mtimes`, int64 (num_images,), nanoseconds since 1970, and `digests`, int64
+            (num_images,), of the content, 0 where it is not known.
+        versions: of the libraries that decide pixels and weights.
+    """
+
+    run: str
+    fingerprint: dict[str, Any]
+    classes: tuple[str, ...]
+    normalization: tuple[tuple[float, ...], tuple[float, ...]]
+    left_out: dict[str, list[str]]
+    files: dict[str, dict[str, torch.Tensor]]
+    versions: dict[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The parts of a checkpoint, in types that `torch.load(weights_only=True)` reads."""
+        parts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        mean, std = self.normalization
+        return parts | {"classes": list(self.classes), "normalization": {"mean": list(mean), "std": list(std)}}
 
 
 def fingerprint(config: TrainConfig, train: Manifest, val: Manifest, env: DistEnv, dali: str) -> dict[str, Any]:
@@ -73,16 +100,21 @@ def check_fingerprint(path: Path, saved: dict[str, Any], now: dict[str, Any], hi
         hint = hint if any(name.startswith("files of") for name in differing) else ""
         raise UserError(
             f"--resume {path}: this checkpoint belongs to another run ({listed}); {hint}restore these, or start anew "
-            "with another --output-dir or --resume none",
+            "with another --output-dir",
             common=True,
         )
 
 
-def changes(saved: dict[str, Any], config: TrainConfig) -> list[str]:
-    """Flags that a resume is free to change and that this one does, as `--lr 0.5 -> 0.1`."""
+def changes(saved: dict[str, Any], config: TrainConfig, world_size: int = 1) -> list[str]:
+    """Flags that decide what is computed, and that this resume changes, as `--lr 0.5 -> 0.1`."""
+    names = _TOLD_FLAGS + (_TOLD_FLAGS_OF_SEVERAL if world_size > 1 and saved["grad_exchange"] != "auto" else ())
     now = config.to_dict()
-    names = [name for name in now if name not in _FREE_FLAGS and saved.get(name) != now[name]]
-    return [f"{flag(name)} {saved.get(name)} -> {now[name]}" for name in names]
+    return [f"{flag(name)} {saved.get(name)} -> {now[name]}" for name in names if saved.get(name) != now[name]]
+
+
+def version_changes(saved: dict[str, str], now: dict[str, str]) -> list[str]:
+    """Libraries of another version than the checkpoint's, as `timm 1.0.30 -> 1.0.31`."""
+    return [f"{name} {saved.get(name)} -> {version}" for name, version in now.items() if saved.get(name) != version]
 
 
 def find(config: TrainConfig) -> list[Path]:
@@ -112,22 +144,69 @@ def find(config: TrainConfig) -> list[Path]:
 def load_newest(paths: Sequence[Path]) -> tuple[Path | None, dict[str, Any], list[str]]:
     """The first of `paths` that is whole, its content, and a line for each that was skipped; (None, {}, []) for none.
 
+    Where the first is damaged, the others need not be of its run: only those of the run that has saved last count.
+
     Raises:
         UserError: there are some, but none is whole: nobody is to lose a run by starting from scratch unasked.
     """
+    if not paths:
+        return None, {}, []
     skipped: list[str] = []
+    whole: list[tuple[Path, float, str]] = []
     for path in paths:
         try:
-            return path, load(path), skipped
+            saved = load(path)
         except UserError as error:
-            if len(paths) == 1:
+            if len(paths) == 1 or isinstance(error, OtherFormat):
                 raise
             skipped.append(f"skipped: {error}")
-    if skipped:
+            continue
+        if not skipped:
+            return path, saved, []
+        whole.append((path, saved["saved_at"], saved["run"]))
+    if not whole:
         raise UserError(
-            f"{paths[0].parent}: none of its {len(paths)} checkpoints is whole; --resume none starts from scratch"
+            f"{paths[0].parent}: none of its {len(paths)} checkpoints is whole; start anew with another --output-dir, "
+            "or with --resume none --overwrite"
         )
-    return None, {}, []
+    _, _, newest_run = max(whole, key=lambda found: found[1])
+    skipped += [f"skipped: {path}: a checkpoint of another run" for path, _, run in whole if run != newest_run]
+    path = next(path for path, _, run in whole if run == newest_run)
+    return path, load(path), skipped
+
+
+class OtherFormat(UserError):
+    """A checkpoint of another version of Brisk: whole, and of no use here."""
+
+
+def not_continued(folder: Path, saved: dict[str, Any]) -> dict[Path, str]:
+    """The checkpoints in `folder` that a run going on from `saved` does not continue, newest first, and why.
+
+    A damaged one is nobody's where a run goes on.
+
+    Args:
+        folder: the output folder.
+        saved: the checkpoint that `--resume PATH` names, or {} for a new run.
+    """
+    found = {}
+    for path in (folder / name for name in (LAST, *EARLIER, BEST)):
+        if not os.path.isfile(path):
+            continue
+        if not saved:
+            found[path] = "of an earlier run"
+            continue
+        try:
+            other = load(path)
+        except OtherFormat:
+            found[path] = "of another run"
+            continue
+        except UserError:
+            continue
+        if other["run"] != saved["run"]:
+            found[path] = "of another run"
+        elif (other["step"], other["epoch"]) > (saved["step"], saved["epoch"]):
+            found[path] = f"which is later, of step {other['step']} and epoch {other['epoch']}"
+    return found
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -150,8 +229,17 @@ def load(path: Path) -> dict[str, Any]:
         raise UserError(
             f"--resume {path}: damaged, or not a readable checkpoint ({reason}); give another file"
         ) from error
-    if not isinstance(checkpoint, dict) or not checkpoint.keys() >= _PARTS or str(checkpoint["format"]) != str(FORMAT):
-        raise UserError(f"--resume {path}: not a checkpoint of this version of Brisk; --pretrained loads bare weights")
+    message = f"--resume {path}: not a checkpoint of this version of Brisk"
+    remedy = f"--pretrained {path} with another --output-dir starts from its weights"
+    if not isinstance(checkpoint, dict) or "format" not in checkpoint:
+        raise UserError(f"{message}; {remedy}")
+    if str(checkpoint["format"]) != str(FORMAT):
+        found = str(checkpoint["format"])[:20]
+        raise OtherFormat(
+            f"{message}: it has format {found}, not {FORMAT}; resume it with its own version, or {remedy}"
+        )
+    if not checkpoint.keys() >= _PARTS:
+        raise UserError(f"{message}: a part is missing; {remedy}")
     return checkpoint
 
 
@@ -159,9 +247,7 @@ def save(
     state: TrainState,
     loader: dict[str, Any],
     config: TrainConfig,
-    fingerprint: dict[str, Any],
-    classes: Sequence[str],
-    left_out: dict[str, list[str]],
+    record: RunRecord,
     is_best: bool = False,
 ) -> str | None:
     """Write last.pt, and best.pt with the same content if `is_best`. A collective; rank 0 writes.
@@ -172,9 +258,7 @@ def save(
         state: the run.
         loader: this rank's `TrainLoader.state()`.
         config: resolved.
-        fingerprint: see `fingerprint`.
-        classes: class names in label order.
-        left_out: of each split, the files that the run has been without from its start.
+        record: of the run.
         is_best: whether the evaluation that this checkpoint holds is the best so far.
 
     Returns:
@@ -183,13 +267,12 @@ def save(
     ranks = gather_main(state.own(loader), state.env)
     if ranks is None:
         return None
-    checkpoint = state.shared() | {
+    checkpoint = state.shared() | record.to_dict()
+    checkpoint |= {
         "format": FORMAT,
+        "saved_at": time.time(),
         "launchers": launchers(),
         "config": config.to_dict(),
-        "fingerprint": fingerprint,
-        "classes": list(classes),
-        "left_out": left_out,
         "ranks": ranks,
     }
     for name in state.modules():
@@ -245,9 +328,10 @@ def lacks_best(folder: Path) -> bool:
 def has_best_of(saved: dict[str, Any], folder: Path) -> bool:
     """Whether best.pt in `folder` is the best that `saved` knows, and not of what came after it or of another run."""
     try:
-        return bool(load(folder / BEST)["best_top1"] == saved["best_top1"])
+        best = load(folder / BEST)
     except UserError:
         return False
+    return bool((best["run"], best["best_top1"]) == (saved["run"], saved["best_top1"]))
 
 
 def write_temporary(checkpoint: dict[str, Any], path: Path) -> Path:

@@ -35,7 +35,11 @@ def _option(default: Any, panel: str, help: str, shown: str | bool = True, metav
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """One run, fully described. Frozen: what `config.json` says is what ran."""
+    """One run, fully described. Frozen: what `config.json` says is what ran.
+
+    Attributes:
+        given: names of the fields that the command line or a recipe has set; the others hold defaults.
+    """
 
     data_dir: Path | None = _option(None, FIRST, "Folder with train/ and val/, one folder of images per class.", False)
     output_dir: Path = _option(Path("runs/latest"), FIRST, "Where checkpoints, metrics and the summary go.")
@@ -65,6 +69,10 @@ class TrainConfig:
     random_erase: float = _option(0.0, DATA, "Probability of erasing a rectangle.")
 
     pretrained: str | None = _option(None, MODEL, "timm's weights, or those in FILE.", "off", "[FILE]")
+    pretrained_ema: bool | None = _option(None, MODEL, "Take the EMA weights of --pretrained FILE.", "if it has them")
+    pretrained_head: Literal["auto", "keep", "new"] = _option(
+        "auto", MODEL, "Head of the pretrained weights; auto: kept for the same classes."
+    )
     num_classes: int | None = _option(None, MODEL, "Outputs of the head.", "the class folders")
     compile: bool | None = _option(None, MODEL, "torch.compile the training step.", "on CUDA")
     fused_layers: bool | None = _option(
@@ -96,7 +104,8 @@ class TrainConfig:
 
     resume: str = _option("auto", RUN, "auto: from last.pt, if there is one.", True, "auto|none|PATH")
     checkpoint_steps: int = _option(0, RUN, "Steps between saves; 0: an epoch.")
-    evaluate: bool = _option(False, SWITCHES, "Only evaluate: best.pt, or --resume PATH.")
+    overwrite: bool = _option(False, SWITCHES, "Remove checkpoints that --resume does not continue.")
+    evaluate: bool = _option(False, SWITCHES, "Only evaluate: best.pt, or --resume PATH, as it was trained.")
     seed: int = _option(0, RUN, "Of weights, order and augmentation.")
     deterministic: bool = _option(False, SWITCHES, "Same bits in every run; slower.")
     log_steps: int = _option(50, RUN, "Steps between two lines of metrics.jsonl.")
@@ -104,6 +113,7 @@ class TrainConfig:
     time_limit: float = _option(0.0, RUN, "Seconds until a save and stop; 0 is off.")
     timeout: float = _option(600.0, RUN, "Seconds to wait for another process.")
     config: Path | None = _option(None, RUN, "Recipe (YAML); the command line wins.", False)
+    given: frozenset[str] = dataclasses.field(default=frozenset(), repr=False, compare=False)
 
     @property
     def local_batch_size(self) -> int:
@@ -114,12 +124,17 @@ class TrainConfig:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready dictionary of all fields, without the recipe that they came from."""
         values = dataclasses.asdict(self)
-        del values["config"]
+        del values["config"], values["given"]
         return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
     def save(self, path: Path) -> None:
         """Write the fields as JSON; the file is itself a valid `--config`, on a machine of the same kind."""
         write_whole(path, json.dumps(self.to_dict(), indent=2) + "\n")
+
+
+def flag_fields() -> list[dataclasses.Field[Any]]:
+    """The fields of TrainConfig that are flags."""
+    return [field for field in dataclasses.fields(TrainConfig) if field.metadata]
 
 
 def flag(name: str) -> str:
@@ -174,13 +189,19 @@ def validate(config: TrainConfig) -> None:
         raise UserError(
             f"--warmup-epochs {config.warmup_epochs:g}: must be less than --epochs {config.epochs}; lower it"
         )
-    if config.data_dir is None and config.loader != "synthetic":
-        raise UserError(
-            f"--data-dir is missing: give the folder that holds train/ and val/ (--loader {config.loader} "
-            "reads images; --loader synthetic needs none)"
-        )
+    if not config.evaluate or config.pretrained == "timm":  # a checkpoint has one
+        require_data(config)
     if config.evaluate and config.resume == "none" and config.pretrained is None:
         raise UserError("--evaluate with --resume none: nothing to evaluate; give --resume PATH or --pretrained")
+    if config.overwrite and config.resume == "auto":
+        raise UserError("--overwrite with --resume auto: nothing is replaced; add --resume none, or leave it out")
+    if config.pretrained_head != "auto" and config.pretrained is None:
+        raise UserError(
+            f"--pretrained-head {config.pretrained_head} without --pretrained: there are no weights; give --pretrained"
+        )
+    if config.pretrained_ema is not None and config.pretrained in (None, "timm"):
+        name = "--pretrained-ema" if config.pretrained_ema else "--no-pretrained-ema"
+        raise UserError(f"{name} without --pretrained FILE: there is no EMA; give a checkpoint's path")
     if config.cache in ("gpu", "host") and config.loader != "dali":
         raise UserError(f"--cache {config.cache} with --loader {config.loader}: only --loader dali keeps images")
     if config.cache in ("gpu", "host") and config.decode == "fused":
@@ -196,6 +217,15 @@ def validate(config: TrainConfig) -> None:
         )
     if config.amp == "fp16" and config.device == "cpu":
         raise UserError("--amp fp16 with --device cpu: the CPU has no fast float16; use --amp none or bf16")
+
+
+def require_data(config: TrainConfig) -> None:
+    """Raise UserError unless there are images to read."""
+    if config.data_dir is None and config.loader != "synthetic":
+        raise UserError(
+            f"--data-dir is missing: give the folder that holds train/ and val/ (--loader {config.loader} "
+            "reads images; --loader synthetic needs none)"
+        )
 
 
 def parse(argv: Sequence[str]) -> TrainConfig:
@@ -242,11 +272,13 @@ def _bare_pretrained(argv: Sequence[str]) -> list[str]:
 def _command_function() -> Any:
     """A function whose signature is TrainConfig's fields, which is what Typer reads."""
 
-    def train(**values: Any) -> TrainConfig:
-        return TrainConfig(**values)
+    def train(context: typer.Context, **values: Any) -> TrainConfig:
+        sources = {name: context.get_parameter_source(name) for name in values}
+        given = frozenset(name for name, source in sources.items() if source is not None and source.name in _GIVEN)
+        return TrainConfig(**values, given=given)
 
-    parameters = []
-    for field in dataclasses.fields(TrainConfig):
+    parameters = [inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
+    for field in flag_fields():
         option = typer.Option(
             *_spelling(field),
             help=_help(field),
@@ -262,6 +294,9 @@ def _command_function() -> Any:
     train.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     train.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return train
+
+
+_GIVEN = ("COMMANDLINE", "DEFAULT_MAP")  # click's names of where a value came from; the second is a recipe's
 
 
 def _kinds(field: dataclasses.Field[Any]) -> tuple[Any, ...]:
@@ -350,7 +385,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
         raise UserError(f"--config {path}: cannot be read ({reason}); give a YAML file of flags") from None
     if not isinstance(recipe, dict | None):
         raise UserError(f"--config {path}: must be a mapping like 'lr: 0.5', not {type(recipe).__name__}")
-    fields = {field.name: field for field in dataclasses.fields(TrainConfig) if field.name != "config"}
+    fields = {field.name: field for field in flag_fields() if field.name != "config"}
     values: dict[str, Any] = {}
     keys = [key.replace("-", "_") for key, _ in written]
     for key in keys:

@@ -21,9 +21,11 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from tqdm import tqdm
 
-from utils.dataset import FileEntry, stat_file
+from utils.dataset import FileEntry, Manifest, stat_file
 from utils.distributed import DistEnv, broadcast, gather, gather_main, raise_together
 from utils.errors import Stopped, UserError
 from utils.fork import safe_fork
@@ -33,6 +35,7 @@ FORMAT = 1
 CHUNK = 8  # files that a process takes at once
 ROUND_SECONDS = 5.0  # between two meetings of the ranks, which must come sooner than --timeout
 SAVE_SECONDS = 5.0  # at least, between two saves; a save may take a twentieth of the time
+COMPARE_SECONDS = 10.0  # for reading files again that have changed since a checkpoint
 BAR_SECONDS = 0.5  # between two movements of a single process's bar
 TINY = 16  # pixels of the shorter side
 NARROW = 50  # longer side over shorter one
@@ -164,8 +167,11 @@ def _inspect_file(path: str, decode: Callable[[bytes], Picture]) -> Found:
     except Undecodable as error:
         messages = _take_messages()
         return Found(size, mtime, f"{error} ({messages[0]})" if messages else str(error))
-    digest = hashlib.blake2b(content, digest_size=16).hexdigest()
-    return Found(size, mtime, None, *picture, digest, "; ".join(_take_messages()))
+    return Found(size, mtime, None, *picture, _digest(content), "; ".join(_take_messages()))
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def _take_messages() -> list[str]:
@@ -305,15 +311,73 @@ class _Saver:
         return None
 
 
-def load_manifest(path: Path, decoder: str) -> dict[str, Found]:
-    """What an earlier survey with the same decoder knew; {} if there was none, or if its file is damaged."""
+def load_manifest(path: Path, decoder: str | None) -> dict[str, Found]:
+    """What an earlier survey with the same decoder (None: any) knew; {} for none, or if its file is damaged."""
     try:
         content = json.loads(path.read_text())
-        if (content["format"], content["decoder"]) != (FORMAT, decoder):
+        if content["format"] != FORMAT or decoder not in (None, content["decoder"]):
             return {}
         return {name: Found(*values) for name, values in content["files"].items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}
+
+
+def load_digests(output_dir: Path) -> dict[str, Found]:
+    """What the manifest of an earlier survey, by any decoder, knows; {} if there is none, or if it is damaged."""
+    return load_manifest(output_dir / MANIFEST, None)
+
+
+def content_digests(manifest: Manifest, known: Mapping[str, Found], split: str) -> NDArray[np.int64]:
+    """Digests of the files' contents, int64 (num_files,): 0 where `known` has none of a file of that size and time."""
+    digests = np.zeros(len(manifest.files), dtype=np.int64)
+    if known:
+        listed = zip(manifest.files, manifest.sizes, manifest.mtimes, strict=True)
+        for index, (name, size, mtime) in enumerate(listed):
+            found = known.get(f"{split}/{name}", _NOTHING)
+            if (found.size, found.mtime) == (size, mtime) and found.digest:
+                digests[index] = _number(found.digest)
+    return digests
+
+
+def _number(digest: str) -> int:
+    return int.from_bytes(bytes.fromhex(digest)[:8], signed=True)
+
+
+def compare_contents(
+    manifest: Manifest,
+    changed: NDArray[np.int64],
+    before: NDArray[np.int64],
+    now: NDArray[np.int64],
+    checkpoint: Path | None,
+) -> NDArray[np.int64]:
+    """Which of the `changed` files may have another content than before: those whose content was, or is, not known.
+
+    Files whose earlier digest is known are read, for ten seconds at most.
+
+    Args:
+        manifest: the files.
+        changed: indices of those with another time of change.
+        before: `content_digests` of all files when the checkpoint was written.
+        now: those of today; of files that are read they are filled in.
+        checkpoint: for the message.
+
+    Raises:
+        UserError: a file has another content.
+    """
+    unsure = []
+    deadline = time.monotonic() + COMPARE_SECONDS
+    for index in changed:
+        if before[index] and not now[index] and time.monotonic() < deadline:
+            with contextlib.suppress(OSError):  # whoever decodes it will say what is wrong with it
+                now[index] = _number(_digest(Path(manifest.path(int(index))).read_bytes()))
+        if not (before[index] and now[index]):
+            unsure.append(index)
+        elif before[index] != now[index]:
+            raise UserError(
+                f"--resume {checkpoint}: {manifest.path(int(index))} has another content than when it was saved, with "
+                "the same name and size; restore it, or start anew with another --output-dir"
+            )
+    return np.array(unsure, dtype=np.int64)
 
 
 def bad_files(known: Mapping[str, Found]) -> dict[str, str]:

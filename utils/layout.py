@@ -63,7 +63,7 @@ def choose_batch_size(config: TrainConfig, env: DistEnv, saved: dict[str, Any]) 
     if given is not None and given * env.world_size * accumulated == total:
         return given
     history = f"the checkpoint was saved by {before}, a global batch of {total}"
-    anew = "or start anew with another --output-dir or --resume none"
+    anew = "or start anew with another --output-dir"
     now = _processes(env.world_size) + (f" x --grad-accum-steps {accumulated}" if accumulated > 1 else "")
     if rest or not kept:
         fewer = [number for number in range(1, env.world_size) if total % (number * accumulated) == 0]

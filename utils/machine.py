@@ -139,7 +139,7 @@ def choose_common_feed(config: TrainConfig, env: DistEnv, saved: dict[str, Any],
     )
     remedy = "use --cache none"
     if saved and "cache" in open_names:
-        remedy = "its checkpoint was trained so: resume where they fit, or start anew with --resume none"
+        remedy = "its checkpoint was trained so: resume where they fit, or start anew with another --output-dir"
     raise_together(_misfit(choice.cache, machine, decoded, remedy), env)
     shown = {name: reasons[name] for name in open_names if name in reasons and config.loader in BY_DALI}
     return dataclasses.replace(choice, reasons=choice.reasons | shown)

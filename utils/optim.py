@@ -3,6 +3,7 @@
 import difflib
 
 import timm.optim
+import torch
 from timm.optim.kron import Kron
 from timm.scheduler.cosine_lr import CosineLRScheduler
 from timm.utils.model_ema import ModelEmaV3
@@ -98,3 +99,10 @@ def create_schedule(config: TrainConfig, optimizer: Optimizer, steps_per_epoch: 
         warmup_prefix=True,
         t_in_epochs=False,
     )
+
+
+def rate_at(config: TrainConfig, step: int, steps_per_epoch: int, global_batch_size: int) -> float:
+    """Learning rate of a run's step number `step`, from 0."""
+    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=scaled_lr(config.lr, global_batch_size))
+    create_schedule(config, optimizer, steps_per_epoch).step_update(step)
+    return float(optimizer.param_groups[0]["lr"])
