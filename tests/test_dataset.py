@@ -13,7 +13,7 @@ from torchvision.datasets import ImageFolder
 
 import pipelines
 from utils.config import TrainConfig
-from utils.dataset import Manifest, describe_ignored, scan, scan_splits
+from utils.dataset import Manifest, decoded_bytes, describe_ignored, scan, scan_splits, synthetic
 from utils.distributed import DistEnv
 from utils.errors import UserError
 
@@ -293,3 +293,22 @@ def test_only_some_of_many_missing_classes_are_named(small: Path) -> None:
         (small / "train" / f"more{index}" / "1.jpg").write_bytes(b"x")
     with pytest.raises(UserError, match=r"9 classes of train/ .* \('more0', 'more1', 'more2', \.\.\.\)"):
         scan_splits(small)
+
+
+def test_size_of_the_decoded_images(tmp_path: Path) -> None:
+    """Which decides whether they are kept in memory. Three bytes a pixel, also of what is grey or transparent."""
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    for number, (mode, width, height) in enumerate([("RGB", 40, 30), ("L", 7, 5), ("RGBA", 1, 1), ("P", 1, 200)]):
+        Image.new(mode, (width, height)).save(tmp_path / "train" / "a" / f"{number}.png")
+    total = 3 * (40 * 30 + 7 * 5 + 1 + 200)
+    found = scan(tmp_path, "train")
+    assert decoded_bytes(found) == decoded_bytes(found, sample=4) == total
+    one = decoded_bytes(found, sample=1)
+    assert one in {4 * 3 * 40 * 30, 4 * 3 * 7 * 5, 4 * 3, 4 * 3 * 200}
+    assert decoded_bytes(found, sample=1) == one, "the same on all ranks"
+    (tmp_path / "train" / "a" / "5.png").write_bytes(b"no image")
+    assert decoded_bytes(scan(tmp_path, "train")) == total * 5 / 4, "taken for one of the mean size"
+    for path in (tmp_path / "train" / "a").glob("[0-3].png"):
+        path.unlink()
+    assert decoded_bytes(scan(tmp_path, "train")) == 0
+    assert decoded_bytes(synthetic(1000, 10)) == 0
