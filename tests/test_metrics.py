@@ -125,7 +125,9 @@ def test_totals_survive_a_resume(cpu: DistEnv, clock: Clock) -> None:
     assert meter.totals == Totals(steps=900, images=7200.0, seconds=450.0, wait=225.0)
     for rank in range(3):  # on another number of processes
         other = Meter(cpu)
-        other.load_state_dict(share_interval([states[-1], states[-1]], rank))
+        shared = share_interval([states[-1], states[-1]], rank)
+        assert (shared["loss"], shared["images"]) == ((160.0, 160) if rank == 0 else (0, 0))
+        other.load_state_dict(shared)
         assert other.totals == meter.totals
 
 
@@ -140,10 +142,14 @@ def test_totals_without_steps_begin_anew(cpu: DistEnv) -> None:
 @pytest.mark.gpu
 def test_a_pause_begins_when_the_device_has_done_its_steps() -> None:
     meter = Meter(DistEnv(0, 0, 1, 1, torch.device("cuda", 0)))
-    torch.cuda._sleep(500_000_000)  # type: ignore[no-untyped-call]
+    meter.update(torch.tensor(1.0, device="cuda"), 4)
+    meter.start()
+    with meter.waiting():
+        torch.cuda._sleep(500_000_000)  # type: ignore[no-untyped-call]
     assert not torch.cuda.current_stream().query()
     with meter.paused():
         assert torch.cuda.current_stream().query()
+    assert 0.5 < meter.read().data_wait <= 1, "the device slept in the wait, not in the pause"
 
 
 @pytest.mark.dist
