@@ -326,6 +326,9 @@ def test_only_some_of_many_missing_classes_are_named(small: Path) -> None:
     for index in range(9):
         (small / "train" / f"more{index}").mkdir()
         (small / "train" / f"more{index}" / "1.jpg").write_bytes(b"x")
+        if index == 2:
+            with pytest.raises(UserError, match=r"3 classes of train/ .* \('more0', 'more1', 'more2'\); both"):
+                scan_splits(small)
     with pytest.raises(UserError, match=r"9 classes of train/ .* \('more0', 'more1', 'more2', \.\.\.\)"):
         scan_splits(small)
 
