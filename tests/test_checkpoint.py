@@ -18,7 +18,9 @@ from torch.amp.grad_scaler import GradScaler
 
 from tests.conftest import ROOT, TINY, Finished, assert_same, environment, read_checkpoint, read_metrics
 from utils.checkpoint import (
+    _PARTS,
     EARLIER,
+    FORMAT,
     LAST,
     _write,
     changes,
@@ -268,7 +270,8 @@ def save_at(folder: Path, env: DistEnv, step: int, best_top1: float, is_best: bo
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     state = TrainState(model, optimizer, GradScaler("cpu", enabled=False), None, Meter(env), env)
     state.step, state.best_top1 = step, best_top1
-    return save(state, {"at": step}, TrainConfig(output_dir=folder), {"seed": 0}, ("a", "b"), {"train": []}, is_best)
+    best = {"is_best": True} if is_best else {}
+    return save(state, {"at": step}, TrainConfig(output_dir=folder), {"seed": 0}, ("a", "b"), {"train": []}, **best)
 
 
 def steps_in(folder: Path) -> dict[str, int]:
@@ -282,14 +285,30 @@ def steps_in(folder: Path) -> dict[str, int]:
 def test_names_of_a_run_s_checkpoints(tmp_path: Path, cpu: DistEnv) -> None:
     """A top-1 of 0 percent is one too: best.pt is removed only before the first evaluation, as another run's."""
     torch.save("of another run", tmp_path / "best.pt")
-    assert save_at(tmp_path, cpu, 1, best_top1=-1.0) is None
-    assert steps_in(tmp_path) == {LAST: 1}
-    assert save_at(tmp_path, cpu, 2, best_top1=0.0, is_best=True) is None
-    assert steps_in(tmp_path) == {LAST: 2, EARLIER[0]: 1, "best.pt": 2}
-    assert save_at(tmp_path, cpu, 3, best_top1=0.0) is None
-    assert steps_in(tmp_path) == {LAST: 3, EARLIER[0]: 2, EARLIER[1]: 1, "best.pt": 2}
-    assert save_at(tmp_path, cpu, 4, best_top1=0.5, is_best=True) is None
-    assert steps_in(tmp_path) == {LAST: 4, EARLIER[0]: 3, EARLIER[1]: 2, "best.pt": 4}
+    for step in (1, 2):
+        assert save_at(tmp_path, cpu, step, best_top1=-1.0) is None
+    assert steps_in(tmp_path) == {LAST: 2, EARLIER[0]: 1}
+    assert save_at(tmp_path, cpu, 3, best_top1=0.0, is_best=True) is None
+    assert steps_in(tmp_path) == {LAST: 3, EARLIER[0]: 2, EARLIER[1]: 1, "best.pt": 3}
+    assert save_at(tmp_path, cpu, 4, best_top1=0.0) is None
+    assert steps_in(tmp_path) == {LAST: 4, EARLIER[0]: 3, EARLIER[1]: 2, "best.pt": 3}
+    assert save_at(tmp_path, cpu, 5, best_top1=0.5, is_best=True) is None
+    assert steps_in(tmp_path) == {LAST: 5, EARLIER[0]: 4, EARLIER[1]: 3, "best.pt": 5}
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / LAST
+    whole = dict.fromkeys(_PARTS, 0) | {"format": FORMAT}
+    torch.save(whole, path)
+    assert load(path) == whole
+    lacking: list[Any] = [{name: whole[name] for name in whole if name != part} for part in whole]
+    for content in ([whole], whole | {"format": FORMAT - 1}, *lacking):
+        torch.save(content, path)
+        with pytest.raises(UserError, match="not a checkpoint of this version of Brisk"):
+            load_newest([path])
+    damage(path, "truncated")
+    with pytest.raises(UserError, match=r"last\.pt: damaged"):
+        load_newest([path])
 
 
 def test_why_a_checkpoint_could_not_be_written(tmp_path: Path, cpu: DistEnv) -> None:
