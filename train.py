@@ -313,6 +313,7 @@ def write_summary(run: Run) -> None:
         "epochs": state.epoch,
         "images_per_second": round(totals.images_per_second, 1),
         "data_wait": round(totals.data_wait, 4),
+        "timed_steps": totals.steps,
         "seconds": round(state.seconds, 2),
         "world_size": run.env.world_size,
         "arch": config.arch,
@@ -331,6 +332,7 @@ def write_summary(run: Run) -> None:
         f"top-1 {summary['top1']:.2f} %  top-5 {summary['top5']:.2f} %  best top-1 {summary['best_top1']:.2f} %  "
         f"{state.seconds:.0f} s  {totals.images_per_second:,.0f} images/s\n"
         f"{describe_wait(totals.data_wait, config)}\n"
+        f"{describe_timed(totals.steps, state.step)}"
         f"{describe_overflows(state)}"
         f"{config.output_dir}: {SUMMARY}, metrics.jsonl, best.pt, last.pt"
     )
@@ -343,6 +345,15 @@ def describe_wait(data_wait: float, config: TrainConfig) -> str:
         return sentence
     where = f"scripts/benchmark.py --data-dir {config.data_dir} --arch {config.arch}"
     return f"{sentence}; {where} finds what limits it; more --workers (now {config.workers}) help where the CPU does"
+
+
+def describe_timed(timed: int, steps: int) -> str:
+    """A line on how many of the run's steps images/s and data wait cover; nothing if all."""
+    if timed == steps:
+        return ""
+    return (
+        f"images/s and data wait cover {timed:,} of {steps:,} steps: not each launch's first, in which buffers grow\n"
+    )
 
 
 def describe_overflows(state: TrainState) -> str:

@@ -8,14 +8,38 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
 
 from tests.conftest import ROOT, TINY, Finished, assert_same, environment, read_checkpoint, read_metrics
-from utils.checkpoint import EARLIER, LAST, _write, find, lacks_best, load_newest, write_temporary
+from utils.checkpoint import (
+    _PARTS,
+    EARLIER,
+    FORMAT,
+    LAST,
+    _write,
+    changes,
+    check_fingerprint,
+    find,
+    fingerprint,
+    has_best_of,
+    lacks_best,
+    load,
+    load_newest,
+    save,
+    write_temporary,
+)
 from utils.config import TrainConfig
+from utils.dataset import synthetic
+from utils.distributed import DistEnv
 from utils.errors import UserError
+from utils.metrics import Meter
+from utils.state import TrainState
 
 FLAGS = (*TINY, "--batch-size", "8", "--deterministic")
 
@@ -239,3 +263,130 @@ def test_whether_there_is_a_best(tmp_path: Path) -> None:
     (tmp_path / "best.pt").touch()
     assert not lacks_best(tmp_path)
     assert not lacks_best(tmp_path / ("far" * 100)), "it cannot be seen"
+
+
+def save_at(folder: Path, env: DistEnv, step: int, best_top1: float, is_best: bool = False) -> str | None:
+    """A checkpoint of a network of one weight, whose value is the step."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, step)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    state = TrainState(model, optimizer, GradScaler("cpu", enabled=False), None, Meter(env), env)
+    state.step, state.best_top1 = step, best_top1
+    best = {"is_best": True} if is_best else {}
+    return save(state, {"at": step}, TrainConfig(output_dir=folder), {"seed": 0}, ("a", "b"), {"train": []}, **best)
+
+
+def steps_in(folder: Path) -> dict[str, int]:
+    """Name -> step, of every file, each of which must be whole."""
+    found = {path.name: load(path) for path in folder.iterdir()}
+    for saved in found.values():
+        assert saved["model"]["weight"].item() == saved["step"] == saved["ranks"][0]["loader"]["at"]
+    return {name: saved["step"] for name, saved in found.items()}
+
+
+def test_names_of_a_run_s_checkpoints(tmp_path: Path, cpu: DistEnv) -> None:
+    """A top-1 of 0 percent is one too: best.pt is removed only before the first evaluation, as another run's."""
+    torch.save("of another run", tmp_path / "best.pt")
+    for step in (1, 2):
+        assert save_at(tmp_path, cpu, step, best_top1=-1.0) is None
+    assert steps_in(tmp_path) == {LAST: 2, EARLIER[0]: 1}
+    assert save_at(tmp_path, cpu, 3, best_top1=0.0, is_best=True) is None
+    assert steps_in(tmp_path) == {LAST: 3, EARLIER[0]: 2, EARLIER[1]: 1, "best.pt": 3}
+    assert save_at(tmp_path, cpu, 4, best_top1=0.0) is None
+    assert steps_in(tmp_path) == {LAST: 4, EARLIER[0]: 3, EARLIER[1]: 2, "best.pt": 3}
+    assert save_at(tmp_path, cpu, 5, best_top1=0.5, is_best=True) is None
+    assert steps_in(tmp_path) == {LAST: 5, EARLIER[0]: 4, EARLIER[1]: 3, "best.pt": 5}
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / LAST
+    whole = dict.fromkeys(_PARTS, 0) | {"format": FORMAT}
+    torch.save(whole, path)
+    assert load(path) == whole
+    lacking: list[Any] = [{name: whole[name] for name in whole if name != part} for part in whole]
+    for content in ([whole], whole | {"format": FORMAT - 1}, *lacking):
+        torch.save(content, path)
+        with pytest.raises(UserError, match="not a checkpoint of this version of Brisk"):
+            load_newest([path])
+    damage(path, "truncated")
+    with pytest.raises(UserError, match=r"last\.pt: damaged"):
+        load_newest([path])
+
+
+def test_why_a_checkpoint_could_not_be_written(tmp_path: Path, cpu: DistEnv) -> None:
+    assert save_at(tmp_path / "gone", cpu, 1, best_top1=-1.0) == "No such file or directory"
+
+
+def test_whose_best_it_is(tmp_path: Path, cpu: DistEnv) -> None:
+    assert not has_best_of({"best_top1": 50.0}, tmp_path)
+    save_at(tmp_path, cpu, 1, best_top1=50.0, is_best=True)
+    assert has_best_of({"best_top1": 50.0}, tmp_path)
+    assert not has_best_of({"best_top1": 49.0}, tmp_path)
+    damage(tmp_path / "best.pt", "truncated")
+    assert not has_best_of({"best_top1": 50.0}, tmp_path)
+
+
+ALL = (LAST, *EARLIER, "best.pt")
+
+
+@pytest.mark.parametrize(
+    ("there", "flags", "found"),
+    [
+        (ALL, {}, ALL),
+        (("best.pt", EARLIER[1]), {}, (EARLIER[1], "best.pt")),
+        ((), {}, ()),
+        (ALL, {"pretrained": ""}, ALL),
+        (ALL, {"resume": "none"}, ()),
+        (ALL, {"resume": "none", "evaluate": True, "pretrained": ""}, ()),
+        (ALL, {"resume": EARLIER[0]}, (EARLIER[0],)),
+        (ALL, {"resume": EARLIER[0], "evaluate": True, "pretrained": ""}, (EARLIER[0],)),
+        ((LAST,), {"resume": EARLIER[0]}, "no such checkpoint"),
+        (ALL, {"evaluate": True}, ("best.pt", LAST, *EARLIER)),
+        ((), {"evaluate": True}, "no checkpoint in --output-dir"),
+        ((), {"evaluate": True, "pretrained": ""}, ()),
+        (ALL, {"evaluate": True, "pretrained": "x.pt"}, "best.pt or --pretrained x.pt"),
+    ],
+)
+def test_which_checkpoints_a_launch_takes(
+    tmp_path: Path, there: tuple[str, ...], flags: dict[str, Any], found: tuple[str, ...] | str
+) -> None:
+    for name in there:
+        (tmp_path / name).touch()
+    if flags.get("resume", "none") != "none":
+        flags = flags | {"resume": str(tmp_path / flags["resume"])}
+    config = TrainConfig(output_dir=tmp_path, **flags)
+    if isinstance(found, str):
+        with pytest.raises(UserError, match=found):
+            find(config)
+    else:
+        assert find(config) == [tmp_path / name for name in found]
+
+
+@pytest.mark.parametrize(
+    ("loader", "decode", "cache", "dali"),
+    [("dali", "full", "host", "2.4"), ("proxy", "full", None, "2.4"), ("torch", None, None, None)],
+)
+def test_what_a_resume_depends_on(
+    cpu: DistEnv, loader: Any, decode: str | None, cache: str | None, dali: str | None
+) -> None:
+    config = TrainConfig(loader=loader, decode="full", cache="host", ema_decay=0.5, seed=3)
+    splits = synthetic(8, 4), synthetic(6, 4)
+    found = fingerprint(config, *splits, cpu, "2.4")
+    of_the_loader = {name: found[name] for name in ("--loader", "--decode", "--cache", "DALI version")}
+    assert of_the_loader == {"--loader": loader, "--decode": decode, "--cache": cache, "DALI version": dali}
+    assert (found["--ema-decay above 0"], found["--seed"], found["classes"], found["device"]) == (True, 3, 4, "cpu")
+    assert (found["files of train/"], found["files of val/"]) == ("synthetic-8-4", "synthetic-6-4")
+    without = fingerprint(TrainConfig(loader=loader, decode="full", cache="host", seed=3), *splits, cpu, "2.4")
+    check_fingerprint(Path("last.pt"), found, found, "hint; ")
+    with pytest.raises(UserError, match=r"another run \(--ema-decay above 0: True then, False now\); restore these"):
+        check_fingerprint(Path("last.pt"), found, without, "hint; ")
+    other_files = found | {"files of val/": "x", "--seed": 4}
+    with pytest.raises(UserError, match=r"\(--seed: 3 then, 4 now; files of val/: synthetic-6-4 then, x now\); hint; "):
+        check_fingerprint(Path("last.pt"), found, dict(sorted(other_files.items())), "hint; ")
+
+
+def test_changes_are_told(tmp_path: Path) -> None:
+    saved = TrainConfig(lr=0.5).to_dict()
+    now = TrainConfig(lr=0.1, clip_grad=1.0, workers=3, log_steps=7, output_dir=tmp_path, time_limit=5.0)
+    assert changes(saved, TrainConfig(lr=0.5)) == []
+    assert changes(saved, now) == ["--lr 0.5 -> 0.1", "--clip-grad 0.0 -> 1.0"]

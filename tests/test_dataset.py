@@ -1,5 +1,6 @@
 """The manifest: torchvision's labels, on names of any kind; a fingerprint of the content, wherever it lies."""
 
+import hashlib
 import os
 import shutil
 from collections.abc import Callable
@@ -13,7 +14,18 @@ from torchvision.datasets import ImageFolder
 
 import pipelines
 from utils.config import TrainConfig
-from utils.dataset import Manifest, describe_ignored, scan, scan_splits
+from utils.dataset import (
+    NAMED,
+    FileEntry,
+    Manifest,
+    decoded_bytes,
+    describe,
+    describe_ignored,
+    scan,
+    scan_splits,
+    stat_file,
+    synthetic,
+)
 from utils.distributed import DistEnv
 from utils.errors import UserError
 
@@ -92,6 +104,16 @@ def small(tmp_path: Path) -> Path:
             for file in ("1.jpg", "2.jpg"):
                 (root / split / name / file).write_bytes(b"content")
     return root
+
+
+def test_images_nested_deeper_are_refused(small: Path) -> None:
+    """Also beside other files; they would be missing in silence."""
+    (small / "train" / "a" / "more" / "still more").mkdir(parents=True)
+    assert len(scan(small, "train")) == 4
+    for name in ("notes.txt", "3.jpg"):
+        (small / "train" / "a" / "more" / "still more" / name).write_bytes(b"x")
+    with pytest.raises(UserError, match=r"train/a/more/still more: images nested deeper than train/CLASS/IMAGE"):
+        scan(small, "train")
 
 
 def test_hidden_entries_and_other_files_are_ignored(small: Path) -> None:
@@ -209,6 +231,12 @@ def test_fingerprint_of_another_content(small: Path, change: str) -> None:
     assert scan(small, "train").fingerprint != before
 
 
+def test_fingerprint_is_frozen(small: Path) -> None:
+    # A checkpoint holds it and resumes with no other.
+    listed = b"".join(name + b"\0" + b"7\0" for name in (b"a/1.jpg", b"a/2.jpg", b"b/1.jpg", b"b/2.jpg"))
+    assert scan(small, "train").fingerprint == hashlib.sha256(listed).hexdigest()[:32]
+
+
 def test_fingerprint_of_the_same_content(small: Path, tmp_path: Path) -> None:
     before = scan(small, "train")
     assert scan(small, "train").fingerprint == before.fingerprint
@@ -230,6 +258,13 @@ def test_bad_files_are_left_out_as_if_they_did_not_exist(small: Path) -> None:
     (small / "train" / "b" / "3.jpg").write_bytes(b"other content")
     with pytest.raises(UserError, match=r"a/0\.jpg: an empty file, .*b/9\.jpg: not a regular file, .*b/gone\.jpg: "):
         scan(small, "train")
+    with pytest.raises(UserError, match=r"a/0\.jpg: an empty file"):
+        scan_splits(small)
+    assert stat_file(str(small / "train" / "b" / "gone.jpg")) == FileEntry(
+        "gone.jpg", 0, 0, "cannot be read (No such file or directory)"
+    )
+    assert describe({f"{number}.jpg": "torn" for number in range(NAMED)}).endswith("18.jpg: torn, 19.jpg: torn")
+    assert describe({f"{number}.jpg": "torn" for number in range(NAMED + 1)}).endswith("torn, and 1 more bad files")
     listed = scan(small, "train", skip_bad=True)
     assert list(listed.bad) == ["a/0.jpg", "b/9.jpg", "b/gone.jpg", "b/round.jpg"]
     assert listed.bad["b/9.jpg"] == "not a regular file"
@@ -291,5 +326,32 @@ def test_only_some_of_many_missing_classes_are_named(small: Path) -> None:
     for index in range(9):
         (small / "train" / f"more{index}").mkdir()
         (small / "train" / f"more{index}" / "1.jpg").write_bytes(b"x")
+        if index == 2:
+            with pytest.raises(UserError, match=r"3 classes of train/ .* \('more0', 'more1', 'more2'\); both"):
+                scan_splits(small)
     with pytest.raises(UserError, match=r"9 classes of train/ .* \('more0', 'more1', 'more2', \.\.\.\)"):
         scan_splits(small)
+
+
+def test_size_of_the_decoded_images(tmp_path: Path) -> None:
+    """Which decides whether they are kept in memory. Three bytes a pixel, also of what is grey or transparent."""
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    for number, (mode, width, height) in enumerate([("RGB", 40, 30), ("L", 7, 5), ("RGBA", 1, 1), ("P", 1, 200)]):
+        Image.new(mode, (width, height)).save(tmp_path / "train" / "a" / f"{number}.png")
+    total = 3 * (40 * 30 + 7 * 5 + 1 + 200)
+    found = scan(tmp_path, "train")
+    assert decoded_bytes(found) == decoded_bytes(found, sample=4) == total
+    one = decoded_bytes(found, sample=1)
+    assert one in {4 * 3 * 40 * 30, 4 * 3 * 7 * 5, 4 * 3, 4 * 3 * 200}
+    assert decoded_bytes(found, sample=1) == one, "the same on all ranks"
+    (tmp_path / "train" / "a" / "5.png").write_bytes(b"no image")
+    assert decoded_bytes(scan(tmp_path, "train")) == total * 5 / 4, "taken for one of the mean size"
+    for path in (tmp_path / "train" / "a").glob("[0-3].png"):
+        path.unlink()
+    assert decoded_bytes(scan(tmp_path, "train")) == 0
+    assert decoded_bytes(synthetic(1000, 10)) == 0
+
+
+def test_synthetic_classes_take_turns() -> None:
+    found = synthetic(5, 3)
+    assert (found.labels.tolist(), found.classes, len(found)) == ([0, 1, 2, 0, 1], ("0", "1", "2"), 5)

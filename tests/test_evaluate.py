@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -62,6 +63,47 @@ def test_counts_are_right(data: Path, cpu: DistEnv, loader: str) -> None:
 class Shift(nn.Module):
     def forward(self, logits: torch.Tensor) -> torch.Tensor:
         return logits.roll(1, dims=1)
+
+
+CLASSES = 12
+RANKS = (1, 5, 2, 6, 1, 12, 4, 6, 1, 5)  # of the target among the logits of each image
+
+
+def known_images(order: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Uint8 (10, 3, 2, 2), the 12 pixels of each the numbers 11 to 0 in another order, and targets with `RANKS`."""
+    pixels = torch.arange(CLASSES - 1, -1, -1, dtype=torch.uint8).expand(len(RANKS), CLASSES)
+    places = torch.stack([torch.randperm(CLASSES, generator=torch.Generator().manual_seed(order)) for _ in RANKS])
+    images = torch.empty_like(places, dtype=torch.uint8).scatter_(1, places, pixels)
+    return images.view(-1, 3, 2, 2), places[torch.arange(len(RANKS)), torch.tensor(RANKS) - 1]
+
+
+def copying_network() -> nn.Module:
+    """The logits of an image are its 12 pixels; only in training does it drop some."""
+    linear = nn.Linear(CLASSES, CLASSES)
+    with torch.no_grad():
+        linear.weight.copy_(torch.eye(CLASSES))
+        linear.bias.zero_()
+    return nn.Sequential(nn.Flatten(), nn.Dropout(0.5), linear)
+
+
+@pytest.mark.parametrize("batch_sizes", [[10], [1] * 10, [4, 4, 2], [3, 0, 7]])
+def test_known_logits_of_twelve_classes(cpu: DistEnv, batch_sizes: list[int]) -> None:
+    images, targets = known_images(0)
+    batches = zip(torch.split(images, batch_sizes), torch.split(targets, batch_sizes), strict=True)
+    result = evaluate(copying_network(), batches, lambda images: images.float() / 4, 10, cpu, torch.float32)
+    all_exps = sum(math.exp(number / 4) for number in range(CLASSES))
+    loss = sum(math.log(all_exps) - (CLASSES - rank) / 4 for rank in RANKS) / len(RANKS)
+    assert result == {"top1": 30.0, "top5": 70.0, "loss": pytest.approx(loss, rel=1e-6), "count": 10}
+
+
+@pytest.mark.parametrize(("dtype", "spacing"), [(torch.float32, 512), (torch.bfloat16, 64)])
+def test_precision_of_the_forward_pass(cpu: DistEnv, dtype: torch.dtype, spacing: int) -> None:
+    """Logits from 2 to 2 + 11 / 512, which bf16 rounds to 2 and 2 + 1 / 64."""
+    images, targets = known_images(1)
+    result = evaluate(copying_network(), [(images, targets)], lambda images: 2 + images.float() / 512, 10, cpu, dtype)
+    logits = [2 + round(number / 512 * spacing) / spacing for number in range(CLASSES - 1, -1, -1)]
+    loss = math.log(sum(map(math.exp, logits))) - sum(logits[rank - 1] for rank in RANKS) / len(RANKS)
+    assert result["loss"] == pytest.approx(loss, rel=1e-6)
 
 
 def test_lost_images_fail_the_run(data: Path, cpu: DistEnv) -> None:

@@ -48,6 +48,44 @@ def gradients_of(net: nn.Module, exchange: FlatAllReduce | None, rank: int) -> l
     return steps
 
 
+class WeightedMean(nn.Module):
+    """Mean of the logits times their targets, whose gradient is that of the images times their targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.dtypes.append(logits.dtype)
+        return (logits[:, 0] * targets).mean()
+
+
+@pytest.mark.parametrize("amp_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [None, 8.0])
+def test_gradient_of_a_step_is_the_mean_over_its_batches(amp_dtype: torch.dtype, scale: float | None) -> None:
+    """Numbers that no precision rounds. fp16's scaler multiplies the gradients, not the loss that is told."""
+    net = nn.Linear(2, 1, bias=False)
+    nn.init.constant_(net.weight, 2.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
+    exchanged: list[list[list[float]]] = []
+
+    def exchange() -> None:
+        assert net.weight.grad is not None
+        exchanged.append(net.weight.grad.tolist())
+
+    criterion = WeightedMean()
+    gradients = Gradients(net, criterion, scaler, amp_dtype, 2, exchange)
+    steps = [[((1.0, 0.0), 1), ((0.0, 4.0), 2)], [((4.0, 2.0), -1), ((0.0, 8.0), 0)]]  # image and target of each batch
+    losses = [
+        gradients(torch.tensor([image, image]), torch.tensor([target, target]), micro).item()
+        for step in steps
+        for micro, (image, target) in enumerate(step)
+    ]
+    assert losses == [2.0, 16.0, -12.0, 0.0]
+    assert exchanged == [[[0.5 * (scale or 1), 4.0 * (scale or 1)]], [[-2.0 * (scale or 1), -1.0 * (scale or 1)]]]
+    assert criterion.dtypes == [amp_dtype] * 4
+
+
 def run_rank(rank: int, world_size: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     torch.manual_seed(rank)  # other weights on each rank, until they are broadcast

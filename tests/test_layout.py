@@ -157,6 +157,22 @@ def permuted(epoch: int) -> list[int]:
     return [names[index] for index in permutation(NUMBERED, 0, epoch)]
 
 
+@pytest.mark.parametrize(
+    ("world_size", "accumulated", "words"),
+    [
+        (3, 2, "3 processes x --grad-accum-steps 2: cannot share .* a global batch of 64; start 2 processes, or"),
+        (3, 64, "3 processes x --grad-accum-steps 64: cannot share .*; start 1 process, or"),
+        (33, 2, "33 processes x --grad-accum-steps 2: cannot share .*; start 32 processes, or"),
+        (3, 3, "3 processes x --grad-accum-steps 3: cannot share .*; lower --grad-accum-steps, or"),
+        (1, 128, "1 process x --grad-accum-steps 128: cannot share .*; lower --grad-accum-steps, or"),
+    ],
+)
+def test_the_remedy_has_a_batch_that_is_shared_evenly(world_size: int, accumulated: int, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        chosen(saved_by(2, 32), world_size, grad_accum_steps=accumulated)
+
+
 def test_layout_in_words() -> None:
+    assert str(Layout(2, 32, 2)) == "2 processes x 32 images x 2 batches"
     assert str(Layout(2, 32, 1)) == "2 processes x 32 images"
     assert str(Layout(1, 32, 4)) == "1 process x 32 images x 4 batches"

@@ -1,6 +1,7 @@
 """Learning rate and parameter groups."""
 
 import dataclasses
+import math
 
 import pytest
 import timm
@@ -8,7 +9,15 @@ import torch
 
 from utils.config import TrainConfig
 from utils.errors import UserError
-from utils.optim import check_optimizer, create_ema, create_optimizer, create_schedule, describe_ema, scaled_lr
+from utils.optim import (
+    _has_fused,
+    check_optimizer,
+    create_ema,
+    create_optimizer,
+    create_schedule,
+    describe_ema,
+    scaled_lr,
+)
 
 
 def rates(config: TrainConfig, steps_per_epoch: int) -> list[float]:
@@ -35,6 +44,18 @@ def test_linear_warmup_then_cosine() -> None:
     assert 0 < found[-1] < 0.001
 
 
+def test_every_rate_of_a_run_of_eight_steps() -> None:
+    """The cosine falls from its first step to 0 after the last, whatever of it the warmup leaves."""
+    config = TrainConfig(epochs=1, lr=0.5, warmup_epochs=0.0)
+    cosine = [(1 + math.cos(math.pi * step / 8)) / 2 for step in range(8)]
+    assert rates(config, 8) == pytest.approx(cosine)
+    cosine = [(1 + math.cos(math.pi * step / 7)) / 2 for step in range(7)]
+    assert rates(dataclasses.replace(config, warmup_epochs=1 / 8), 8) == pytest.approx([1.0, *cosine])
+    # A warmup that rounds to the whole run leaves one step at the peak.
+    warmup = [1 / 7 + step / 7 * 6 / 7 for step in range(7)]
+    assert rates(dataclasses.replace(config, warmup_epochs=0.99), 8) == pytest.approx([*warmup, 1.0])
+
+
 @pytest.mark.parametrize(("epochs", "warmup"), [(1, 0.0), (1, 0.5), (3, 0.0)])
 def test_short_runs_have_a_rate_above_zero(epochs: int, warmup: float) -> None:
     assert all(rate > 0 for rate in rates(TrainConfig(epochs=epochs, warmup_epochs=warmup), 1))
@@ -55,6 +76,12 @@ def test_other_optimizers() -> None:
     assert isinstance(create_optimizer(config, torch.nn.Linear(2, 2), 256), torch.optim.AdamW)
     with pytest.raises(UserError, match="--optimizer adamv: unknown to timm; the closest are adam"):
         check_optimizer("adamv")
+
+
+def test_which_optimizers_have_one_kernel_for_all_weights() -> None:
+    names = ("sgd", "momentum", "nesterov", "adam", "adamw", "lamb", "rmsprop", "adafactor")
+    assert [_has_fused(name) for name in names] == [True] * 5 + [False] * 3
+    assert not create_optimizer(TrainConfig(), torch.nn.Linear(2, 2), 256).defaults["fused"], "on the CPU"
 
 
 def test_moving_average_reaches_its_decay() -> None:

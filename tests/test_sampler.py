@@ -51,6 +51,10 @@ def test_counts(layout: tuple[int, int, int, int]) -> None:
         assert sampler.epoch_of(2 * sampler.batches_per_epoch) == 2
 
 
+def test_one_process_with_a_batch_a_step_is_the_default() -> None:
+    assert Sampler(41, 8) == Sampler(41, 8, batches_per_step=1, rank=0, world_size=1, seed=0)
+
+
 def test_fewer_images_than_a_step_is_an_epoch_of_none() -> None:
     assert Sampler(7, batch_size=4, world_size=2).steps_per_epoch == 0
 

@@ -8,6 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
 
 from tests.conftest import ROOT, TINY, Finished, assert_same, read_checkpoint, read_metrics, write_data
 from utils.distributed import DistEnv
@@ -78,6 +81,41 @@ def test_before_the_first_step_a_signal_ends_at_once(name: str) -> None:
     assert done.returncode == 143
     assert done.stdout == ""
     assert done.stderr == f"stopped by {name} before the first step; nothing is lost\n"
+
+
+def test_what_was_asked_for_decides(cpu: DistEnv) -> None:
+    for limit, reason in ((0.0, "another rank"), (1e6, "another rank"), (1e-6, "the time limit")):
+        stop = StopRequest(limit)
+        stop.arm(cpu)
+        assert stop.agreed() == (reason == "the time limit")
+        assert (stop.reason, stop.by_signal) == (reason, False)
+        stop.close()
+
+
+def step_until_agreed(rank: int, world_size: int, folder: Path) -> None:
+    """Rank 1 is asked to stop when it has done three steps."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    stop = StopRequest()
+    stop.arm(DistEnv(rank, rank, world_size, world_size, torch.device("cpu")))
+    step = 0
+    while True:
+        if rank == 1 and step == 3:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        if stop.agreed():
+            break
+        step += 1
+        assert step < 100, "a stop that the others have not heard of"
+    (folder / f"{rank}").write_text(f"step {step}: {stop.reason}, {stop.by_signal}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.dist
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path) -> None:
+    """One step later: the sum travels while that runs."""
+    spawn(step_until_agreed, (2, tmp_path), 2)  # type: ignore[no-untyped-call]
+    found = [(tmp_path / f"{rank}").read_text() for rank in range(2)]
+    assert found == ["step 4: another rank, False", "step 4: SIGUSR1, True"]
 
 
 @pytest.mark.dist

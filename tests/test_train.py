@@ -70,6 +70,8 @@ def test_the_files_keep_their_contract(data: Path, tmp_path: Path, launch: Calla
     assert summary["best_top1"] == best
     assert read_checkpoint(out, "best.pt")["best_top1"] == best
     assert summary["images_per_second"] > 0
+    assert summary["timed_steps"] == 8, "all but the first interval"
+    assert "images/s and data wait cover 8 of 10 steps: not each launch's first" in done.out
     assert json.loads((out / "config.json").read_text())["arch"] == "test_resnet"
     assert list((out / "tensorboard").iterdir())
     for fact in ("0.37 M parameters", "41 train, 41 val", "0.015625 = 0.5 x 8 / 256", "DALI", "CPU, float32"):

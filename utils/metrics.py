@@ -11,6 +11,8 @@ from torch import Tensor
 
 from utils.distributed import DistEnv, all_reduce_sum
 
+WARMUP_STEPS = 200  # of a launch; DALI's buffers and torch's memory grow until all large images have come
+
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
@@ -34,11 +36,27 @@ class Interval:
 
 @dataclasses.dataclass
 class Totals:
-    """Training so far, over all launches of a run, without evaluation and checkpoints."""
+    """A sum of log intervals, without evaluation and checkpoints.
 
+    Attributes:
+        steps: optimizer steps.
+        images: of all ranks.
+        seconds: wall time.
+        wait: the part of `seconds` in which the device had nothing to do, the mean over the ranks.
+    """
+
+    steps: int = 0
     images: float = 0.0
     seconds: float = 0.0
     wait: float = 0.0
+
+    def __add__(self, other: "Totals") -> "Totals":
+        return Totals(
+            self.steps + other.steps,
+            self.images + other.images,
+            self.seconds + other.seconds,
+            self.wait + other.wait,
+        )
 
     @property
     def images_per_second(self) -> float:
@@ -60,8 +78,9 @@ class Meter:
 
     def __init__(self, env: DistEnv) -> None:
         self.skipped_steps = 0
-        self._warm_totals = Totals()
-        self._cold_totals = Totals()  # of each launch's first interval: compilation, the filling of the queues
+        # Of all launches: their first intervals, with compilation and the filling of the queues; those that begin
+        # within the first WARMUP_STEPS; the others.
+        self._totals = {"first": Totals(), "early": Totals(), "steady": Totals()}
         self._env = env
         self._loss = torch.zeros((), dtype=torch.float64, device=env.device)  # sum over images
         self._bad_loss = torch.zeros((), dtype=torch.bool, device=env.device)  # within the step under way
@@ -69,24 +88,32 @@ class Meter:
         self._skipped = torch.zeros((), dtype=torch.int64, device=env.device)
         self._images = 0
         self._waits: list[tuple[Any, Any]] = []
-        self._timed_images = 0
-        self._started = time.perf_counter()
-        self._warm = False
+        self._steps = 0  # of this launch
+        self._is_first = True
+        self.start()
 
     def start(self) -> None:
         """Begin timing, at the start of an epoch's training."""
         self._waits.clear()
         self._timed_images = 0
+        self._start_step = self._steps
         self._started = time.perf_counter()
 
     @property
     def totals(self) -> Totals:
-        """All intervals but each launch's first; that one too as long as there is no other."""
-        return self._warm_totals if self._warm_totals.seconds else self._cold_totals
+        """Intervals that begin when `WARMUP_STEPS` of their launch are done, over all launches of a run.
+
+        In a short run, in which those have fewer steps than the ones before, these too, but no launch's first interval;
+        that one as long as there is no other. An interval that a stop has cut off is in none.
+        """
+        early, steady = self._totals["early"], self._totals["steady"]
+        later = steady if steady.steps >= early.steps else early + steady
+        return later if later.steps else self._totals["first"]
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Around what is not training, a checkpoint in mid-interval."""
+        """Around what is not training, a checkpoint in mid-interval. Waits for the device, whose steps are training."""
+        self._await_device()
         began = time.perf_counter()
         yield
         self._started += time.perf_counter() - began
@@ -114,6 +141,7 @@ class Meter:
         """After the last batch of an optimizer step."""
         self._bad_steps.add_(1).mul_(self._bad_loss)
         self._bad_loss.zero_()
+        self._steps += 1
 
     def count_skipped(self, skipped: Tensor) -> None:
         """Add a step that the fp16 scaler skipped, if `skipped`, a boolean scalar on the device, is true."""
@@ -125,9 +153,8 @@ class Meter:
 
     def read(self) -> Interval:
         """Sum over all ranks and begin the next interval. Waits for the device; a collective."""
-        wait = 0.0
+        self._await_device()
         if self._env.device.type == "cuda":
-            torch.cuda.synchronize(self._env.device)
             wait = sum(start.elapsed_time(end) for start, end in self._waits) / 1000
         else:
             wait = sum(end - start for start, end in self._waits)
@@ -138,11 +165,8 @@ class Meter:
         summed = all_reduce_sum(torch.cat([self._loss.cpu().view(1), own, bad_steps])).tolist()
         loss, images, timed, share, *bad = summed
         share /= self._env.world_size
-        totals = self._warm_totals if self._warm else self._cold_totals
-        totals.images += timed
-        totals.seconds += seconds
-        totals.wait += share * seconds
-        self._warm = True
+        self._totals[self._phase()] += Totals(self._steps - self._start_step, timed, seconds, share * seconds)
+        self._is_first = False
         skipped = int(self._skipped)  # the same on all ranks, as they exchange gradients first
         self.skipped_steps += skipped
         self._loss.zero_()
@@ -150,6 +174,16 @@ class Meter:
         self._images = 0
         self.start()
         return Interval(loss / images, timed / seconds, share, int(max(bad)), skipped)
+
+    def _phase(self) -> str:
+        """Key of the totals that the interval under way belongs to."""
+        if self._is_first:
+            return "first"
+        return "early" if self._start_step < WARMUP_STEPS else "steady"
+
+    def _await_device(self) -> None:
+        if self._env.device.type == "cuda":
+            torch.cuda.synchronize(self._env.device)
 
     def _mark(self) -> Any:
         if self._env.device.type != "cuda":
@@ -160,7 +194,7 @@ class Meter:
 
     def state_dict(self) -> dict[str, Any]:
         """The interval under way on this rank, and the totals."""
-        totals = {"warm": dataclasses.asdict(self._warm_totals), "cold": dataclasses.asdict(self._cold_totals)}
+        totals = {phase: dataclasses.asdict(totals) for phase, totals in self._totals.items()}
         skipped = {"interval": int(self._skipped), "run": self.skipped_steps}
         return {"loss": self._loss.item(), "images": self._images, "totals": totals, "skipped_steps": skipped}
 
@@ -170,8 +204,8 @@ class Meter:
         self._images = state["images"]
         self._skipped.fill_(state["skipped_steps"]["interval"])
         self.skipped_steps = state["skipped_steps"]["run"]
-        self._warm_totals = Totals(**state["totals"]["warm"])
-        self._cold_totals = Totals(**state["totals"]["cold"])
+        # A checkpoint with totals of other phases has no steps in them: they begin anew, or they would not be true.
+        self._totals = {phase: Totals(**state["totals"].get(phase, {})) for phase in self._totals}
 
 
 def share_interval(of_ranks: list[dict[str, Any]], rank: int) -> dict[str, Any]:
