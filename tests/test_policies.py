@@ -48,17 +48,23 @@ NAMES = {
     "Equalize": "equalize",
     "Invert": "invert",
 }
-# Mean absolute difference of 255 between DALI and torchvision, at most. Pillow rounds colours down, DALI to the nearest;
-# along the border of what a geometric operation moves, DALI interpolates with the fill and Pillow does not.
-EXACT = {"Identity", "TranslateX", "TranslateY", "Posterize", "Solarize", "Invert"}
-LIMITS = {"ShearX": 1.0, "ShearY": 1.0, "Rotate": 1.2}
-ROUNDED = 0.7
+# Mean absolute difference between DALI and torchvision at most, of 255. Pillow rounds colours down, DALI to the nearest
+# value. At the border of what a geometric operation moves, DALI interpolates towards the fill, Pillow does not. Pillow
+# equalises with a whole number of pixels per value, which matters with few pixels.
+EXACT = ("Identity", "TranslateX", "TranslateY", "Posterize", "Solarize", "Invert")
+LIMITS = dict.fromkeys(NAMES, 0.7) | dict.fromkeys(EXACT, 0.0)
+LIMITS |= {"ShearX": 0.8, "ShearY": 0.8, "Rotate": 1.0, "Contrast": 1.0, "Equalize": 2.0}
 
 
-def config_for(policy: str, side: int) -> TrainConfig:
+def config_for(policy: Any, side: int) -> TrainConfig:
     return dataclasses.replace(
         TrainConfig(), augment=policy, image_size=side, crop_scale=1.0, hflip=0.0, cache="host", decode="full"
     )
+
+
+def torchvision(policy: str) -> Any:
+    """Its transform, whose tables are private."""
+    return policies.torchvision_policy(policy)
 
 
 def picture(side: int, seed: int = 0) -> Picture:
@@ -68,17 +74,17 @@ def picture(side: int, seed: int = 0) -> Picture:
     return np.array(Image.fromarray(small).resize((side, side), Image.Resampling.BICUBIC))
 
 
-def by_dali(pictures: list[Picture], policy: str, seed: int = 0) -> list[Picture]:
-    """The pictures, augmented by the pipeline that trains."""
+def by_dali(pictures: list[Picture], policy: str, runs: int = 1) -> list[Picture]:
+    """The pictures, `runs` times augmented by the pipeline that trains."""
     targets = [np.zeros(1, dtype=np.int64)] * len(pictures)
     pipeline = pipelines.train_pipeline(
         lambda _: (pictures, targets), config_for(policy, pictures[0].shape[0]), "cpu",
-        batch_size=len(pictures), num_threads=2, device_id=None, seed=seed, prefetch_queue_depth=1,
+        batch_size=len(pictures), num_threads=2, device_id=None, seed=0, prefetch_queue_depth=1,
     )  # fmt: skip
     pipeline.build()
     pipelines._remove_generated_files()
-    images = pipeline.run()[0]
-    return [np.array(images.at(index)) for index in range(len(pictures))]
+    batches = (pipeline.run()[0] for _ in range(runs))
+    return [np.array(images.at(index)) for images in batches for index in range(len(pictures))]
 
 
 def by_torchvision(pictures: list[Picture], policy: str) -> list[Picture]:
@@ -91,14 +97,14 @@ def by_torchvision(pictures: list[Picture], policy: str) -> list[Picture]:
 def magnitude_of(policy: str, step: Step, side: int) -> float:
     """By torchvision's table."""
     name, number, sign = step
-    magnitudes, _ = policies.torchvision_policy(policy)._AUGMENTATION_SPACE[name]
+    magnitudes, _ = torchvision(policy)._AUGMENTATION_SPACE[name]
     found = magnitudes(BINS[policy], side, side)
     return 0.0 if found is None else sign * float(found[number])
 
 
 def torchvision_steps(policy: str, pictures: list[Picture], steps: list[Step]) -> list[Picture]:
     """Each step done to its picture by torchvision."""
-    transform = policies.torchvision_policy(policy)
+    transform = torchvision(policy)
     done = []
     for one, step in zip(pictures, steps, strict=True):
         found = transform._apply_image_or_video_transform(
@@ -157,7 +163,7 @@ def one_operation(operation: Any, inputs: list[Any], bins: int) -> list[Picture]
 
 def variants(policy: str, name: str, bins: Iterable[int]) -> list[Step]:
     """What a drawn operation may be; all are equally likely."""
-    magnitudes, signed = policies.torchvision_policy(policy)._AUGMENTATION_SPACE[name]
+    magnitudes, signed = torchvision(policy)._AUGMENTATION_SPACE[name]
     if magnitudes(BINS[policy], 224, 224) is None:
         return [(name, 0, 1)]
     return [(name, number, sign) for number in bins for sign in ((1, -1) if signed else (1,))]
@@ -165,7 +171,7 @@ def variants(policy: str, name: str, bins: Iterable[int]) -> list[Step]:
 
 def sequences(policy: str) -> dict[tuple[Step, ...], float]:
     """What torchvision's policy may do to an image, and the probabilities, by its tables."""
-    transform = policies.torchvision_policy(policy)
+    transform = torchvision(policy)
     found: dict[tuple[Step, ...], float] = defaultdict(float)
     if policy == "autoaugment":
         for sub_policy in transform._policies:
@@ -175,13 +181,13 @@ def sequences(policy: str) -> dict[tuple[Step, ...], float]:
                 stages.append([((), 1 - chance), *(((step,), chance / len(may_be)) for step in may_be)])
             for (first, one), (second, other) in itertools.product(*stages):
                 found[first + second] += one * other / len(transform._policies)
-        return found
+        return {steps: chance for steps, chance in found.items() if chance}
     bins = [transform.magnitude] if policy == "randaugment" else range(31)
     single: dict[Step, float] = {}
     for name in transform._AUGMENTATION_SPACE:
         may_be = variants(policy, name, bins)
         single |= {step: 1 / len(may_be) / len(transform._AUGMENTATION_SPACE) for step in may_be}
-    for chosen in itertools.product(single, repeat=transform.num_ops if policy == "randaugment" else 1):
+    for chosen in itertools.product(single, repeat=2 if policy == "randaugment" else 1):
         found[chosen] += math.prod(single[step] for step in chosen)
     return found
 
@@ -220,20 +226,22 @@ def chance_of(drawn: list[Picture], expected: dict[bytes, float]) -> float:
     return float(chi2.sf(statistic, len(cells) - 1))
 
 
+@pytest.mark.parametrize("runs", [2, pytest.param(32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_frequencies_are_those_of_torchvisions_tables(policy: str) -> None:
+def test_frequencies_are_those_of_torchvisions_tables(policy: str, runs: int) -> None:
     image = picture(40)
     expected = outcomes(policy, image, dali_steps)
-    assert len(expected) >= {"autoaugment": 90, "randaugment": 400, "trivialaugment": 500}[policy]
-    assert chance_of(by_dali([image] * 8192, policy), expected) > 1e-4
+    assert len(expected) >= {"autoaugment": 50, "randaugment": 400, "trivialaugment": 500}[policy]
+    assert chance_of(by_dali([image] * 4096, policy, runs), expected) > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_torchvision_keeps_to_its_tables(policy: str) -> None:
     """The expectations of these tests, held against the transform itself."""
     image = picture(40)
     expected = outcomes(policy, image, torchvision_steps)
-    assert chance_of(by_torchvision([image] * 8192, policy), expected) > 1e-4
+    assert chance_of(by_torchvision([image] * 16384, policy), expected) > 1e-4
 
 
 def test_the_sub_policies_are_torchvisions() -> None:
@@ -243,13 +251,6 @@ def test_the_sub_policies_are_torchvisions() -> None:
     ]
     assert theirs == list(policies.IMAGENET)
     assert len(theirs) == 25
-
-
-def test_operations_are_drawn_anew_by_each_seed() -> None:
-    image = picture(40)
-    one, same, other = (by_dali([image] * 64, "trivialaugment", seed) for seed in (0, 0, 1))
-    assert np.array_equal(one, same)
-    assert not np.array_equal(one, other)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -274,12 +275,11 @@ def differences(policy: str, name: str, image: Picture) -> dict[Step, float]:
 def test_every_magnitude_does_what_torchvisions_does(policy: str) -> None:
     image = picture(144)
     turned = np.array(Image.fromarray(image).rotate(25, Image.Resampling.BILINEAR))  # black corners, for equalisation
-    for name in policies.torchvision_policy(policy)._AUGMENTATION_SPACE:
-        limit = 0.0 if name in EXACT else LIMITS.get(name, ROUNDED)
+    for name in torchvision(policy)._AUGMENTATION_SPACE:
         for one in (image, turned):
             found = differences(policy, name, one)
             worst = max(found, key=lambda step: found[step])
-            assert found[worst] <= limit, worst
+            assert found[worst] <= LIMITS[name], worst
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -287,7 +287,7 @@ def test_pixels_change_as_much_as_by_torchvision(policy: str) -> None:
     """Mean absolute change of random pictures, DALI's against torchvision's: less than 4 standard errors apart."""
     pictures = [picture(64, seed) for seed in range(400)]
     changes = [
-        np.array([np.abs(one.astype(int) - old).mean() for one, old in zip(images, pictures, strict=True)])
+        np.abs(np.array(images, dtype=int) - pictures).mean(axis=(1, 2, 3))
         for images in (by_dali(pictures, policy), by_torchvision(pictures, policy))
     ]
     means, errors = [each.mean() for each in changes], [each.std() / math.sqrt(len(each)) for each in changes]
