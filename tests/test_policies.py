@@ -235,13 +235,13 @@ def test_frequencies_are_those_of_torchvisions_tables(policy: str, runs: int) ->
     assert chance_of(by_dali([image] * 4096, policy, runs), expected) > 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("draws", [2048, pytest.param(16384, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_torchvision_keeps_to_its_tables(policy: str) -> None:
-    """The expectations of these tests, held against the transform itself."""
+def test_torchvision_keeps_to_its_tables(policy: str, draws: int) -> None:
+    """The expectations of these tests, held against the transform of `--loader torch`."""
     image = picture(40)
     expected = outcomes(policy, image, torchvision_steps)
-    assert chance_of(by_torchvision([image] * 16384, policy), expected) > 1e-4
+    assert chance_of(by_torchvision([image] * draws, policy), expected) > 1e-4
 
 
 def test_the_sub_policies_are_torchvisions() -> None:
@@ -284,11 +284,13 @@ def test_every_magnitude_does_what_torchvisions_does(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_pixels_change_as_much_as_by_torchvision(policy: str) -> None:
-    """Mean absolute change of random pictures, DALI's against torchvision's: less than 4 standard errors apart."""
-    pictures = [picture(64, seed) for seed in range(400)]
-    changes = [
-        np.abs(np.array(images, dtype=int) - pictures).mean(axis=(1, 2, 3))
-        for images in (by_dali(pictures, policy), by_torchvision(pictures, policy))
+    """Mean absolute change of a picture: the expectation over everything that the policy may do to it."""
+    image = picture(160)
+    expected = [
+        sum(
+            chance * np.abs(np.frombuffer(made, np.uint8).astype(int) - image.ravel()).mean()
+            for made, chance in outcomes(policy, image, steps).items()
+        )
+        for steps in (dali_steps, torchvision_steps)
     ]
-    means, errors = [each.mean() for each in changes], [each.std() / math.sqrt(len(each)) for each in changes]
-    assert abs(means[0] - means[1]) < 4 * math.hypot(*errors), means
+    assert expected[0] == pytest.approx(expected[1], abs=0.4)  # of some 40
