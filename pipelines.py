@@ -1,4 +1,4 @@
-"""Folder of images -> iterable of Batch(images, targets). DALI is spoken only here.
+"""Folder of images -> iterable of Batch(images, targets). DALI is spoken only here and in utils/policies.py.
 
 Every loader reads the images that `Sampler` names, so all of them see the same order, on any number of ranks, and
 can start at any batch of a run. What differs is who decodes: DALI (`dali`), DALI behind torch's DataLoader workers
@@ -18,7 +18,6 @@ import os
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
@@ -30,7 +29,6 @@ import torch
 import torch.utils.data
 from numpy.typing import NDArray
 from nvidia.dali import fn, types
-from nvidia.dali.auto_aug import auto_augment, rand_augment, trivial_augment
 from nvidia.dali.plugin.pytorch.experimental import proxy
 from nvidia.dali.types import BatchInfo
 from PIL import Image, ImageOps
@@ -47,14 +45,13 @@ from utils.fork import safe_fork
 from utils.inspection import Decoder, Picture, Undecodable, inspect
 from utils.jpeg import END, has_end
 from utils.leave import heed_end_workers
+from utils.policies import apply_policy, torchvision_policy
 from utils.sampler import Sampler, shard
 from utils.seed import Stream, derive_seed, seed_sequence
 from utils.stop import StopRequest
 
 DALI_VERSION: str = dali.__version__
 RATIO = (3 / 4, 4 / 3)  # aspect of a random crop, torchvision's and Inception's (arXiv:1409.4842)
-TRANSLATE = 150 / 331  # AutoAugment's largest shift, of the side (arXiv:1805.09501, figure 2)
-TRIVIAL_TRANSLATE = 32  # TrivialAugment's largest shift, pixels (arXiv:2103.10158, table 1)
 READ_THREADS = 4  # at least, of each reader; they mostly wait for the disk
 KEPT = ("gpu", "host")  # values of --cache with which images are decoded once
 CHUNK = 2**28  # bytes; torch rounds pinned memory up to a power of two
@@ -172,27 +169,8 @@ def _random_crops(source: Any, config: TrainConfig, device: str) -> Any:
     )
 
 
-def _auto_augment(images: Any, policy: str, image_size: int) -> Any:
-    # No seed: DALI would then draw operation and magnitude from one number. Black fill, as torchvision.
-    # DALI's policies use operators that DALI deprecates, and it overrides every filter to say so.
-    with warnings.catch_warnings(record=True):
-        return _apply_policy(images, policy, image_size)
-
-
-def _apply_policy(images: Any, policy: str, image_size: int) -> Any:
-    if policy == "autoaugment":
-        shift = round(TRANSLATE * image_size)
-        return auto_augment.auto_augment_image_net(images, fill_value=0, max_translate_abs=shift)
-    if policy == "randaugment":
-        shift = round(TRANSLATE * image_size)
-        return rand_augment.rand_augment(images, n=2, m=9, fill_value=0, max_translate_abs=shift)
-    if policy == "trivialaugment":
-        return trivial_augment.trivial_augment_wide(images, fill_value=0, max_translate_abs=TRIVIAL_TRANSLATE)
-    return images
-
-
 def _train_images(source: Any, config: TrainConfig, device: str) -> Any:
-    return _auto_augment(_random_crops(source, config, device), config.augment, config.image_size)
+    return apply_policy(_random_crops(source, config, device), config.augment, config.image_size)
 
 
 def _on_device(targets: Any, device: str) -> Any:
@@ -709,16 +687,11 @@ class _TorchImages(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
 
 def _torch_train_transform(config: TrainConfig) -> Callable[[Image.Image], Tensor]:
-    policies: dict[str, Callable[[], torch.nn.Module]] = {
-        "autoaugment": v2.AutoAugment,
-        "randaugment": v2.RandAugment,
-        "trivialaugment": v2.TrivialAugmentWide,
-    }
     transform: Callable[[Image.Image], Tensor] = v2.Compose(
         [
             v2.RandomResizedCrop(config.image_size, scale=(config.crop_scale, 1.0), ratio=RATIO),
             v2.RandomHorizontalFlip(config.hflip),
-            *([policies[config.augment]()] if config.augment != "none" else []),
+            *([torchvision_policy(config.augment)] if config.augment != "none" else []),
             v2.PILToTensor(),
         ]
     )
