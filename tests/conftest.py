@@ -82,6 +82,15 @@ def cpu() -> DistEnv:
     return DistEnv(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For torch in this process: several wait for each other much longer than they compute, where cores are shared."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 # Newer Pythons put the sockets of multiprocessing into /tmp where the temporary folder has too long a path.
 SOCKETS_ARE_ELSEWHERE = hasattr(multiprocessing.util, "_SUN_PATH_MAX")
 

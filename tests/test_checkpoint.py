@@ -22,6 +22,7 @@ from utils.checkpoint import (
     EARLIER,
     FORMAT,
     LAST,
+    RunRecord,
     _write,
     changes,
     check_fingerprint,
@@ -273,7 +274,8 @@ def save_at(folder: Path, env: DistEnv, step: int, best_top1: float, is_best: bo
     state = TrainState(model, optimizer, GradScaler("cpu", enabled=False), None, Meter(env), env)
     state.step, state.best_top1 = step, best_top1
     best = {"is_best": True} if is_best else {}
-    return save(state, {"at": step}, TrainConfig(output_dir=folder), {"seed": 0}, ("a", "b"), {"train": []}, **best)
+    record = RunRecord("a run", {"seed": 0}, ("a", "b"), ((0.5,), (0.5,)), {"train": []}, {}, {})
+    return save(state, {"at": step}, TrainConfig(output_dir=folder), record, **best)
 
 
 def steps_in(folder: Path) -> dict[str, int]:
@@ -318,12 +320,14 @@ def test_why_a_checkpoint_could_not_be_written(tmp_path: Path, cpu: DistEnv) -> 
 
 
 def test_whose_best_it_is(tmp_path: Path, cpu: DistEnv) -> None:
-    assert not has_best_of({"best_top1": 50.0}, tmp_path)
+    own = {"run": "a run", "best_top1": 50.0}
+    assert not has_best_of(own, tmp_path)
     save_at(tmp_path, cpu, 1, best_top1=50.0, is_best=True)
-    assert has_best_of({"best_top1": 50.0}, tmp_path)
-    assert not has_best_of({"best_top1": 49.0}, tmp_path)
+    assert has_best_of(own, tmp_path)
+    assert not has_best_of(own | {"best_top1": 49.0}, tmp_path)
+    assert not has_best_of(own | {"run": "another"}, tmp_path)
     damage(tmp_path / "best.pt", "truncated")
-    assert not has_best_of({"best_top1": 50.0}, tmp_path)
+    assert not has_best_of(own, tmp_path)
 
 
 ALL = (LAST, *EARLIER, "best.pt")

@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch import nn
 
+import models
 import pipelines
 from tests.conftest import TINY, Finished
 from utils.config import TrainConfig
 from utils.dataset import scan_splits
 from utils.distributed import DistEnv
 from utils.evaluate import evaluate
+from utils.optim import create_ema
 
 CONFIG = TrainConfig(batch_size=4, image_size=32, val_resize=36, workers=1, hw_decoder_load=0.65, prefetch=2)
 
@@ -118,3 +120,48 @@ def test_the_model_keeps_its_mode(data: Path, cpu: DistEnv) -> None:
     images, targets = torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
     evaluate(model, [(images, targets)], lambda images: images.float(), 2, cpu, torch.float32)
     assert model.training
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    ("arch", "size"),
+    [
+        ("levit_128s", 64),
+        ("efficientformerv2_s0", 64),
+        pytest.param("tiny_vit_5m_224", 224, marks=pytest.mark.slow),
+    ],
+)
+def test_an_evaluation_depends_on_the_weights_alone(cpu: DistEnv, arch: str, size: int) -> None:
+    """Not on an earlier one: in evaluations these networks keep what they have computed from their weights."""
+    torch.manual_seed(0)
+    batch = torch.randint(0, 256, (2, 3, size, size), dtype=torch.uint8), torch.tensor([0, 2])
+    reused, fresh = (models.create_model(arch, 3, image_size=size) for _ in range(2))
+    change_weights(fresh)
+    results = []
+
+    def same_loss(one: nn.Module, other: nn.Module) -> bool:
+        losses = [evaluate(m, [batch], lambda x: x.float() / 255, 2, cpu, torch.float32)["loss"] for m in (one, other)]
+        results.append(losses[0])
+        return losses[0] == losses[1]
+
+    reused.eval()  # as with --evaluate, which loads one network after the other
+    assert not same_loss(reused, fresh)
+    reused.load_state_dict(fresh.state_dict())
+    assert same_loss(reused, fresh)
+    average = create_ema(reused, decay=0.9)
+    assert same_loss(average.module, fresh)
+    change_weights(reused)
+    average.update(reused, step=9)
+    fresh.load_state_dict(average.module.state_dict())
+    assert same_loss(average.module, fresh)
+    assert len(set(results)) == 3
+
+
+@torch.no_grad()
+def change_weights(model: nn.Module) -> None:
+    """Make attention matter, which does not in a network at its start, and change what is computed from it."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("attention_biases"):
+            parameter.add_(torch.randn_like(parameter))
+        elif parameter.ndim == 1 and name.endswith("weight"):
+            parameter.fill_(1)

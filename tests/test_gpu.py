@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pipelines
 from tests import damage
 from tests.conftest import ROOT, TINY, Finished, assert_same, read_checkpoint, read_metrics, write_data
+from tests.test_optim import BAD_SCALE, OPTIMIZERS, check_skipped_first_step, fp16_losses, fp16_state
 from utils.augment import BatchAugment, Normalize
 from utils.config import TrainConfig
 from utils.dataset import scan_splits, synthetic
@@ -403,3 +404,14 @@ def test_a_bad_file_is_named_or_left_out(
     done = launch(*flags, "--output-dir", tmp_path / "skip", "--bad-files", "skip")
     assert done.status == 0, done.err
     assert "1 of 42 train files (green 1)" in done.out
+
+
+@pytest.mark.parametrize(("name", "fused"), OPTIMIZERS)
+def test_a_first_step_that_overflows_leaves_no_trace(
+    gpu: DistEnv, monkeypatch: pytest.MonkeyPatch, name: str, fused: bool
+) -> None:
+    """A step that is replayed gives the same bits. An update that is not fused may round otherwise."""
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    losses = check_skipped_first_step(gpu, name, fused)
+    assert losses == check_skipped_first_step(gpu, name, fused, graph=True)
+    assert losses == pytest.approx(fp16_losses(fp16_state(gpu, name, False, BAD_SCALE)), rel=1e-2)

@@ -1,14 +1,22 @@
 """Learning rate and parameter groups."""
 
+import contextlib
 import dataclasses
 import math
+from collections.abc import Iterator
 
 import pytest
 import timm
 import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
 
+from train import update_weights
 from utils.config import TrainConfig
+from utils.distributed import DistEnv
 from utils.errors import UserError
+from utils.gradients import CapturedGradients, Gradients, recording_stream
+from utils.metrics import Meter
 from utils.optim import (
     _has_fused,
     check_optimizer,
@@ -18,6 +26,7 @@ from utils.optim import (
     describe_ema,
     scaled_lr,
 )
+from utils.state import TrainState
 
 
 def rates(config: TrainConfig, steps_per_epoch: int) -> list[float]:
@@ -126,3 +135,103 @@ def train_a_little(name: str, seed: int) -> list[torch.Tensor]:
         model(images).square().sum().backward()
         optimizer.step()
     return [weight.detach() for weight in model.parameters()]
+
+
+OPTIMIZERS = [("sgd", True), ("momentum", True), ("adam", True), ("adamw", True)]  # that Brisk fuses on a GPU
+OPTIMIZERS += [(name, False) for name in ("sgd", "momentum", "adamw", "lamb")]
+GOOD_SCALE, BAD_SCALE = 2.0**10, 2.0**24  # of the loss in fp16, for the network below
+
+
+@contextlib.contextmanager
+def memory_full_of_nan() -> Iterator[None]:
+    """What torch makes of uninitialised memory with --deterministic."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def fp16_state(env: DistEnv, name: str, fused: bool, scale: float) -> TrainState:
+    """The same small network each time; a scale that overflows becomes one that does not."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, 2), nn.Flatten())
+    net.append(nn.Linear(72, 10)).to(memory_format=torch.channels_last).to(env.device)
+    config = TrainConfig(optimizer=name, lr=0.05 if name in ("sgd", "momentum") else 0.005, weight_decay=0.01)
+    scaler = GradScaler(env.device.type, init_scale=scale, backoff_factor=GOOD_SCALE / BAD_SCALE)
+    return TrainState(net, create_optimizer(config, net, 256, fused), scaler, ema=None, meter=Meter(env), env=env)
+
+
+def fp16_losses(state: TrainState, first: int = 0, graph: bool = False) -> list[float]:
+    """Losses of the steps `first` to 5, each on a batch of its own; `graph` records the step as a CUDA graph."""
+    random = torch.Generator().manual_seed(1)
+    images = torch.randn(6, 8, 3, 10, 10, generator=random).half().to(state.env.device)
+    targets = torch.randint(0, 10, (6, 8), generator=random).to(state.env.device)
+    gradients = Gradients(state.model, nn.CrossEntropyLoss(), state.scaler, torch.float16, accum_steps=1)
+    step = CapturedGradients(gradients, recording_stream(state.env.device)) if graph else gradients
+    losses = []
+    for batch, target in zip(images[first:], targets[first:], strict=True):
+        loss = step(batch.contiguous(memory_format=torch.channels_last), target, 0)
+        losses.append(loss.item())
+        state.meter.update(loss, len(target))
+        state.meter.end_step()
+        with memory_full_of_nan():
+            update_weights(state)
+    step.close()
+    return losses
+
+
+def check_skipped_first_step(env: DistEnv, name: str, fused: bool, graph: bool = False) -> list[float]:
+    """Gradients of the first step overflow: what follows is, bit for bit, what it is without that step. The losses."""
+    state, without = fp16_state(env, name, fused, BAD_SCALE), fp16_state(env, name, fused, GOOD_SCALE)
+    losses = fp16_losses(state, 0, graph)
+    assert losses[1:] == fp16_losses(without, 1, graph)
+    assert state.meter.read().skipped_steps == 1
+    assert state.scaler.get_scale() == without.scaler.get_scale() == GOOD_SCALE
+    for weight, other in zip(state.model.parameters(), without.model.parameters(), strict=True):
+        assert weight.isfinite().all()
+        assert torch.equal(weight, other)
+    return losses
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(("name", "fused"), OPTIMIZERS)
+def test_a_first_step_that_overflows_leaves_no_trace(cpu: DistEnv, name: str, fused: bool) -> None:
+    losses = check_skipped_first_step(cpu, name, fused)
+    assert losses == pytest.approx(fp16_losses(fp16_state(cpu, name, False, BAD_SCALE)), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "momentum"), [("sgd", 0.9), ("momentum", 0.9), ("momentum", 0.0), ("adam", 0.9), ("adamw", 0.9)]
+)
+def test_fused_steps_are_torchs(name: str, momentum: float) -> None:
+    """Bit for bit those of an optimizer that torch gives its first state, and nearly the ones that are not fused."""
+    config = TrainConfig(optimizer=name, lr=0.1, momentum=momentum, weight_decay=0.01)
+    results = []
+    for fused, own in ((True, True), (True, False), (False, True)):
+        torch.manual_seed(7)
+        model, images = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 9)), torch.rand(5, 8, 40)
+        optimizer = create_optimizer(config, model, 256, fused)
+        assert {group["fused"] for group in optimizer.param_groups} == {True if fused else None}
+        if not own:
+            optimizer.state.clear()
+        for batch in images:
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+        results.append([weight.detach() for weight in model.parameters()])
+    for ours, torchs, plain in zip(*results, strict=True):
+        assert torch.equal(ours, torchs)
+        torch.testing.assert_close(ours, plain)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("kept", ["nothing", "None"])
+def test_resume_of_an_optimizer_that_never_stepped(cpu: DistEnv, kept: str) -> None:
+    """Its state has no momentum, and the first step after the resume overflows."""
+    never, state = fp16_state(cpu, "sgd", True, BAD_SCALE), fp16_state(cpu, "sgd", True, BAD_SCALE)
+    saved = never.shared()
+    numbers = range(len(list(never.model.parameters())))
+    saved["optimizer"]["state"] = {} if kept == "nothing" else {key: {"momentum_buffer": None} for key in numbers}
+    state.load(saved, never.own({}))
+    assert fp16_losses(state) == fp16_losses(never)

@@ -37,6 +37,8 @@ def evaluate(
         RuntimeError: images were lost or counted twice.
     """
     was_training = model.training
+    # Until train() is called, timm before 1.0.30 keeps attention biases of an earlier evaluation, of other weights.
+    model.train()
     model.eval()
     sums = torch.zeros(4, dtype=torch.float64, device=env.device)  # loss, top-1, top-5, images
     for images, targets in batches:

@@ -37,13 +37,24 @@ def check_optimizer(name: str, world_size: int = 1) -> None:
         )
 
 
-def create_optimizer(config: TrainConfig, model: nn.Module, global_batch_size: int) -> Optimizer:
-    """timm's optimizer over two groups: weight decay on matrices and kernels, none on biases and norms.
+def create_optimizer(
+    config: TrainConfig, model: nn.Module, global_batch_size: int, fused: bool | None = None
+) -> Optimizer:
+    """timm's optimizer over two groups: with weight decay and without, as timm divides them (docs/decisions/0014).
 
-    On a GPU the update is one fused kernel, where the optimizer has one.
+    Args:
+        config: its rate, momentum and weight decay.
+        model: on its device.
+        global_batch_size: images in an optimizer step.
+        fused: whether the update is one kernel, where the optimizer has one. By default on a GPU.
+
+    Raises:
+        UserError: the optimizer needs a package that is not there, or does not take this network.
     """
     try:
-        fused = next(model.parameters()).is_cuda and _has_fused(config.optimizer)
+        if fused is None:
+            fused = next(model.parameters()).is_cuda
+        fused = fused and _has_fused(config.optimizer)
         optimizer: Optimizer = timm.optim.create_optimizer_v2(
             model,
             opt=config.optimizer,
@@ -56,7 +67,22 @@ def create_optimizer(config: TrainConfig, model: nn.Module, global_batch_size: i
     except Exception as error:  # timm lists those of apex and bitsandbytes too, whether they are installed or not
         reason = (str(error) or type(error).__name__).strip().splitlines()[0]
         raise UserError(f"--optimizer {config.optimizer}: cannot be had here ({reason}); give another") from error
+    if fused and isinstance(optimizer, SGD):
+        _fill_momentum(optimizer)
+        optimizer.register_load_state_dict_post_hook(_fill_momentum)
     return optimizer
+
+
+def _fill_momentum(optimizer: Optimizer) -> None:
+    """Give each parameter of SGD that has no momentum yet one of zeros, from which the first step is torch's own.
+
+    torch's fused step would allocate it, and leave it uninitialised if fp16's scaler skips that step. Of the others
+    with a fused step, Adam and AdamW, torch starts the state with zeros.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            if optimizer.state[parameter].get("momentum_buffer") is None:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def _has_fused(name: str) -> bool:

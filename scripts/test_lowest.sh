@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Runs the tests of scripts/test.sh with the lowest versions that requirements.txt allows, in an environment of its own,
+# .venv-lowest (7 GB). The first time takes minutes more. Arguments go to pytest:
+#
+#   scripts/test_lowest.sh tests/test_models.py -x
+set -euo pipefail
+# shellcheck source=scripts/env.sh
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+
+lowest=constraints-lowest.txt
+diff <(sed -n 's/^\([a-z0-9-]*\)>=\([0-9.]*\).*/\1==\2/p' requirements.txt) <(sed '/^#/d' "$lowest") >&2 ||
+    die "$lowest does not hold the lowest versions of requirements.txt; the lines above differ"
+command -v python3.11 >/dev/null || die "found no python3.11, the only Python for which all of $lowest is built"
+
+python=$PWD/.venv-lowest/bin/python
+stamp=.venv-lowest/.installed
+wanted=$(cat requirements.txt "$lowest" constraints.txt | sha256sum)
+if [[ ! -f $stamp || $(<"$stamp") != "$wanted" ]]; then
+    echo "installing the lowest versions into .venv-lowest"
+    python3.11 -m venv --clear .venv-lowest
+    "$python" -m pip install --quiet --no-input --disable-pip-version-check -r requirements.txt -c "$lowest"
+    "$python" -m pip install --quiet --no-input --disable-pip-version-check -c constraints.txt \
+        pytest pytest-timeout pytest-xdist
+    echo "$wanted" >"$stamp"
+fi
+BRISK_PYTHON=$python exec scripts/test.sh "$@"
