@@ -75,7 +75,7 @@ class TrainConfig:
     grad_accum_steps: int = _option(1, OPTIMISATION, "Batches per optimizer step.")
     optimizer: str = _option("sgd", OPTIMISATION, "Any timm optimizer; its sgd is Nesterov's.")
     momentum: float = _option(0.875, OPTIMISATION, "SGD momentum.")
-    weight_decay: float = _option(1 / 32768, OPTIMISATION, "Not on 1-D weights, biases, and timm's own exceptions.", "1/32768")
+    weight_decay: float = _option(1 / 32768, OPTIMISATION, "Not on vectors and what timm exempts.", "1/32768")
     warmup_epochs: float | None = _option(
         None, OPTIMISATION, "Linear warmup, epochs; then cosine to 0.", "a tenth, at most 5"
     )
