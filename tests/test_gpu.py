@@ -412,6 +412,7 @@ def test_a_first_step_that_overflows_leaves_no_trace(
 ) -> None:
     """A step that is replayed gives the same bits. An update that is not fused may round otherwise."""
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     losses = check_skipped_first_step(gpu, name, fused)
     assert losses == check_skipped_first_step(gpu, name, fused, graph=True)
     assert losses == pytest.approx(fp16_losses(fp16_state(gpu, name, False, BAD_SCALE)), rel=1e-2)

@@ -235,3 +235,16 @@ def test_resume_of_an_optimizer_that_never_stepped(cpu: DistEnv, kept: str) -> N
     saved["optimizer"]["state"] = {} if kept == "nothing" else {key: {"momentum_buffer": None} for key in numbers}
     state.load(saved, never.own({}))
     assert fp16_losses(state) == fp16_losses(never)
+
+
+def test_weight_decay_is_timms() -> None:
+    """docs/decisions/0014: a scale that is no vector decays, what a network exempts does not."""
+    decayed: dict[str, set[bool]] = {"temperature": set(), "pos_embed": set(), "cls_token": set()}
+    for arch in ("edgenext_xx_small", "test_vit"):
+        with torch.device("meta"):
+            model = timm.create_model(arch)
+        names = {parameter: name.split(".")[-1] for name, parameter in model.named_parameters()}
+        for group in create_optimizer(TrainConfig(weight_decay=0.01), model, 256).param_groups:
+            for parameter in group["params"]:
+                decayed.get(names[parameter], set()).add(group["weight_decay"] > 0)
+    assert decayed == {"temperature": {True}, "pos_embed": {False}, "cls_token": {False}}

@@ -69,10 +69,8 @@ class TrainConfig:
     random_erase: float = _option(0.0, DATA, "Probability of erasing a rectangle.")
 
     pretrained: str | None = _option(None, MODEL, "timm's weights, or those in FILE.", "off", "[FILE]")
-    pretrained_ema: bool | None = _option(None, MODEL, "Take the EMA weights of --pretrained FILE.", "if it has them")
-    pretrained_head: Literal["auto", "keep", "new"] = _option(
-        "auto", MODEL, "Head of the pretrained weights; auto: kept for the same classes."
-    )
+    pretrained_ema: bool | None = _option(None, MODEL, "FILE's EMA weights.", "if it has some")
+    pretrained_head: Literal["auto", "keep", "new"] = _option("auto", MODEL, "Its head; auto: of the same classes.")
     num_classes: int | None = _option(None, MODEL, "Outputs of the head.", "the class folders")
     compile: bool | None = _option(None, MODEL, "torch.compile the training step.", "on CUDA")
     fused_layers: bool | None = _option(
@@ -83,9 +81,7 @@ class TrainConfig:
     grad_accum_steps: int = _option(1, OPTIMISATION, "Batches per optimizer step.")
     optimizer: str = _option("sgd", OPTIMISATION, "Any timm optimizer; its sgd is Nesterov's.")
     momentum: float = _option(0.875, OPTIMISATION, "SGD momentum.")
-    weight_decay: float = _option(
-        1 / 32768, OPTIMISATION, "Not on 1-D weights, biases, and timm's own exceptions.", "1/32768"
-    )
+    weight_decay: float = _option(1 / 32768, OPTIMISATION, "Not on biases and 1-D weights; as timm.", "1/32768")
     warmup_epochs: float | None = _option(
         None, OPTIMISATION, "Linear warmup, epochs; then cosine to 0.", "a tenth, at most 5"
     )
@@ -106,8 +102,8 @@ class TrainConfig:
 
     resume: str = _option("auto", RUN, "auto: from last.pt, if there is one.", True, "auto|none|PATH")
     checkpoint_steps: int = _option(0, RUN, "Steps between saves; 0: an epoch.")
-    overwrite: bool = _option(False, SWITCHES, "Remove checkpoints that --resume does not continue.")
-    evaluate: bool = _option(False, SWITCHES, "Only evaluate: best.pt, or --resume PATH, as it was trained.")
+    overwrite: bool = _option(False, SWITCHES, "Replace what --resume does not continue.")
+    evaluate: bool = _option(False, SWITCHES, "Only evaluate: best.pt, or --resume PATH.")
     seed: int = _option(0, RUN, "Of weights, order and augmentation.")
     deterministic: bool = _option(False, SWITCHES, "Same bits in every run; slower.")
     log_steps: int = _option(50, RUN, "Steps between two lines of metrics.jsonl.")
