@@ -69,10 +69,10 @@ class TrainConfig:
     random_erase: float = _option(0.0, DATA, "Probability of erasing a rectangle.")
 
     pretrained: str | None = _option(None, MODEL, "timm's weights, or those in FILE.", "off", "[FILE]")
-    pretrained_ema: bool | None = _option(None, MODEL, "FILE's EMA weights.", "if it has some")
-    pretrained_head: Literal["auto", "keep", "new"] = _option("auto", MODEL, "Its head; auto: of the same classes.")
-    num_classes: int | None = _option(None, MODEL, "Outputs of the head.", "the class folders")
-    compile: bool | None = _option(None, MODEL, "torch.compile the training step.", "on CUDA")
+    pretrained_ema: bool | None = _option(None, MODEL, "FILE's EMA weights.", "if any")
+    pretrained_head: Literal["auto", "keep", "new"] = _option("auto", MODEL, "The weights' head.")
+    num_classes: int | None = _option(None, MODEL, "Outputs of the head.", "the classes")
+    compile: bool | None = _option(None, MODEL, "torch.compile the step.", "on CUDA")
     fused_layers: bool | None = _option(
         None, MODEL, "Brisk's own kernels for norms, pooling and convolutions.", "where compiled on CUDA"
     )
@@ -86,9 +86,7 @@ class TrainConfig:
         None, OPTIMISATION, "Linear warmup, epochs; then cosine to 0.", "a tenth, at most 5"
     )
     label_smoothing: float = _option(0.1, OPTIMISATION, "Share of the target spread over all classes.")
-    ema_decay: float = _option(
-        0.0, OPTIMISATION, "Moving average of the weights, e.g. 0.9999 in the long run; 0 is off."
-    )
+    ema_decay: float = _option(0.0, OPTIMISATION, "Moving average of the weights; 0 is off.")
     clip_grad: float = _option(0.0, OPTIMISATION, "Largest norm of the gradient; 0 is off.")
 
     max_bad_steps: int = _option(10, OPTIMISATION, "Steps with no finite loss that end the run; 0: none.")
