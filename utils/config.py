@@ -60,7 +60,7 @@ class TrainConfig:
     val_resize: int | None = _option(None, DATA, "Shorter side before the centre crop, pixels.", "image size x 8/7")
     workers: int | None = _option(None, DATA, "CPU threads (torch: workers) per process.", "its share of the cores")
     augment: Literal["none", "autoaugment", "randaugment", "trivialaugment"] = _option(
-        "none", DATA, "Policy after crop and flip."
+        "none", DATA, "torchvision's policy, with any loader, after crop and flip."
     )
     crop_scale: float = _option(0.08, DATA, "Least share of the area in a random crop.")
     hflip: float = _option(0.5, DATA, "Probability of mirroring a training image.")
