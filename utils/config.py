@@ -71,7 +71,7 @@ class TrainConfig:
     pretrained: str | None = _option(None, MODEL, "timm's weights, or those in FILE.", "off", "[FILE]")
     pretrained_ema: bool | None = _option(None, MODEL, "FILE's EMA weights.", "if any")
     pretrained_head: Literal["auto", "keep", "new"] = _option("auto", MODEL, "The weights' head.")
-    num_classes: int | None = _option(None, MODEL, "Outputs of the head.", "the classes")
+    num_classes: int | None = _option(None, MODEL, "Outputs of the head.", "the folders")
     compile: bool | None = _option(None, MODEL, "torch.compile the step.", "on CUDA")
     fused_layers: bool | None = _option(
         None, MODEL, "Brisk's own kernels for norms, pooling and convolutions.", "where compiled on CUDA"
@@ -104,7 +104,7 @@ class TrainConfig:
     evaluate: bool = _option(False, SWITCHES, "Only evaluate: best.pt, or --resume PATH.")
     seed: int = _option(0, RUN, "Of weights, order and augmentation.")
     deterministic: bool = _option(False, SWITCHES, "Same bits in every run; slower.")
-    log_steps: int = _option(50, RUN, "Steps between two lines of metrics.jsonl.")
+    log_steps: int = _option(50, RUN, "Steps between lines of metrics.jsonl.")
     tensorboard: bool = _option(False, SWITCHES, "Also write TensorBoard events.")
     time_limit: float = _option(0.0, RUN, "Seconds until a save and stop; 0 is off.")
     timeout: float = _option(600.0, RUN, "Seconds to wait for another process.")
