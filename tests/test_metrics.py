@@ -131,14 +131,6 @@ def test_totals_survive_a_resume(cpu: DistEnv, clock: Clock) -> None:
         assert other.totals == meter.totals
 
 
-def test_totals_without_steps_begin_anew(cpu: DistEnv) -> None:
-    meter = Meter(cpu)
-    totals = {name: {"images": 800.0, "seconds": 2.0, "wait": 1.0} for name in ("warm", "cold")}
-    meter.load_state_dict(meter.state_dict() | {"totals": totals})
-    assert meter.totals == Totals()
-    assert (meter.totals.images_per_second, meter.totals.data_wait) == (0.0, 0.0)
-
-
 @pytest.mark.gpu
 def test_a_pause_begins_when_the_device_has_done_its_steps() -> None:
     meter = Meter(DistEnv(0, 0, 1, 1, torch.device("cuda", 0)))

@@ -204,8 +204,7 @@ class Meter:
         self._images = state["images"]
         self._skipped.fill_(state["skipped_steps"]["interval"])
         self.skipped_steps = state["skipped_steps"]["run"]
-        # A checkpoint with totals of other phases has no steps in them: they begin anew, or they would not be true.
-        self._totals = {phase: Totals(**state["totals"].get(phase, {})) for phase in self._totals}
+        self._totals = {phase: Totals(**totals) for phase, totals in state["totals"].items()}
 
 
 def share_interval(of_ranks: list[dict[str, Any]], rank: int) -> dict[str, Any]:
