@@ -99,8 +99,8 @@ def time_starts(output_dir: Path, limit: float, flags: Sequence[str] = (), count
     """Launch train.py on synthetic data until its first step, several times; returns how it ended, with seconds."""
     seconds = []
     with tempfile.TemporaryDirectory(prefix="starts-", dir=output_dir) as folder:  # the checkpoints are of no use
-        words = [sys.executable, TRAIN, "--loader", "synthetic", "--resume", "none", "--time-limit", 0.001]
-        words += ["--output-dir", Path(folder, "run"), *flags]
+        words = [sys.executable, TRAIN, "--loader", "synthetic", "--time-limit", 0.001]
+        words += ["--output-dir", Path(folder, "run"), "--resume", "none", "--overwrite", *flags]
         log, errors = Path(folder, "log.txt"), Path(folder, "errors.txt")
         for _ in range(count):
             with log.open("w") as out, errors.open("w") as err:

@@ -98,8 +98,8 @@ def measure(
     launcher = [sys.executable]
     if point.processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={point.processes}"]
-    words = [*launcher, ROOT / "train.py", "--data-dir", data_dir, "--output-dir", output_dir, "--resume", "none"]
-    words += ["--loader", point.loader, "--epochs", "1", "--cache", "none"]
+    words = [*launcher, ROOT / "train.py", "--data-dir", data_dir, "--output-dir", output_dir]
+    words += ["--loader", point.loader, "--epochs", "1", "--cache", "none", "--resume", "none", "--overwrite"]
     threads = sorted(os.sched_getaffinity(0))[:cpus]
     log = work / f"{point.loader}-{point.processes}.log"
     metrics = output_dir / "metrics.jsonl"
