@@ -129,3 +129,19 @@ def test_crops_and_flips_of_seeds_ranks_and_pipelines_are_independent(
     draws = {name: np.concatenate(parts, axis=1) for name, parts in found.items()}
     for quantity in range(4):
         uncorrelated({name: values[quantity] for name, values in draws.items()})
+
+
+def test_draws_of_an_image_follow_seed_and_epoch(readable: Manifest, cpu: DistEnv) -> None:
+    """`--loader torch`: image by image, of two seeds and, for each, two times four epochs."""
+    found: dict[str, list[NDArray[np.float64]]] = {}
+    base = TrainConfig(batch_size=64, image_size=16, workers=1, loader="torch")
+    for seed in range(2):
+        sampler = Sampler(len(readable), 64, seed=seed)
+        stream = pipelines.create_train_loader(dataclasses.replace(base, seed=seed), readable, sampler, cpu)
+        for epoch in range(8):
+            by_image = crops(next(stream).images)[:, np.argsort(sampler.indices(epoch))]
+            found.setdefault(f"seed {seed}, epochs {epoch // 4}", []).append(by_image)
+        stream.close()
+    draws = {name: np.concatenate(parts, axis=1) for name, parts in found.items()}
+    for quantity in range(4):
+        uncorrelated({name: values[quantity] for name, values in draws.items()})
