@@ -191,7 +191,7 @@ class Peers:
             rank: self._store.get(f"word/{rank}").decode() for rank in range(self._world_size) if rank not in silent
         }
         failed = {rank: f"{self._place(rank)}failed: {last}" for rank, last in words.items() if last}
-        mute = f"does not answer; --timeout {self._timeout:g} is over"
+        mute = f"does not answer; --timeout {self._timeout:g} is over: it hangs, or its machine or the network is down"
         # One that failed or died explains why others are silent.
         lost = failed or unable or {rank: self._place(rank) + mute for rank in silent}
         return Roll(lost, [rank for rank, last in words.items() if not last])

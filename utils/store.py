@@ -57,7 +57,13 @@ class BoundedStore:
         return part
 
     def set(self, key: str, value: str) -> None:
-        self._line.call(lambda store: store.set(self.prefix + key, value), self._seconds)
+        """When it returns, the store has the value."""
+
+        def set_and_ask(store: Store) -> None:
+            store.set(self.prefix + key, value)  # TCPStore's does not wait for an answer
+            store.check([self.prefix + key])
+
+        self._line.call(set_and_ask, self._seconds)
 
     def get(self, key: str) -> bytes:
         """Of a key that has been set."""
@@ -136,14 +142,14 @@ def _wait(answer: Future[T], seconds: float) -> T:
 
 
 def _look_after(line: _Line, timeout: float, cut_off: Callable[[], None], over: threading.Event) -> None:
-    silence, at = 0.0, time.monotonic()
+    silence, at, answers = 0.0, time.monotonic(), line.answers
     while not over.wait(POLL_SECONDS):
-        before = line.answers
+        before = answers
         with contextlib.suppress(RuntimeError):  # the process that holds the store may have ended, and all be well
             line.call(lambda store: store.check(["any"]), POLL_SECONDS)
-        now = time.monotonic()
+        now, answers = time.monotonic(), line.answers
         # Any answer counts, also a late one. Time in which this process was suspended does not.
-        silence = 0.0 if line.answers > before else silence + min(now - at, 2 * POLL_SECONDS)
+        silence = 0.0 if answers > before else silence + min(now - at, 2 * POLL_SECONDS)
         at = now
         if silence >= timeout and not over.is_set():
             cut_off()
