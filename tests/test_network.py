@@ -38,7 +38,7 @@ from tests.conftest import (
     write_data,
 )
 
-pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.dist, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.network, pytest.mark.dist, pytest.mark.timeout(900)]
 
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000  # <linux/if_tun.h>
 HOSTS = ("10.77.0.1", "10.77.0.2")
