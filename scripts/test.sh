@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Runs the tests that need no GPU and no Slurm, without the long ones. Arguments go to pytest:
+# Runs the tests that need no GPU, no Slurm and no network namespaces, without the long ones. Arguments go to pytest:
 #
 #   scripts/test.sh tests/test_models.py -x
 #   scripts/test.sh -m slow                   # the last -m counts
-#   scripts/test.sh -m gpu                    # or slurm
+#   scripts/test.sh -m gpu                    # or slurm, or network
 set -euo pipefail
 # shellcheck source=scripts/env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 use_environment requirements-dev.txt
 # Most of the time goes into starting processes, so as many tests at once as there are cores, within reason.
-exec "$PYTHON" -m pytest -m "not gpu and not slow and not slurm" -n auto --maxprocesses 8 --dist worksteal "$@"
+exec "$PYTHON" -m pytest -m "not gpu and not slow and not slurm and not network" -n auto --maxprocesses 8 --dist worksteal "$@"

@@ -9,6 +9,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from utils.distributed import Launch, check_devices, choose_device, fresh_part, own_gpu, process_group, read_launch
 from utils.errors import RunFailed, UserError
+from utils.store import BoundedStore
 
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
 SLURM = {
@@ -63,7 +64,8 @@ def test_each_attempt_has_a_part_of_the_store_to_itself() -> None:
         with ThreadPoolExecutor(3) as threads:
             clients = [TCPStore("127.0.0.1", server.port) for _ in order]
             meetings = [
-                threads.submit(fresh_part, client, rank, 3, 10) for client, rank in zip(clients, order, strict=True)
+                threads.submit(fresh_part, BoundedStore(client, 10), rank, 3, 10)
+                for client, rank in zip(clients, order, strict=True)
             ]
             parts = [meeting.result() for meeting in meetings]
         assert not any(part.check(["address"]) for part in parts)
@@ -98,7 +100,7 @@ def test_devices_that_do_not_go_together_are_refused_on_all_ranks(devices: tuple
     server = TCPStore("127.0.0.1", 0, is_master=True)
     with ThreadPoolExecutor(4) as threads:
         checks = [
-            threads.submit(check_devices, own, TCPStore("127.0.0.1", server.port), rank, 4)
+            threads.submit(check_devices, own, BoundedStore(TCPStore("127.0.0.1", server.port), 10), rank, 4, 10)
             for rank, own in enumerate(devices)
         ]
         errors = [check.exception() for check in checks]
@@ -111,6 +113,6 @@ def test_devices_that_do_not_go_together_are_refused_on_all_ranks(devices: tuple
 def test_who_does_not_come_is_named() -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True)
     with pytest.raises(RunFailed, match=r"rank 1, 2 did not come within 0\.3 s"):
-        fresh_part(server, 0, 3, 0.3)
+        fresh_part(BoundedStore(server, 10), 0, 3, 0.3)
     with pytest.raises(RunFailed, match=r"rank 0 did not come within 0\.3 s"):
-        fresh_part(server, 1, 3, 0.3)
+        fresh_part(BoundedStore(server, 10), 1, 3, 0.3)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.conftest import (
     TINY,
@@ -24,7 +25,9 @@ from tests.conftest import (
     read_checkpoint,
     workers_of,
 )
-from utils.peers import _has_ended
+from utils import peers as peers_module
+from utils.peers import Peers, _has_ended, _is_communication, _machine
+from utils.store import BoundedStore, NoAnswer
 
 TORCH_KILLS = 30  # seconds after which torchrun kills what ignores SIGTERM
 pytestmark = pytest.mark.dist
@@ -181,3 +184,104 @@ def test_last_words(data: Path, tmp_path: Path) -> None:
         cause = launch.err.read_text().partition("Root Cause")[2]
         assert re.search(r"rank +: 1 ", cause)
         assert words[1] in cause
+
+
+class Group:
+    """`count` ranks in one real store, all of them this process unless told otherwise."""
+
+    def __init__(self, count: int, timeout: float = 7.0) -> None:
+        self.server = TCPStore("127.0.0.1", 0, is_master=True)
+        self.store = BoundedStore(self.server.clone(), 30.0)
+        self.ranks = [Peers(self.store, rank, count, timeout) for rank in range(count)]
+
+    def place(self, rank: int, pid: int, machine: str | None = None) -> None:
+        self.store.set(f"peers/place/{rank}", f"{machine or _machine()} {pid}")
+
+
+@pytest.fixture
+def gone() -> int:
+    with subprocess.Popen(["true"]) as process:
+        return process.pid
+
+
+@pytest.fixture
+def stopped() -> Iterator[int]:
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        process.send_signal(signal.SIGSTOP)
+        while Path(f"/proc/{process.pid}/stat").read_text().split()[2] != "T":
+            time.sleep(0.01)
+        yield process.pid
+        process.kill()
+
+
+def test_roll_call(monkeypatch: pytest.MonkeyPatch, gone: int, stopped: int) -> None:
+    """What is known of each, and that one which failed or died explains why others are silent."""
+    monkeypatch.setattr(peers_module, "ROLL_CALL_SECONDS", 0.3)
+    here, silent = os.uname().nodename, "does not answer; --timeout 7 is over: it hangs, or its machine or the network"
+    group = Group(4)
+    group.ranks[2].farewell()
+    roll = group.ranks[1]._call_roll()
+    assert (list(roll.lost), roll.heard) == ([0, 3], [1, 2])
+    assert roll.lost[3].startswith(f"(process {os.getpid()} on {here}) {silent}")
+    group.place(3, gone, "elsewhere/1/2")  # whose processes nobody here knows
+    assert group.ranks[1]._call_roll().lost[3].startswith(f"(process {gone} on elsewhere) {silent}")
+    group.place(3, stopped)
+    assert group.ranks[1]._call_roll().lost == {3: f"(process {stopped} on {here}) is stopped (SIGSTOP)"}
+    group.place(3, gone)
+    lost = group.ranks[1]._call_roll().lost
+    assert lost == {3: f"(process {gone} on {here}) is gone: killed, by the kernel where memory was short, or crashed"}
+    with pytest.raises(MemoryError), group.ranks[0].watched(print):
+        raise MemoryError("no room")
+    roll = group.ranks[1]._call_roll()
+    assert roll.lost == {0: f"(process {os.getpid()} on {here}) failed: MemoryError: no room"}
+    assert roll.heard == [1, 2]
+
+
+def test_roll_call_without_trouble() -> None:
+    group = Group(2)
+    group.ranks[1].farewell()
+    roll = group.ranks[0]._call_roll()
+    assert (roll.lost, roll.heard) == ({}, [0, 1])
+    group.ranks[0].end_if_lost(print)  # and this process goes on
+    group.server.delete_key("peers/place/1")
+    group.server.delete_key("peers/word/1")
+    assert group.ranks[0]._place(1) == "never came and "
+
+
+def test_one_that_died_without_a_word_is_lost_to_all(gone: int) -> None:
+    group = Group(3)
+    group.place(1, gone, "elsewhere/1/2")
+    group.place(2, gone)
+    group.ranks[2].farewell()
+    assert not group.ranks[0].lost()  # it ended well; the other is not of this machine
+    group.server.delete_key("peers/word/2")
+    assert group.ranks[0].lost()
+    assert Peers(group.store, 1, 3, 7.0).lost()  # told
+
+
+def test_a_step_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    peers = Group(1, timeout=7.0).ranks[0]
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    assert not peers.stuck()
+    peers.went_on()
+    now += 14.0
+    assert not peers.stuck()
+    now += 0.1
+    assert peers.stuck()
+    peers.pause()
+    assert not peers.stuck()
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (NoAnswer(5.0), True),
+        (RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"), True),
+        (RuntimeError("NCCL communicator was aborted on rank 1"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ConnectionResetError(104, "Connection reset by peer"), False),  # of a worker of DataLoader
+    ],
+)
+def test_errors_of_communication(error: Exception, is_one: bool) -> None:
+    assert _is_communication(error) == is_one

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from utils.distributed import DistEnv
 from utils.errors import EXIT_FAILED, EXIT_USER_ERROR, BadFile, RunFailed, Stopped, UserError, one_line
-from utils.leave import leave
+from utils.leave import ending, leave
 from utils.peers import AGAIN, Peers
 
 POLL_SECONDS = 0.25
@@ -35,9 +35,9 @@ def shared_alarm(env: DistEnv, tell: Callable[[str], None]) -> Iterator[None]:
     if env.peers is None:
         yield
         return
-    peers = env.peers.reconnected()
+    peers = env.peers
     over = threading.Event()
-    watch = threading.Thread(target=_watch, args=(peers, env.peers, over, tell), name="alarm", daemon=True)
+    watch = threading.Thread(target=_watch, args=(peers, over, tell), name="alarm", daemon=True)
     watch.start()
     try:
         yield
@@ -61,21 +61,23 @@ def shared_alarm(env: DistEnv, tell: Callable[[str], None]) -> Iterator[None]:
         watch.join()
 
 
-def _watch(peers: Peers, own: Peers, over: threading.Event, tell: Callable[[str], None]) -> None:
+def _watch(peers: Peers, over: threading.Event, tell: Callable[[str], None]) -> None:
     def troubled() -> bool:
         with contextlib.suppress(Exception):  # the process that holds the store may have ended
             if peers.rung():
                 _leave_together(peers.rank == 0)
             if peers.lost():
                 return True
-        return own.stuck()
+        return peers.stuck()
 
     while not over.wait(POLL_SECONDS):
         if troubled() and not over.wait(LOST_SECONDS) and troubled():  # a job that was suspended goes on meanwhile
-            if not peers.report(tell) and peers.rank == 0:
-                length = f"{own.patience:g} s (twice --timeout)"
-                tell(f"no step has ended for {length}, though all processes answer; {AGAIN}")
-            leave(EXIT_FAILED)
+            with ending:
+                peers.end_if_lost(tell)
+                if peers.rank == 0:
+                    length = f"{peers.patience:g} s (twice --timeout)"
+                    tell(f"no step has ended for {length}, though all processes answer; {AGAIN}")
+                leave(EXIT_FAILED)
 
 
 def _leave_together(is_main: bool) -> NoReturn:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import datetime
+import functools
 import itertools
 import os
 import re
@@ -20,6 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 from utils.errors import RunFailed, UserError
 from utils.launcher import end_with_launcher
 from utils.peers import Peers
+from utils.store import ANSWER_SECONDS, BoundedStore, NoAnswer, in_time
 
 T = TypeVar("T")
 DDP_BUCKETS = (2**18, 25 * 2**18)  # float32: 1 MiB for the first, then 25 (torch 2.11's defaults)
@@ -173,32 +175,44 @@ def process_group(
         return
     limit = datetime.timedelta(seconds=timeout)
     meet, name = _rendezvous(os.environ)
-    try:
+
+    def connect() -> tuple[Store, Store]:
         store, _, _ = next(rendezvous(meet, env.rank, env.world_size, timeout=limit))
-    except dist.DistError as error:
+        return store, store.clone()  # one for torch, whose calls may hold up those of others, and one for us
+
+    try:
+        store, own = in_time(connect, timeout + ANSWER_SECONDS)  # it has --timeout of its own for most
+        part = fresh_part(BoundedStore(own, timeout).part(name), env.rank, env.world_size, timeout)
+        peers = Peers(part, env.rank, env.world_size, timeout)
+    except (dist.DistError, NoAnswer) as error:
         reason = str(error).partition("\n")[0]
         raise RunFailed(
-            f"rank {env.rank}: cannot meet rank 0 or its launcher at {meet} ({reason}); --timeout is {timeout:g} s",
+            f"rank {env.rank}: cannot meet rank 0 or its launcher at {_where(meet)} ({reason}); "
+            f"--timeout is {timeout:g} s",
             common=False,
         ) from None
-    store = fresh_part(PrefixStore(name, store), env.rank, env.world_size, timeout)
-    peers = Peers(store, env.rank, env.world_size, timeout)
-    with peers.watched(tell):
-        check_devices(_describe(device), store, env.rank, env.world_size)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=PrefixStore("group", store),
-            rank=env.rank,
-            world_size=env.world_size,
-            timeout=limit,
-        )
-    try:
-        yield dataclasses.replace(env, peers=peers)
-    finally:
-        dist.destroy_process_group()
+    with part.looked_after(timeout, functools.partial(peers.cut_off, tell)):
+        with peers.watched(tell):
+            check_devices(_describe(device), part, env.rank, env.world_size, timeout)
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                store=PrefixStore(f"{part.prefix}group", store),
+                rank=env.rank,
+                world_size=env.world_size,
+                timeout=limit,
+            )
+        try:
+            yield dataclasses.replace(env, peers=peers)
+        finally:
+            dist.destroy_process_group()
 
 
-def fresh_part(store: Store, rank: int, world_size: int, timeout: float) -> PrefixStore:
+def _where(meet: str) -> str:
+    """Host and port of a place that `_rendezvous` gives."""
+    return "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ) if meet == "env://" else meet.partition("//")[2]
+
+
+def fresh_part(store: BoundedStore, rank: int, world_size: int, timeout: float) -> BoundedStore:
     """A part of `store` for these processes alone. A collective.
 
     Several agents of torchrun keep one store over all restarts (seen with torch 2.15): processes that come back find
@@ -207,6 +221,7 @@ def fresh_part(store: Store, rank: int, world_size: int, timeout: float) -> Pref
 
     Raises:
         RunFailed: a process did not come within `timeout` seconds.
+        NoAnswer: the store does not answer.
     """
     own, deadline = uuid.uuid4().hex, time.monotonic() + timeout
     store.set(f"word/{rank}", own)
@@ -226,7 +241,7 @@ def fresh_part(store: Store, rank: int, world_size: int, timeout: float) -> Pref
     if missing:
         names = ", ".join(map(str, missing))
         raise RunFailed(f"rank {names} did not come within {timeout:g} s (--timeout)", common=False)
-    return PrefixStore(part, store)
+    return store.part(part)
 
 
 def _describe(device: torch.device) -> str:
@@ -234,13 +249,20 @@ def _describe(device: torch.device) -> str:
     return f"cuda {torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else device.type
 
 
-def check_devices(own: str, store: Store, rank: int, world_size: int) -> None:
+def check_devices(own: str, store: BoundedStore, rank: int, world_size: int, timeout: float) -> None:
     """Compare the ranks' devices, each as `_describe` has it. A collective, before any that those devices take part in.
 
     Raises:
         UserError: on all ranks: some have GPUs and others do not, or two have the same.
+        DistStoreError: a process did not come within `timeout` seconds.
+        NoAnswer: the store does not answer.
     """
     store.set(f"device/{rank}", own)
+    deadline = time.monotonic() + timeout
+    while not store.check([f"device/{other}" for other in range(world_size)]):
+        if time.monotonic() > deadline:
+            raise dist.DistStoreError(f"no device of a rank after {timeout:g} s")
+        time.sleep(0.01)
     devices = [store.get(f"device/{rank}").decode() for rank in range(world_size)]
     kinds = [device.split()[0] for device in devices]
     if len(set(kinds)) > 1:

@@ -15,6 +15,9 @@ WORKER_SECONDS = 1.0  # for workers to end when asked
 # Held while a file is written that must not be cut off. What would be left is whole, but it is the file before.
 writing = threading.RLock()
 
+# Held, until it is over, by the thread that says why this process ends: there is to be one line, whoever else notices.
+ending = threading.RLock()
+
 
 def leave(status: int) -> NoReturn:
     """End with `status`: nothing is closed, as that may wait for a device or a process that never answers again."""

@@ -4,17 +4,17 @@ import contextlib
 import dataclasses
 import functools
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from utils.errors import EXIT_FAILED, EXIT_STOPPED, RunFailed, Stopped
 from utils.launcher import end_launcher
-from utils.leave import leave
+from utils.leave import ending, leave
+from utils.store import ANSWER_SECONDS, BoundedStore, NoAnswer
 
 ROLL_CALL_SECONDS = 5.0  # well below the 30 s that torchrun gives the others after the first death
 TOLD_SECONDS = 1.0
@@ -37,22 +37,23 @@ class Roll:
 class Peers:
     """What the processes know of each other besides their collectives: a word of each in the launcher's store.
 
+    All calls end within seconds, whether the store answers or not.
+
     Args:
         store: one that all processes reach.
         rank, world_size: this process among all.
         timeout: of the collectives, seconds.
+
+    Raises:
+        NoAnswer: the store does not answer, within the patience of `store`.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, timeout: float) -> None:
-        self._parent, self._store = store, PrefixStore("peers", store)
+    def __init__(self, store: BoundedStore, rank: int, world_size: int, timeout: float) -> None:
         self.rank = rank
         self._world_size, self._timeout = world_size, timeout
-        self._store.set(f"place/{rank}", f"{_machine()} {os.getpid()}")
+        store.part("peers").set(f"place/{rank}", f"{_machine()} {os.getpid()}")
+        self._store = store.part("peers", ANSWER_SECONDS)
         self._went_on: float | None = None
-
-    def reconnected(self) -> "Peers":
-        """The same, for another thread, with a connection of its own: this one may be waiting for an answer."""
-        return Peers(self._parent.clone(), self.rank, self._world_size, self._timeout)
 
     @contextlib.contextmanager
     def watched(self, tell: Callable[[str], None]) -> Iterator[None]:
@@ -71,39 +72,46 @@ class Peers:
         except Exception as error:
             if not _is_communication(error):
                 words = f"{type(error).__name__}: {error}"
-                self._ask(lambda: self._leave_word(words))
+                with contextlib.suppress(RuntimeError):
+                    self._leave_word(words)
                 raise
-            if not self.report(tell):
-                raise
+            self.end_if_lost(tell)
+            raise
+
+    def end_if_lost(self, tell: Callable[[str], None]) -> None:
+        """Find out who is lost; if anybody is, the lowest rank that is well tells, and this process ends here.
+
+        It also ends where another has stepped down, which is no loss.
+        """
+        with ending:
+            roll = None
+            with contextlib.suppress(RuntimeError):
+                if self._store.check(["stepped down"]):
+                    end_launcher()
+                    leave(EXIT_STOPPED)
+                roll = self._call_roll()
+            if roll is None:
+                self._tell_cut_off(tell, "does not answer")
+            elif not roll.lost:
+                return
+            elif self.rank == min(roll.heard):
+                line = "; ".join(f"rank {rank} {what}" for rank, what in roll.lost.items())
+                tell(f"{line}; {AGAIN}")
+            if self.rank == 0:
+                time.sleep(TOLD_SECONDS)  # it may hold the store, where the others read the same
             leave(EXIT_FAILED)
 
-    def report(self, tell: Callable[[str], None]) -> bool:
-        """Find out who is lost; the lowest rank that is well tells. Returns whether anybody is.
+    def cut_off(self, tell: Callable[[str], None]) -> NoReturn:
+        """The store has not answered for `timeout` seconds: tell, and end this process."""
+        with ending:
+            self._tell_cut_off(tell, f"has not answered for {self._timeout:g} s (--timeout)")
+            leave(EXIT_FAILED)
 
-        Ends this process where another has stepped down, which is no loss.
-        """
-        rolls: list[Roll] = []
-        stepped_down: list[bool] = []
-
-        def ask() -> None:
-            stepped_down.append(self._store.check(["stepped down"]))
-            if stepped_down == [False]:
-                rolls.append(self._call_roll())
-
-        self._ask(ask)
-        if stepped_down == [True]:
-            end_launcher()
-            leave(EXIT_STOPPED)
-        if rolls and not rolls[0].lost:
-            return False
-        line = "the store of the process group does not answer: the launcher of rank 0 has ended or hangs"
-        if rolls:
-            line = "; ".join(f"rank {rank} {what}" for rank, what in rolls[0].lost.items())
-        if not rolls or self.rank == min(rolls[0].heard):
-            tell(f"{line}; {AGAIN}")
-        if self.rank == 0:
-            time.sleep(TOLD_SECONDS)  # it may hold the store, where the others read the same
-        return True
+    def _tell_cut_off(self, tell: Callable[[str], None], what: str) -> None:
+        tell(
+            f"rank {self.rank}: the store of the process group at {self._store.where} {what}: the network or the "
+            f"machine of rank 0 is down, or its launcher has ended or hangs; {AGAIN}"
+        )
 
     def lost(self) -> bool:
         """Whether a process failed, or one of this machine died; then also those on other machines will know."""
@@ -139,32 +147,30 @@ class Peers:
 
     def step_down(self) -> None:
         """This process is about to end as it was asked to, before a step was done: all shall."""
-        self._ask(lambda: self._store.set("stepped down", ""))
+        with contextlib.suppress(RuntimeError):
+            self._store.set("stepped down", "")
         if self.rank == 0:
             time.sleep(TOLD_SECONDS)  # it may hold the store
 
     def farewell(self) -> None:
         """This process is about to end, and all is well."""
-        self._ask(lambda: self._leave_word(""))
+        with contextlib.suppress(RuntimeError):
+            self._leave_word("")
 
     def ring(self) -> bool:
-        """Tell all processes that they must end; whether this one was the first."""
-        return int(self._store.add("alarm", 1)) == 1
+        """Tell all processes that they must end; whether this one was the first, as far as the store says."""
+        try:
+            return self._store.add("alarm", 1) == 1
+        except RuntimeError:
+            return True
 
     def rung(self) -> bool:
-        """Whether a process has called `ring`."""
-        return bool(self._store.check(["alarm"]))
+        """Whether a process has called `ring`.
 
-    def _ask(self, question: Callable[[], None]) -> None:
-        """`question` to the store, in bounded time: its calls know no timeout, and its host may be what hangs."""
-
-        def ask() -> None:
-            with contextlib.suppress(RuntimeError):
-                question()
-
-        thread = threading.Thread(target=ask, daemon=True)
-        thread.start()
-        thread.join(2 * ROLL_CALL_SECONDS)
+        Raises:
+            RuntimeError: the store does not say. So with `lost`.
+        """
+        return self._store.check(["alarm"])
 
     def _leave_word(self, words: str) -> None:
         self._store.set(f"word/{self.rank}", words)
@@ -185,7 +191,7 @@ class Peers:
             rank: self._store.get(f"word/{rank}").decode() for rank in range(self._world_size) if rank not in silent
         }
         failed = {rank: f"{self._place(rank)}failed: {last}" for rank, last in words.items() if last}
-        mute = f"does not answer; --timeout {self._timeout:g} is over"
+        mute = f"does not answer; --timeout {self._timeout:g} is over: it hangs, or its machine or the network is down"
         # One that failed or died explains why others are silent.
         lost = failed or unable or {rank: self._place(rank) + mute for rank in silent}
         return Roll(lost, [rank for rank, last in words.items() if not last])
@@ -234,7 +240,7 @@ def _has_ended(pid: str) -> bool:
 def _is_communication(error: Exception) -> bool:
     # gloo's errors have no class of their own: they come as RuntimeError, in a backward pass too, most with the path
     # of gloo's source file.
-    return isinstance(error, dist.DistError) or (
+    return isinstance(error, dist.DistError | NoAnswer) or (
         isinstance(error, RuntimeError)
         and any(words in str(error) for words in ("gloo", "NCCL", "pair closure", "by peer", "Socket closed"))
     )
