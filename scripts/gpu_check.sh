@@ -49,7 +49,7 @@ train() {
 status=0
 marked=gpu
 [[ $gpus -gt 1 ]] || marked="gpu and not gpus"
-timeout 1500 "$PYTHON" -m pytest -m "$marked" -q -p no:cacheprovider tests/test_gpu.py tests/test_gpus.py tests/test_kernels.py 2>&1 | tee "$out/tests.log" || status=$?
+timeout 1500 "$PYTHON" -m pytest -m "$marked" -q -p no:cacheprovider tests/test_gpu.py tests/test_gpus.py tests/test_kernels.py tests/test_metrics.py 2>&1 | tee "$out/tests.log" || status=$?
 report "gpu tests" "$status" 0
 
 train resnet50 0 --arch resnet50 --epochs 5 --batch-size 256 --amp bf16 --optimizer adamw --lr 2e-3 --weight-decay 0.05 \
