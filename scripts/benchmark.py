@@ -85,7 +85,8 @@ def read_images(data_dir: Path) -> Manifest:
 def repeat(manifest: Manifest, least: int) -> Manifest:
     """The manifest's files again and again, until there are `least`."""
     times = math.ceil(least / len(manifest))
-    return dataclasses.replace(manifest, files=manifest.files * times, labels=np.tile(manifest.labels, times))
+    labels, sizes, mtimes = (np.tile(values, times) for values in (manifest.labels, manifest.sizes, manifest.mtimes))
+    return dataclasses.replace(manifest, files=manifest.files * times, labels=labels, sizes=sizes, mtimes=mtimes)
 
 
 def sample_images(manifest: Manifest, count: int = 256) -> tuple[float, float, float]:
