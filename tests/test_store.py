@@ -182,22 +182,24 @@ WORKER = """
 import ctypes, multiprocessing, sys, time
 from utils.alarm import shared_alarm
 from utils.distributed import process_group
-from utils.errors import RunFailed
+from utils.errors import BadFile, RunFailed
 def tell(line):
     print(f"train.py: {line}", file=sys.stderr, flush=True)
 def wait():
     time.sleep(200)
 try:
     with process_group("cpu", float(sys.argv[1]), tell) as env, env.watched(tell), shared_alarm(env, tell):
-        if env.rank == 1 and sys.argv[2:]:
+        if env.rank == 1:
             child = multiprocessing.get_context("fork").Process(target=wait)
             child.start()
             print(child.pid, flush=True)
             mutex = ctypes.create_string_buffer(64)
             ctypes.CDLL(None).pthread_mutex_lock(mutex)
             ctypes.CDLL(None).pthread_mutex_lock(mutex)
-        elif sys.argv[2:]:
+        elif sys.argv[2] == "wait":
             wait()
+        else:
+            raise BadFile("/data/one.jpg", "damaged", env.rank)
 except RunFailed as failure:
     tell(failure)
     sys.exit(1)
@@ -252,6 +254,17 @@ def test_a_process_that_is_cut_off_says_so_and_ends_with_its_workers(ranks: list
     assert "the same command goes on from the last checkpoint" in line
     assert not Path(f"/proc/{child}").exists()
     proxy.close()
+
+
+@pytest.mark.dist
+def test_a_bad_file_of_the_rank_that_holds_the_store_ends_the_other(ranks: list[subprocess.Popen[str]]) -> None:
+    """As under Slurm, where no launcher does: that rank has to wait until the other has read the news there."""
+    port = free_port()
+    ranks += [start_rank(rank, port, 60, "bad file") for rank in (0, 1)]
+    (line,), nothing = map(lines_of, ranks)
+    assert line.startswith("train.py: rank 0: /data/one.jpg: damaged;")
+    assert nothing == []
+    assert [process.returncode for process in ranks] == [2, 2]
 
 
 def until_it_listens(port: int) -> None:
