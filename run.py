@@ -103,7 +103,10 @@ class Run:
     @property
     def again(self) -> str:
         """What resumes this run."""
-        return "the same command" if self.config.resume == "auto" else "the same command with --resume auto"
+        if self.config.resume == "auto":
+            return "the same command"
+        without = " and without --overwrite" if self.config.overwrite else ""
+        return f"the same command with --resume auto{without}"
 
     def begin(self) -> None:
         """Let the output folder be this run's, now that there is something to lose. A collective; does it once.

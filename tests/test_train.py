@@ -275,26 +275,31 @@ def test_pretrained_weights_start_a_run_but_not_its_resume(
     assert again.status == 0, again.err
 
 
-def test_what_the_best_checkpoint_of_a_folder_is(data: Path, tmp_path: Path, launch: Callable[..., Finished]) -> None:
+def test_what_the_best_checkpoint_of_a_folder_is(
+    data: Path, tmp_path: Path, launch_series: Callable[..., list[Finished]]
+) -> None:
     """The best of the evaluations that were made there: neither of the run before, nor of another folder."""
     flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--output-dir")
     first, second = tmp_path / "first", tmp_path / "second"
-    assert launch(*flags, first, "--epochs", 1).status == 0
-    assert launch(*flags, second, "--epochs", 1, "--seed", 1).status == 0
-    later = launch(*flags, second, "--resume", first / "last.pt", "--overwrite", "--epochs", 2, "--lr", 1e-12)
-    assert later.status == 0, later.err
+    begun, other, later = launch_series(
+        (*flags, first, "--epochs", 1),
+        (*flags, second, "--epochs", 1, "--seed", 1),
+        (*flags, second, "--resume", first / "last.pt", "--overwrite", "--epochs", 2, "--lr", 1e-12),
+    )
+    assert [one.status for one in (begun, other, later)] == [0, 0, 0], later.err
     best = read_checkpoint(second, "best.pt")
     assert (best["epoch"], best["config"]["seed"]) == (2, 0)
     assert [record["step"] for record in read_metrics(second) if "train/loss" in record] == list(range(6, 11))
     assert (first / "best.pt").exists()
-    anew = launch(*flags, first, "--resume", "none", "--overwrite", "--epochs", 2, "--time-limit", 0.1)
-    assert anew.status == 143, anew.err
-    assert "the same command with --resume auto resumes here" in anew.out
-    assert not (first / "best.pt").exists()
-    evaluated = launch(*flags, first, "--evaluate", "--image-size", 48, "--val-resize", 54)
-    assert "note: --image-size 48, its run had 32\nnote: --val-resize 54, its run had 36" in evaluated.out, (
-        evaluated.err
+    anew, evaluated = launch_series(
+        (*flags, first, "--resume", "none", "--overwrite", "--epochs", 2, "--time-limit", 0.1),
+        (*flags, first, "--evaluate", "--image-size", 48, "--val-resize", 54),
     )
+    assert anew.status == 143, anew.err
+    assert "the same command with --resume auto and without --overwrite resumes here" in anew.out
+    assert not (first / "best.pt").exists()
+    notes = "note: --image-size 48, its run had 32\nnote: --val-resize 54, its run had 36"
+    assert notes in evaluated.out, evaluated.err
     found = json.loads((first / "evaluation.json").read_text())
     assert (found["checkpoint"], found["image_size"], found["val_resize"]) == (f"{first}/last.pt", 48, 54)
 
