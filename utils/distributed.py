@@ -174,23 +174,7 @@ def process_group(
         yield env
         return
     limit = datetime.timedelta(seconds=timeout)
-    meet, name = _rendezvous(os.environ)
-
-    def connect() -> tuple[Store, Store]:
-        store, _, _ = next(rendezvous(meet, env.rank, env.world_size, timeout=limit))
-        return store, store.clone()  # one for torch, whose calls may hold up those of others, and one for us
-
-    try:
-        store, own = in_time(connect, timeout + ANSWER_SECONDS)  # it has --timeout of its own for most
-        part = fresh_part(BoundedStore(own, timeout).part(name), env.rank, env.world_size, timeout)
-        peers = Peers(part, env.rank, env.world_size, timeout)
-    except (dist.DistError, NoAnswer) as error:
-        reason = str(error).partition("\n")[0]
-        raise RunFailed(
-            f"rank {env.rank}: cannot meet rank 0 or its launcher at {_where(meet)} ({reason}); "
-            f"--timeout is {timeout:g} s",
-            common=False,
-        ) from None
+    store, part, peers = _meet(env, limit)
     with part.looked_after(timeout, functools.partial(peers.cut_off, tell)):
         with peers.watched(tell):
             check_devices(_describe(device), part, env.rank, env.world_size, timeout)
@@ -205,6 +189,32 @@ def process_group(
             yield dataclasses.replace(env, peers=peers)
         finally:
             dist.destroy_process_group()
+
+
+def _meet(env: DistEnv, limit: datetime.timedelta) -> tuple[Store, BoundedStore, Peers]:
+    """Torch's connection to the store, ours to a part of it that these processes have to themselves, and the others.
+
+    Raises:
+        RunFailed: a process did not come, or the store does not answer.
+    """
+    timeout = limit.total_seconds()
+    meet, name = _rendezvous(os.environ)
+
+    def connect() -> tuple[Store, Store]:
+        store, _, _ = next(rendezvous(meet, env.rank, env.world_size, timeout=limit))
+        return store, store.clone()  # one for torch, whose calls may hold up those of others, and one for us
+
+    try:
+        store, own = in_time(connect, timeout + ANSWER_SECONDS)  # it has --timeout of its own for most
+        part = fresh_part(BoundedStore(own, timeout).part(name), env.rank, env.world_size, timeout)
+        return store, part, Peers(part, env.rank, env.world_size, timeout)
+    except (dist.DistError, NoAnswer) as error:
+        reason = str(error).partition("\n")[0]
+        raise RunFailed(
+            f"rank {env.rank}: cannot meet rank 0 or its launcher at {_where(meet)} ({reason}); "
+            f"--timeout is {timeout:g} s",
+            common=False,
+        ) from None
 
 
 def _where(meet: str) -> str:
