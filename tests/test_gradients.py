@@ -102,7 +102,7 @@ def run_rank(rank: int, world_size: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-@pytest.fixture(params=[2, 3])
+@pytest.fixture(params=[pytest.param(2, marks=pytest.mark.slow), 3])
 def ranks(request: pytest.FixtureRequest, tmp_path: Path) -> list[dict[str, Any]]:
     """What each of two and of three processes found."""
     spawn(run_rank, (request.param, tmp_path), request.param)  # type: ignore[no-untyped-call]

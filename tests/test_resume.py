@@ -146,16 +146,19 @@ def test_killed_between_training_and_evaluation(
     assert order == list(expected)
 
 
-def test_a_finished_run_is_left_as_it_is(data: Path, tmp_path: Path, launch: Callable[..., Finished]) -> None:
-    flags = ("--data-dir", data, *TINY, "--epochs", 1, "--batch-size", 8, "--output-dir", tmp_path)
-    assert launch(*flags).status == 0
+def test_a_finished_run_is_left_as_it_is(
+    data: Path, tmp_path: Path, launch_series: Callable[..., list[Finished]]
+) -> None:
+    flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--output-dir", tmp_path, "--epochs")
+    (first,) = launch_series((*flags, 1))
+    assert first.status == 0, first.err
     names = ("last.pt", "best.pt", "metrics.jsonl", "summary.json", "config.json")
     files = {name: (tmp_path / name).read_bytes() for name in names}
-    again = launch(*flags, "--lr", 9)
+    (again,) = launch_series((*flags, 1, "--lr", 9))
     assert again.status == 0
     assert "All 1 epochs are done" in again.out
     assert files == {name: (tmp_path / name).read_bytes() for name in files}
-    more = launch(*flags[:-4], "--epochs", 2, *flags[-4:])
+    (more,) = launch_series((*flags, 2))
     assert more.status == 0, more.err
     assert read_checkpoint(tmp_path)["epoch"] == 2
 

@@ -119,7 +119,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path) -> None
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_time_limit(data: Path, tmp_path: Path, launch: Callable[..., Finished], processes: int) -> None:
     flags = ("--data-dir", data, *TINY, "--epochs", 1000, "--batch-size", 4, "--output-dir", tmp_path)
     # Over when the first step is done. And a launch as users make it, which keeps so few images decoded.
