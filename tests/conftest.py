@@ -84,7 +84,7 @@ def cpu() -> DistEnv:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """For torch in this process: several wait for each other much longer than they compute, where cores are shared."""
+    """For torch in this process: on busy cores several wait for each other, spinning, for most of the time."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -204,15 +204,6 @@ def measured(run: Run, manifest: Manifest, slow: bool) -> Verdict:
         return judge(benchmark.collect(FACTS, run, [dataclasses.replace(loader, stream=stream, queue=1)], files))
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """No second thread in a step: on busy cores two wait for each other, spinning, for most of the time."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.usefixtures("one_thread")
 def test_verdict_changes_sides(opened: Callable[..., tuple[Run, Manifest]]) -> None:
     # The light network is some 20 times as fast as the slow loader, the heavy one 5 times slower; and one window has no
