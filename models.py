@@ -17,9 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from utils.config import ResolvedConfig
+from utils.distributed.collectives import sync_errors
+from utils.distributed.group import DistEnv
 from utils.errors import UserError
+from utils.network.fused_layers import swap_fused_layers
 
 EMA_NAMES = ("state_dict_ema", "model_ema")  # of a moving average in a checkpoint, where timm looks for it
+Normalization = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 def check_arch(arch: str) -> None:
@@ -113,7 +118,7 @@ def read_weights(path: Path, ema: bool | None = None) -> Weights:
             content = content if isinstance(content, dict) else {}
             has_ema = any(name in content for name in EMA_NAMES)
             use_ema = has_ema if ema is None else ema
-            tensors = timm.models.load_state_dict(str(path), use_ema=use_ema, weights_only=True)
+            tensors = timm.load_state_dict(str(path), use_ema=use_ema, weights_only=True)
     except Exception as error:
         reason = getattr(error, "strerror", None) or type(error).__name__
         raise UserError(
@@ -273,7 +278,7 @@ def check_input(model: nn.Module, arch: str, image_size: int, batch_size: int) -
             raise UserError(
                 f"--image-size {image_size}: {arch} cannot compute a batch of {batch_size} such images "
                 f"({_first_line(error)}); its weights were made for {made_for}, give that or another --batch-size",
-                common=True,
+                on_all_ranks=True,
             ) from error
 
 
@@ -285,3 +290,72 @@ def normalization(model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...
 
 def _first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).strip().splitlines()[0][:200]
+
+
+class Network(NamedTuple):
+    """A network and what is known of its start.
+
+    Attributes:
+        model: on its device.
+        normalization: mean and standard deviation per channel, of images in [0, 1].
+        origin: where its weights are from, for the user.
+        note: what an evaluation of these weights cannot know; mostly "".
+    """
+
+    model: nn.Module
+    normalization: Normalization
+    origin: str
+    note: str = ""
+
+
+def create_network(
+    config: ResolvedConfig, env: DistEnv, classes: Sequence[str], saved: Normalization | None = None
+) -> Network:
+    """The network on its device, with the weights of `--pretrained` if the run begins.
+
+    Collective: call on every rank.
+
+    Args:
+        config: of the run.
+        env: this process.
+        classes: names in label order.
+        saved: normalization of the checkpoint that a run goes on from, whose weights come later.
+
+    Raises:
+        UserError: on all ranks: no such weights, or a network that does not take such images.
+    """
+    with sync_errors(env):  # weights may be missing on one machine
+        model = create_model(config.arch, config.num_classes, image_size=config.image_size)
+        network = Network(model, normalization(model), "from scratch")
+        if config.pretrained is not None and saved is None:
+            network = load_pretrained(config, model, classes)
+        network.model.train(not config.evaluate)
+        check_input(network.model, config.arch, config.image_size, config.batch_size)
+    if saved is not None:
+        network = network._replace(normalization=saved)
+    network.model.to(env.device)
+    if config.fused_layers:
+        swap_fused_layers(network.model)
+    return network
+
+
+def load_pretrained(config: ResolvedConfig, model: nn.Module, classes: Sequence[str]) -> Network:
+    """`model`, or another one like it, with the weights of `--pretrained`."""
+    assert config.pretrained is not None
+    published = config.pretrained == "timm"
+    weights = (
+        published_weights(config.arch) if published else read_weights(Path(config.pretrained), config.pretrained_ema)
+    )
+    origin, note, keep_head = f"{weights.kind} of {weights.source}", "", True
+    if config.evaluate:
+        note = check_head(weights, model, config.num_classes, classes)
+    else:
+        head = choose_head(weights, model, config.num_classes, classes, config.pretrained_head)
+        origin, keep_head = f"{origin}, head {head.reason}", head.keep
+    if not published:
+        load_weights(model, config.arch, weights, config.num_classes, keep_head)
+        return Network(model, weights.normalization or normalization(model), origin, note)
+    model = create_model(config.arch, config.num_classes, True, config.image_size)
+    if not keep_head:
+        cast(Any, model).reset_classifier(config.num_classes)
+    return Network(model, normalization(model), origin, note)

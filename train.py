@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 if __name__ == "__main__":  # before the imports that take seconds
-    from utils.signals import exit_on_signals
+    from utils.distributed.signals import exit_on_signals
 
     exit_on_signals()
 
@@ -27,31 +27,16 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 import models
 import pipelines
-from run import (
-    AMP_DTYPES,
-    EVALUATION,
-    SUMMARY,
-    Run,
-    Splits,
-    check_files,
-    create_model,
-    create_run,
-    describe_skipped,
-    introduce,
-    keep_start,
-    leave_out_bad,
-    lock_output,
-    open_checkpoint,
-    prepare_output,
-    read_data,
-    resolve,
-    settings_of_checkpoint,
-)
-from utils.alarm import shared_alarm
-from utils.augment import Normalize
-from utils.checkpoint import lacks_best
-from utils.config import TrainConfig, parse, require_data
-from utils.distributed import DistEnv, average_buffers, broadcast, gather, process_group, read_launch, together
+from utils.cli import parse
+from utils.config import ResolvedConfig, TrainConfig, require_data
+from utils.data.batch import Batch
+from utils.data.splits import Splits, check_files, describe_skipped, leave_out_bad, read_data
+from utils.distributed.collectives import all_gather_object, broadcast, sync_errors
+from utils.distributed.group import DistEnv, process_group, read_launch
+from utils.distributed.launcher import seconds_since_launch, terminate_torchrun
+from utils.distributed.signals import restore_defaults
+from utils.distributed.stop import StopRequest
+from utils.distributed.watchdog import shared_alarm
 from utils.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -60,20 +45,26 @@ from utils.errors import (
     RunFailed,
     Stopped,
     UserError,
-    one_line,
+    escape_control_chars,
 )
-from utils.evaluate import evaluate
-from utils.files import write_whole
-from utils.launcher import end_launcher, seconds_since_launch
-from utils.log import speak
-from utils.machine import choose_common_feed
-from utils.optim import check_optimizer
-from utils.signals import restore_defaults
-from utils.state import SHARED_MODULES, TrainState
-from utils.stop import StopRequest
+from utils.files import atomic_write_text
+from utils.log import emit
+from utils.network.augment import Normalize
+from utils.network.gradients import AMP_DTYPES
+from utils.network.parallel import average_buffers
+from utils.training.autotune import choose_common_loader_settings, resolve
+from utils.training.build import create_run
+from utils.training.checkpoint import lacks_best
+from utils.training.evaluate import evaluate
+from utils.training.optim import check_optimizer
+from utils.training.output import EVALUATION, SUMMARY, lock_output, prepare_output
+from utils.training.resume import keep_start, open_checkpoint, saved_normalization, settings_of_checkpoint
+from utils.training.run import Run
+from utils.training.state import SHARED_MODULES, TrainState
+from utils.training.summary import log_run_summary
 
-LEAST_SCALE = 1e-3  # of the loss in fp16: 26 steps that overflow, from torch's first scale
-WORTH_ADVICE = 0.02  # data wait above which the user is told what to do
+MIN_LOSS_SCALE = 1e-3  # of the loss in fp16: 26 steps that overflow, from torch's first scale
+DATA_WAIT_WARNING = 0.02  # data wait above which the user is told what to do
 
 
 def train_one_epoch(run: Run) -> None:
@@ -94,12 +85,12 @@ def train_one_epoch(run: Run) -> None:
         train_step(run)
         run.log.advance()
         if run.seconds_to_first_step is None:
-            run.stop.arm(run.env)  # at once: a signal that finds one rank armed and not the other ends them unlike
+            run.stop.enable(run.env)  # at once: a signal that finds one rank armed and not the other ends them unlike
             note_first_step(run)
             run.begin()
         if (state.step - start) % config.log_steps == 0 or state.step == end:
             log_interval(run)
-        if run.stop.agreed():
+        if run.stop.should_stop():
             run.save()
             raise_stopped(run)
         if state.step == end or (config.checkpoint_steps and state.step % config.checkpoint_steps == 0):
@@ -173,7 +164,7 @@ def log_interval(run: Run) -> None:
     remedy = "lower --lr, set --clip-grad 1, or warm up longer; the last good checkpoint stands"
     if 0 < run.config.max_bad_steps <= interval.bad_steps:
         raise RunFailed(f"{where}: the loss has not been finite for {interval.bad_steps} steps in a row; {remedy}")
-    if run.config.max_bad_steps and run.state.scaler.is_enabled() and run.state.scaler.get_scale() < LEAST_SCALE:
+    if run.config.max_bad_steps and run.state.scaler.is_enabled() and run.state.scaler.get_scale() < MIN_LOSS_SCALE:
         raise RunFailed(f"{where}: fp16 gradients overflow at any scale of the loss; use --amp bf16, or {remedy}")
 
 
@@ -182,7 +173,7 @@ def raise_stopped(run: Run) -> NoReturn:
     require_saved(run)
     run.log.say(f"stopped by {run.stop.reason} at step {run.state.step}; {run.again} resumes here")
     if not run.stop.by_signal:
-        end_launcher()
+        terminate_torchrun()
     raise Stopped
 
 
@@ -191,11 +182,11 @@ def require_saved(run: Run) -> None:
 
     Nobody leaves before it is written: as soon as one process ends, torchrun signals the others.
     """
-    unsaved = gather(run.unsaved, run.env)[0]
-    if unsaved is not None:
+    last_save_error = all_gather_object(run.last_save_error, run.env)[0]
+    if last_save_error is not None:
         raise RunFailed(
             f"--output-dir {run.config.output_dir}: the checkpoint of step {run.state.step} could not be written "
-            f"({unsaved}); {run.again} goes on from the one before it"
+            f"({last_save_error}); {run.again} goes on from the one before it"
         )
 
 
@@ -206,7 +197,7 @@ def evaluate_epoch(run: Run) -> None:
         Stopped: the ranks agreed to stop; the checkpoint from before the evaluation stands.
     """
     state = run.state
-    run.stop.arm(run.env)
+    run.stop.enable(run.env)
     run.begin()
     result = evaluate_networks(run)
     top1 = max(result["val/top1"], result.get("val/ema_top1", 0.0))
@@ -218,7 +209,7 @@ def evaluate_epoch(run: Run) -> None:
     state.result = {"epoch": state.epoch, "step": state.step} | result
     run.log.evaluation(state.result)
     run.save(is_best)
-    if broadcast(run.unsaved, run.env) is not None:
+    if broadcast(run.last_save_error, run.env) is not None:
         state.best_top1 = before  # what best.pt has, and the next epoch is to be compared with
 
 
@@ -233,7 +224,7 @@ def evaluate_networks(run: Run) -> dict[str, Any]:
     return result
 
 
-def val_batches(run: Run) -> Iterator[pipelines.Batch]:
+def val_batches(run: Run) -> Iterator[Batch]:
     """This rank's validation images, once.
 
     Raises:
@@ -241,16 +232,16 @@ def val_batches(run: Run) -> Iterator[pipelines.Batch]:
     """
     batches = iter(run.val_loader)
     of_a_rank = math.ceil(run.num_val / run.env.world_size)  # at most; others have one less
-    for _ in range(math.ceil(of_a_rank / run.config.local_batch_size)):
+    for _ in range(math.ceil(of_a_rank / run.config.batch_size)):
         batch = next(batches, None)
         if batch is not None:
             yield batch
-        if run.stop.agreed():
+        if run.stop.should_stop():
             raise_stopped(run)
 
 
 def evaluate_checkpoint(
-    config: TrainConfig, splits: Splits, env: DistEnv, path: Path | None, saved: dict[str, Any], notes: list[str]
+    config: ResolvedConfig, splits: Splits, env: DistEnv, path: Path | None, saved: dict[str, Any], notes: list[str]
 ) -> None:
     """`--evaluate`: the networks of a checkpoint, or pretrained weights, on val/; writes evaluation.json.
 
@@ -262,9 +253,9 @@ def evaluate_checkpoint(
         raise UserError(
             f"--data-dir {config.data_dir}: its classes are not those of {path}, labels would mean something else; "
             "give the data set that it was trained on",
-            common=True,
+            on_all_ranks=True,
         )
-    model, normalization, origin, note = create_model(config, env, val.classes, saved)
+    model, normalization, origin, note = models.create_network(config, env, val.classes, saved_normalization(saved))
     normalize = Normalize(*normalization, dtype=AMP_DTYPES[config.amp], device=env.device)
     loader = pipelines.create_val_loader(config, val, env)
     result: dict[str, Any] = {"checkpoint": str(path) if path else f"pretrained {config.pretrained}"}
@@ -279,11 +270,11 @@ def evaluate_checkpoint(
         result |= {("" if name == "model" else "ema_") + key: value for key, value in found.items()}
     if env.is_main:
         if skipped := describe_skipped(config, splits):
-            speak(f"skipped {skipped}")
+            emit(f"skipped {skipped}")
         for line in [*notes, *([note] if note else [])]:
-            speak(f"note: {line}")
+            emit(f"note: {line}")
         write_json(config.output_dir / EVALUATION, result)
-        speak("  ".join(f"{key} {value}" for key, value in result.items()))
+        emit("  ".join(f"{key} {value}" for key, value in result.items()))
 
 
 def load_weights(model: nn.Module, saved: dict[str, Any], name: str, config: TrainConfig) -> None:
@@ -294,7 +285,7 @@ def load_weights(model: nn.Module, saved: dict[str, Any], name: str, config: Tra
         raise UserError(
             f"--num-classes {config.num_classes}: the checkpoint's head has {saved['config']['num_classes']} classes; "
             "leave --num-classes out",
-            common=True,
+            on_all_ranks=True,
         ) from None
 
 
@@ -341,7 +332,7 @@ def write_summary(run: Run) -> None:
 def describe_wait(data_wait: float, config: TrainConfig) -> str:
     """A sentence on the share of time, 0 to 1, in which the device had nothing to do; advice where it is worth it."""
     sentence = f"data wait {data_wait:.1%}: the device had nothing to do for that share of the time, as input was late"
-    if data_wait <= WORTH_ADVICE or config.loader == "synthetic":
+    if data_wait <= DATA_WAIT_WARNING or config.loader == "synthetic":
         return sentence
     where = f"scripts/benchmark.py --data-dir {config.data_dir} --arch {config.arch}"
     return f"{sentence}; {where} finds what limits it; more --workers (now {config.workers}) help where the CPU does"
@@ -367,19 +358,19 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
     finite = {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()
     }
-    write_whole(path, json.dumps(finite, indent=2, allow_nan=False) + "\n")
+    atomic_write_text(path, json.dumps(finite, indent=2, allow_nan=False) + "\n")
 
 
 @contextlib.contextmanager
 def processes(config: TrainConfig) -> Iterator[tuple[DistEnv, contextlib.ExitStack, StopRequest]]:
     """All processes of a run, who stop together, and a stack that is closed at its end."""
     with (
-        process_group(config.device, config.timeout, complain) as env,
+        process_group(config.device, config.timeout, print_error) as env,
         contextlib.ExitStack() as stack,
-        env.watched(complain),
-        shared_alarm(env, complain),
+        env.guard(print_error),
+        shared_alarm(env, print_error),
     ):
-        stop = StopRequest(config.time_limit, env.peers)
+        stop = StopRequest(config.time_limit, env.monitor)
         stack.callback(stop.close)
         yield env, stack, stop
 
@@ -393,7 +384,7 @@ def evaluate_only(config: TrainConfig) -> None:
     with processes(config) as (env, _, _):
         path, saved = open_checkpoint(config, env)
         notes: list[str] = []
-        with together(env):
+        with sync_errors(env):
             if saved:
                 config, notes = settings_of_checkpoint(config, saved["config"], path or "", env)
             elif config.pretrained not in (None, "timm"):
@@ -402,12 +393,12 @@ def evaluate_only(config: TrainConfig) -> None:
                     config, notes = settings_of_checkpoint(config, weights.settings, weights.source, env)
             require_data(config)
             splits = read_data(config)
-        feed = choose_common_feed(config, env, saved, splits["val"])
-        config = resolve(config, splits["val"].classes, env, feed, saved)
-        check_files(config, splits, env)
-        prepare_output(config, env)
-        splits = leave_out_bad(config, splits, env, saved)
-        evaluate_checkpoint(config, splits, env, path, saved, notes)
+        feed = choose_common_loader_settings(config, env, saved, splits["val"])
+        resolved = resolve(config, splits["val"].classes, env, feed, saved)
+        check_files(resolved, splits, env)
+        prepare_output(resolved, env)
+        splits = leave_out_bad(resolved, splits, env, saved)
+        evaluate_checkpoint(resolved, splits, env, path, saved, notes)
 
 
 def train(config: TrainConfig) -> None:
@@ -426,25 +417,25 @@ def train(config: TrainConfig) -> None:
         locked = lock_output(config, env, stack)
         path, saved = open_checkpoint(config, env)
         config = keep_start(config, path, saved)
-        feed = choose_common_feed(config, env, saved, listed["train"])
-        config = resolve(config, listed["train"].classes, env, feed, saved)
-        check_files(config, listed, env)
-        prepare_output(config, env)
+        feed = choose_common_loader_settings(config, env, saved, listed["train"])
+        resolved = resolve(config, listed["train"].classes, env, feed, saved)
+        check_files(resolved, listed, env)
+        prepare_output(resolved, env)
         if not locked:
-            lock_output(config, env, stack)
-        splits = leave_out_bad(config, listed, env, saved)
-        run = create_run(config, splits, listed, env, stack, stop, started, path, saved)
+            lock_output(resolved, env, stack)
+        splits = leave_out_bad(resolved, listed, env, saved)
+        run = create_run(resolved, splits, listed, env, stack, stop, started, path, saved)
         del saved  # memory for the whole run otherwise
-        introduce(run, splits, feed)
-        if run.state.epoch >= config.epochs and broadcast(os.path.isfile(config.output_dir / SUMMARY), env):
+        log_run_summary(run, splits, feed)
+        if run.state.epoch >= resolved.epochs and broadcast(os.path.isfile(resolved.output_dir / SUMMARY), env):
             return
-        while run.state.epoch < config.epochs:
+        while run.state.epoch < resolved.epochs:
             train_one_epoch(run)
             evaluate_epoch(run)
-            if run.state.epoch < config.epochs and run.stop.agreed():
+            if run.state.epoch < resolved.epochs and run.stop.should_stop():
                 raise_stopped(run)
             if run.seconds_to_first_step is None:  # resumed before the evaluation; now the first step compiles
-                run.stop.disarm()
+                run.stop.disable()
         require_saved(run)
         write_summary(run)
 
@@ -462,18 +453,18 @@ def main(argv: Sequence[str]) -> int:
         report(error)
         return EXIT_USER_ERROR
     except RunFailed as failure:
-        if not failure.common or read_launch().rank == 0:
-            complain(str(failure))
+        if not failure.on_all_ranks or read_launch().rank == 0:
+            print_error(str(failure))
         return EXIT_FAILED
     except Stopped:
         return EXIT_STOPPED
     return EXIT_DONE
 
 
-def complain(text: str) -> None:
+def print_error(text: str) -> None:
     """The one line that explains a failure."""
     with contextlib.suppress(OSError):
-        print(f"train.py: {one_line(text)}", file=sys.stderr, flush=True)
+        print(f"train.py: {escape_control_chars(text)}", file=sys.stderr, flush=True)
 
 
 def report(error: UserError) -> None:
@@ -485,9 +476,9 @@ def report(error: UserError) -> None:
     with contextlib.suppress(UserError):  # of the launch itself, which then is `error`
         if read_launch().rank != 0:
             time.sleep(5)
-            if error.common:
+            if error.on_all_ranks:
                 return
-    complain(str(error))
+    print_error(str(error))
 
 
 if __name__ == "__main__":

@@ -37,22 +37,29 @@ import typer
 from PIL import Image, ImageDraw
 
 import models
-import pipelines
-from run import Run, create_run, prepare_output, resolve
-from scripts.measure import TIMM_POLICIES, FilesReader, Loader, measure_feeds, open_loaders
-from train import write_json
-from utils import dataset
-from utils.config import BATCH_SIZE, USAGE_ERROR, TrainConfig, number_option, validate
-from utils.dataset import Manifest
-from utils.distributed import DistEnv, process_group, read_launch
-from utils.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, BadFile, Stopped, UserError, one_line
-from utils.machine import check_sockets, choose_feed, inspect_machine
-from utils.report import benchmark_json, draw_chart, introduction, sentences, table
-from utils.stop import StopRequest
-from utils.verdict import TITLES, Figures, judge
+from train import train_step
+from utils.benchmark.measure import TIMM_POLICIES, FilesReader, Loader, measure_loaders, open_loaders
+from utils.benchmark.report import benchmark_json, draw_chart, format_verdict, introduction, table
+from utils.benchmark.verdict import TITLES, Measurements, diagnose
+from utils.cli import USAGE_ERROR, number_option
+from utils.config import BATCH_SIZE, TrainConfig, validate
+from utils.data import manifest as dataset
+from utils.data.dali import DALI_VERSION
+from utils.data.decoding import decoded_bytes
+from utils.data.formats import folder
+from utils.data.manifest import Manifest
+from utils.data.workers import check_sockets
+from utils.distributed.group import DistEnv, process_group, read_launch
+from utils.distributed.stop import StopRequest
+from utils.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, BadFile, Stopped, UserError, escape_control_chars
+from utils.files import write_json
+from utils.training.autotune import choose_loader_settings, inspect_machine, resolve
+from utils.training.build import create_run
+from utils.training.output import prepare_output
+from utils.training.run import Run
 
-LEAST_WINDOWS = 5
-LEAST_BATCHES = 2000  # per epoch, so that no loader meets the end of one in a window
+MIN_WINDOWS = 5
+MIN_BATCHES = 2000  # per epoch, so that no loader meets the end of one in a window
 GENERATED = 320  # images
 
 
@@ -77,9 +84,9 @@ def read_images(data_dir: Path) -> Manifest:
     """Manifest of `data_dir/train`, or of `data_dir` itself if that holds the class folders; without the bad files.
 
     Raises:
-        UserError: as `utils.dataset.scan`.
+        UserError: as `utils.folder.scan`.
     """
-    return dataset.scan(data_dir, "train" if (data_dir / "train").is_dir() else ".", skip_bad=True)
+    return folder.scan(data_dir, "train" if (data_dir / "train").is_dir() else ".", skip_bad=True)
 
 
 def repeat(manifest: Manifest, least: int) -> Manifest:
@@ -144,10 +151,10 @@ def describe(options: Options, run: Run, manifest: Manifest, argv: Sequence[str]
         "device": config.device,
         "device_name": torch.cuda.get_device_name(run.env.device) if on_cuda else cpu_name(),
         "jpeg_engines": machine.jpeg_engines,
-        "kept": choose_feed(TrainConfig(), machine, dataset.decoded_bytes(manifest)).cache != "none",
+        "kept": choose_loader_settings(TrainConfig(), machine, decoded_bytes(manifest)).cache != "none",
         "cores": len(os.sched_getaffinity(0)),
         "versions": {
-            "dali": pipelines.DALI_VERSION,
+            "dali": DALI_VERSION,
             "torch": torch.__version__,
             "torchvision": torchvision.__version__,
             "timm": timm.__version__,
@@ -203,22 +210,22 @@ def open_run(
     Raises:
         UserError: for what does not fit the machine or the data.
     """
-    manifest = repeat(images, LEAST_BATCHES * config.local_batch_size)
-    choice = choose_feed(config, inspect_machine(env), decoded=0)
-    config = resolve(dataclasses.replace(config, output_dir=work), manifest.classes, env, choice)
-    prepare_output(config, env)
+    manifest = repeat(images, MIN_BATCHES * (config.batch_size or BATCH_SIZE))
+    choice = choose_loader_settings(config, inspect_machine(env), decoded=0)
+    resolved = resolve(dataclasses.replace(config, output_dir=work), manifest.classes, env, choice)
+    prepare_output(resolved, env)
     stop = StopRequest()
     stack.callback(stop.close)
     splits = {"train": manifest, "val": manifest}
-    run = create_run(config, splits, splits, env, stack, stop, time.perf_counter(), None, {})
-    stop.arm(env)
+    run = create_run(resolved, splits, splits, env, stack, stop, time.perf_counter(), None, {})
+    stop.enable(env)
     return run, manifest
 
 
-def collect(facts: dict[str, Any], run: Run, loaders: Sequence[Loader], files: FilesReader) -> Figures:
+def collect(facts: dict[str, Any], run: Run, loaders: Sequence[Loader], files: FilesReader) -> Measurements:
     """Measure everything that the verdict needs."""
-    synthetic, read, feeds = measure_feeds(run, loaders, files, facts["windows"], facts["window_seconds"])
-    return Figures(
+    synthetic, read, feeds = measure_loaders(run, train_step, loaders, files, facts["windows"], facts["window_seconds"])
+    return Measurements(
         num_images=facts["num_images"],
         generated=facts["generated"],
         image_width=facts["image_width"],
@@ -255,14 +262,14 @@ def benchmark(options: Options, argv: Sequence[str]) -> None:
         run, manifest = open_run(config, images, env, work / "run", stack)
         prepare_output(dataclasses.replace(run.config, output_dir=options.output_dir), env)
         facts = describe(options, run, images, argv)
-        left_out = f"\nleft out: {one_line(dataset.describe(images.bad))}" if images.bad else ""
-        print(f"{introduction(facts)}{left_out}\n", flush=True)
+        excluded_files = f"\nleft out: {escape_control_chars(dataset.describe(images.bad))}" if images.bad else ""
+        print(f"{introduction(facts)}{excluded_files}\n", flush=True)
         loaders, files = open_loaders(options.loaders, run, manifest, stack)
         figures = collect(facts, run, loaders, files)
-    verdict = judge(figures)
+    verdict = diagnose(figures)
     write_json(options.output_dir / "benchmark.json", benchmark_json(facts, figures, verdict))
     draw_chart(options.output_dir / "benchmark.png", facts, figures)
-    print(f"{table(figures)}\n\n{sentences(verdict)}\n\n{options.output_dir}: benchmark.json, benchmark.png")
+    print(f"{table(figures)}\n\n{format_verdict(verdict)}\n\n{options.output_dir}: benchmark.json, benchmark.png")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -303,7 +310,7 @@ def read_options(
         typer.Option("--cuda-graph/--no-cuda-graph", help="Launch the step as one CUDA graph.", show_default="on CUDA"),
     ] = None,
     device: Annotated[Literal["auto", "cuda", "cpu"], typer.Option(help="Where to train.")] = "auto",
-    windows: Annotated[int, typer.Option(help="Measurements of each, 5 or more.", **WHOLE)] = LEAST_WINDOWS,
+    windows: Annotated[int, typer.Option(help="Measurements of each, 5 or more.", **WHOLE)] = MIN_WINDOWS,
     window_seconds: Annotated[float, typer.Option(help="Length of one, seconds.", **NUMBER)] = 2.0,
 ) -> Options:
     """Measure loaders and training on your images, and say what limits.
@@ -314,8 +321,8 @@ def read_options(
     for name in names:
         if name not in TITLES:
             raise UserError(f"--loaders {name}: not one of {', '.join(TITLES)}; separate them by commas")
-    if windows < LEAST_WINDOWS:
-        raise UserError(f"--windows {windows}: a median needs {LEAST_WINDOWS} or more")
+    if windows < MIN_WINDOWS:
+        raise UserError(f"--windows {windows}: a median needs {MIN_WINDOWS} or more")
     if not 0 < window_seconds < math.inf:
         raise UserError(f"--window-seconds {window_seconds}: must be more than 0 and finite")
     if "timm" in names and augment not in TIMM_POLICIES:
@@ -365,7 +372,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _refuse(text: str) -> int:
-    print(f"benchmark.py: {one_line(text)}", file=sys.stderr, flush=True)
+    print(f"benchmark.py: {escape_control_chars(text)}", file=sys.stderr, flush=True)
     return EXIT_USER_ERROR
 
 

@@ -30,13 +30,14 @@ if __name__ == "__main__":
 import torch
 import typer
 
-import pipelines
-from utils.config import USAGE_ERROR, number_option
-from utils.dataset import FileEntry, describe_counts, is_folder, is_image, stat_file, suffix_of
-from utils.distributed import DistEnv
-from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR, Stopped, UserError, one_line
-from utils.inspection import BAD_FILES, MANIFEST, bad_files, survey, suspicious
-from utils.stop import REPEAT_SECONDS
+from utils.cli import USAGE_ERROR, number_option
+from utils.data.decoding import decoder_of
+from utils.data.formats.folder import is_folder, is_image, stat_file, suffix_of
+from utils.data.manifest import FileEntry, describe_counts
+from utils.data.verification import BAD_FILES, MANIFEST, bad_files, suspicious, verify_dataset
+from utils.distributed.group import DistEnv
+from utils.distributed.stop import REPEAT_SECONDS
+from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR, Stopped, UserError, escape_control_chars
 
 WHOLE = number_option(int)
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
@@ -108,7 +109,9 @@ def table(title: str, reasons: Mapping[str, str], rows: int, where: Path) -> lis
     """Lines that name at most `rows` of the files, the longest reason first in width."""
     if not reasons:
         return []
-    shown = [(one_line(reason), one_line(path)) for path, reason in list(reasons.items())[:rows]]
+    shown = [
+        (escape_control_chars(reason), escape_control_chars(path)) for path, reason in list(reasons.items())[:rows]
+    ]
     width = max(len(reason) for reason, _ in shown)
     lines = ["", f"{title}: {len(reasons):,}", *(f"  {reason:<{width}}  {path}" for reason, path in shown)]
     return lines + ([f"  and {len(reasons) - rows:,} more, see {where}"] if len(reasons) > rows else [])
@@ -134,8 +137,8 @@ def check(stopped_by: Callable[[], str], data_dir: Path, output_dir: Path, worke
             f"--output-dir {output_dir}: cannot be written ({error.strerror}); give another folder"
         ) from None
     alone = DistEnv(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
-    decoder = pipelines.decoder_of("dali")
-    known = survey(data_dir.absolute(), entries, decoder, output_dir, workers, alone, stopped_by=stopped_by)
+    decoder = decoder_of("dali")
+    known = verify_dataset(data_dir.absolute(), entries, decoder, output_dir, workers, alone, stopped_by=stopped_by)
     assert known is not None, "rank 0"
     bad, odd = bad_files(known), suspicious(known)
     lines = [
@@ -187,7 +190,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _refuse(text: str) -> int:
-    print(f"check_dataset.py: {one_line(text)}", file=sys.stderr, flush=True)
+    print(f"check_dataset.py: {escape_control_chars(text)}", file=sys.stderr, flush=True)
     return EXIT_USER_ERROR
 
 

@@ -27,7 +27,7 @@ if __name__ == "__main__":
 
 import typer
 
-from utils.errors import EXIT_STOPPED, EXIT_USER_ERROR, one_line
+from utils.errors import EXIT_STOPPED, EXIT_USER_ERROR, escape_control_chars
 
 BENCHMARK = Path(__file__).with_name("benchmark.py")
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
@@ -170,7 +170,7 @@ def main(
 
 def refused(text: str) -> typer.Exit:
     """What to raise for a mistake of the user's, which is told here."""
-    print(f"performance.py: {one_line(text)}", file=sys.stderr, flush=True)
+    print(f"performance.py: {escape_control_chars(text)}", file=sys.stderr, flush=True)
     return typer.Exit(EXIT_USER_ERROR)
 
 

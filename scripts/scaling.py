@@ -32,8 +32,8 @@ if __name__ == "__main__":
 import typer
 from matplotlib.figure import Figure
 
-from utils.dataset import is_image
-from utils.errors import EXIT_USER_ERROR, UserError, one_line
+from utils.data.formats.folder import is_image
+from utils.errors import EXIT_USER_ERROR, UserError, escape_control_chars
 
 LOADERS = ("dali", "proxy", "torch", "synthetic")
 ROOT = Path(__file__).resolve().parent.parent
@@ -232,7 +232,7 @@ def main(
 
 def refused(text: str) -> typer.Exit:
     """What to raise for a mistake of the user's, which is told here."""
-    print(f"scaling.py: {one_line(text)}", file=sys.stderr, flush=True)
+    print(f"scaling.py: {escape_control_chars(text)}", file=sys.stderr, flush=True)
     return typer.Exit(EXIT_USER_ERROR)
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from utils.distributed import DistEnv
-from utils.metrics import Meter
+from utils.distributed.group import DistEnv
+from utils.training.metrics import Meter
 
 
 class Clock:
@@ -40,7 +40,7 @@ def measure_rank(rank: int, world_size: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("utils.metrics.time", clock)
+        patch.setattr("utils.training.metrics.time", clock)
         meter = Meter(DistEnv(rank, rank, world_size, world_size, torch.device("cpu")))
         found: list[Any] = []
         for _ in range(2):

@@ -20,7 +20,8 @@ import pytest
 import torch
 from PIL import Image
 
-from utils.distributed import DistEnv
+from utils.config import ResolvedConfig
+from utils.distributed.group import DistEnv
 
 ROOT = Path(__file__).resolve().parent.parent
 CLASSES = ("blue", "green", "red")
@@ -80,6 +81,27 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cpu() -> DistEnv:
     """A single process on the CPU."""
     return DistEnv(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
+
+
+def resolved(**values: Any) -> ResolvedConfig:
+    """What a run on the CPU would use, where a test gives no other values."""
+    config = ResolvedConfig(
+        batch_size=8,
+        decode="fused",
+        hw_decoder_load=0.65,
+        cache="none",
+        prefetch=2,
+        val_resize=256,
+        workers=1,
+        num_classes=3,
+        compile=False,
+        fused_layers=False,
+        cuda_graph=False,
+        warmup_epochs=0.0,
+        amp="none",
+        device="cpu",
+    )
+    return dataclasses.replace(config, **values)
 
 
 @pytest.fixture

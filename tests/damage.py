@@ -34,7 +34,7 @@ DBfS7X0gwiBmbmMv6xS2rp/ORxgS7X0gwYEu19IMIgam5jL+sUtq6fzkc//Z
 SEGMENT = {"huffman": b"\xff\xc4", "frame": b"\xff\xc0", "scan": b"\xff\xda"}  # baseline JPEG's markers
 
 
-def picture(height: int = 70, width: int = 90) -> Image.Image:
+def info(height: int = 70, width: int = 90) -> Image.Image:
     """A picture that no encoder makes small, the same in every call."""
     size = (-(-height // 4), -(-width // 4), 3)
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)).resize((width, height))
@@ -43,7 +43,7 @@ def picture(height: int = 70, width: int = 90) -> Image.Image:
 def encoded(kind: str = "JPEG", mode: str = "RGB", height: int = 70, width: int = 90, **options: Any) -> bytes:
     """`picture` in a file."""
     file = io.BytesIO()
-    picture(height, width).convert(mode).save(file, kind, **options)
+    info(height, width).convert(mode).save(file, kind, **options)
     return file.getvalue()
 
 

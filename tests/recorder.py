@@ -14,9 +14,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train
-from pipelines import Batch, TrainLoader
-from run import Run, create_run
 from tests.conftest import number_of
+from utils.data.batch import Batch, TrainLoader
+from utils.training.build import create_run
+from utils.training.run import Run
 
 
 class Witness:

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
-from utils.config import FIRST, TrainConfig, flag, flag_fields, parse
+from utils.cli import parse
+from utils.config import FIRST, TrainConfig, flag, flag_fields
 from utils.errors import UserError
 
 FIELDS = flag_fields()
@@ -164,7 +165,7 @@ def test_config_is_frozen() -> None:
 @pytest.fixture(scope="module")
 def help_text() -> str:
     """What --help prints on a terminal of 100 columns."""
-    code = "from utils.config import parse; parse(['--help'])"
+    code = "from utils.cli import parse; parse(['--help'])"
     colours = ("GITHUB_ACTIONS", "FORCE_COLOR", "PY_COLORS", "TERMINAL_WIDTH")  # what typer would obey
     environ = {name: value for name, value in os.environ.items() if name not in colours}
     environ |= {"COLUMNS": "100", "PYTHONIOENCODING": "utf-8"}

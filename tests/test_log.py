@@ -11,19 +11,18 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from utils.distributed import DistEnv
 from utils.log import Log
 
 
-def test_rewind_drops_what_is_after_the_position(tmp_path: Path, cpu: DistEnv) -> None:
+def test_rewind_drops_what_is_after_the_position(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     records = [{"epoch": 1, "step": step, "train/loss": 1.0} for step in (1, 2)]
     records += [{"epoch": 1, "step": 2, "val/top1": 50.0}, {"epoch": 2, "step": 3, "train/loss": 1.0}]
     path.write_text("".join(json.dumps(record) + "\n" for record in records) + '{"epoch": 2, "st')
-    log = Log(tmp_path, cpu, epochs=2, steps_per_epoch=2, tensorboard=False)
-    log.rewind(epoch=1, step=3)
+    log = Log(tmp_path, True, epochs=2, steps_per_epoch=2, tensorboard=False)
+    log.truncate_after(epoch=1, step=3)
     assert [json.loads(line) for line in path.read_text().splitlines()] == records
-    log.rewind(epoch=0, step=2)  # trained to the epoch's end, not evaluated
+    log.truncate_after(epoch=0, step=2)  # trained to the epoch's end, not evaluated
     assert [json.loads(line) for line in path.read_text().splitlines()] == records[:2]
 
 
@@ -40,23 +39,23 @@ def limited_to(size: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, before)
 
 
-def test_rewind_on_a_full_disk(tmp_path: Path, cpu: DistEnv) -> None:
+def test_rewind_on_a_full_disk(tmp_path: Path) -> None:
     """Nothing to drop is nothing to write; what cannot be written stays as it was."""
     path = tmp_path / "metrics.jsonl"
     text = "".join(json.dumps({"epoch": 1, "step": step}) + "\n" for step in range(100))
     path.write_text(text)
-    log = Log(tmp_path, cpu, epochs=1, steps_per_epoch=100, tensorboard=False)
+    log = Log(tmp_path, True, epochs=1, steps_per_epoch=100, tensorboard=False)
     with limited_to(100):
-        log.rewind(epoch=0, step=100)
+        log.truncate_after(epoch=0, step=100)
         with pytest.raises(OSError, match="File too large"):
-            log.rewind(epoch=0, step=50)
+            log.truncate_after(epoch=0, step=50)
     assert path.read_text() == text
     assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's thread
-def test_events_on_a_full_disk(tmp_path: Path, cpu: DistEnv, capsys: pytest.CaptureFixture[str]) -> None:
-    log = Log(tmp_path, cpu, epochs=1, steps_per_epoch=100, tensorboard=True)
+def test_events_on_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = Log(tmp_path, True, epochs=1, steps_per_epoch=100, tensorboard=True)
     with limited_to(400):
         for step in range(29):
             log.record({"epoch": 1, "step": step, "train/loss": 1.0})
@@ -67,9 +66,9 @@ def test_events_on_a_full_disk(tmp_path: Path, cpu: DistEnv, capsys: pytest.Capt
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 30
 
 
-def test_events_of_a_launch_that_was_lost_are_forgotten(tmp_path: Path, cpu: DistEnv) -> None:
+def test_events_of_a_launch_that_was_lost_are_forgotten(tmp_path: Path) -> None:
     for launch, first in (1.0, 1), (2.0, 4):  # the second resumes after step 3
-        log = Log(tmp_path, cpu, epochs=1, steps_per_epoch=9, tensorboard=True, step=first - 1)
+        log = Log(tmp_path, True, epochs=1, steps_per_epoch=9, tensorboard=True, step=first - 1)
         for step in range(first, first + 5):
             log.record({"epoch": 1, "step": step, "train/loss": launch})
         log.close()
@@ -78,21 +77,20 @@ def test_events_of_a_launch_that_was_lost_are_forgotten(tmp_path: Path, cpu: Dis
     assert [(event.step, event.value) for event in events] == [(s, 1.0 if s < 4 else 2.0) for s in range(1, 9)]
 
 
-def test_a_folder_that_is_out_of_reach_is_told_of(
-    tmp_path: Path, cpu: DistEnv, capsys: pytest.CaptureFixture[str]
-) -> None:
-    log = Log(tmp_path / ("far" * 100), cpu, epochs=1, steps_per_epoch=1, tensorboard=False)  # no system has such names
+def test_a_folder_that_is_out_of_reach_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = Log(
+        tmp_path / ("far" * 100), True, epochs=1, steps_per_epoch=1, tensorboard=False
+    )  # no system has such names
     log.record({"epoch": 1, "step": 1, "train/loss": 1.0})
     log.close()
     assert "metrics.jsonl: not written (File name too long)" in capsys.readouterr().out
 
 
-def test_only_rank_0_writes(tmp_path: Path, cpu: DistEnv, capsys: pytest.CaptureFixture[str]) -> None:
-    other = DistEnv(rank=1, local_rank=1, world_size=2, local_world_size=2, device=cpu.device)
-    log = Log(tmp_path, other, epochs=1, steps_per_epoch=1, tensorboard=True)
+def test_only_rank_0_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = Log(tmp_path, False, epochs=1, steps_per_epoch=1, tensorboard=True)
     log.say("hello")
     log.record({"step": 1})
-    log.rewind(0, 0)
+    log.truncate_after(0, 0)
     log.close()
     assert capsys.readouterr().out == ""
     assert list(tmp_path.iterdir()) == []

@@ -13,19 +13,17 @@ import torch
 from PIL import Image
 
 import pipelines
-from tests.conftest import write_data
-from utils.config import TrainConfig
-from utils.dataset import scan, scan_splits
-from utils.distributed import DistEnv
-from utils.sampler import Sampler
+from tests.conftest import resolved, write_data
+from utils.config import ResolvedConfig
+from utils.data.formats.folder import scan, scan_splits
+from utils.data.sampler import Sampler
+from utils.distributed.group import DistEnv
 
 POLICIES = ("none", "autoaugment", "randaugment", "trivialaugment")
-BASE = TrainConfig(
-    batch_size=8, image_size=32, val_resize=36, workers=2, decode="fused", hw_decoder_load=0.65, prefetch=4
-)
+BASE = resolved(batch_size=8, image_size=32, val_resize=36, workers=2, decode="fused", hw_decoder_load=0.65, prefetch=4)
 
 
-def config_for(**values: Any) -> TrainConfig:
+def config_for(**values: Any) -> ResolvedConfig:
     return dataclasses.replace(BASE, **values)
 
 
@@ -67,10 +65,10 @@ def test_images_match_their_targets(data: Path, cpu: DistEnv) -> None:
 def test_a_new_origin_draws_anew_and_resumes(tmp_path: Path, cpu: DistEnv) -> None:
     """Of images that are all the same, only the draws can differ: another layout must not repeat the run's start."""
     random = np.random.default_rng(0)
-    picture = Image.fromarray(random.integers(0, 255, size=(60, 60, 3), dtype=np.uint8))
+    info = Image.fromarray(random.integers(0, 255, size=(60, 60, 3), dtype=np.uint8))
     (tmp_path / "train" / "only").mkdir(parents=True)
     for number in range(64):
-        picture.save(tmp_path / "train" / "only" / f"{number}.png")
+        info.save(tmp_path / "train" / "only" / f"{number}.png")
     manifest, sampler = scan(tmp_path, "train"), Sampler(64, 8)
     whole = pipelines.create_train_loader(BASE, manifest, sampler, cpu)
     start = [next(whole).images.clone() for _ in range(6)]

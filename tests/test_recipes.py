@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
-from utils.config import TrainConfig, parse
-from utils.optim import check_optimizer, create_optimizer
+from utils.cli import parse
+from utils.config import TrainConfig
+from utils.training.optim import check_optimizer, create_optimizer
 
 
 def read(path: Path) -> TrainConfig:

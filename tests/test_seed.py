@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 from PIL import Image
 
 import pipelines
-from utils.augment import BatchAugment, Normalize
-from utils.config import TrainConfig
-from utils.dataset import Manifest, scan
-from utils.distributed import DistEnv
-from utils.sampler import Sampler
+from tests.conftest import resolved
+from utils.data.formats.folder import scan
+from utils.data.manifest import Manifest
+from utils.data.sampler import Sampler
+from utils.distributed.group import DistEnv
+from utils.network.augment import BatchAugment, Normalize
 from utils.seed import Stream, derive_seed, random_state, seed_all, seed_process, seed_weights, set_random_state
 
 CPU = torch.device("cpu")
@@ -79,7 +80,7 @@ def test_draws_of_seeds_ranks_and_steps_are_independent() -> None:
     """Mixup's, of 2 seeds x 2 ranks x 2 steps of the run, and the weights'."""
     streams = {}
     images, targets = torch.zeros(2, 3, 4, 4, dtype=torch.uint8), torch.arange(2)
-    augment = BatchAugment(TrainConfig(mixup=1.0), Normalize((0, 0, 0), (1, 1, 1), torch.float32, CPU), 2, CPU)
+    augment = BatchAugment(resolved(mixup=1.0), Normalize((0, 0, 0), (1, 1, 1), torch.float32, CPU), 2, CPU)
     for seed, rank, step in itertools.product(range(2), range(2), (0, 1)):
         seed_process(seed, rank, step)
         shares = [float(augment(images, targets)[1][0, 0]) for _ in range(500)]
@@ -115,7 +116,7 @@ def test_crops_and_flips_of_seeds_ranks_and_pipelines_are_independent(
 ) -> None:
     """2 seeds x 2 ranks x 2 pipelines, which make odd and even batches; the torch loader has one for all."""
     found: dict[str, list[NDArray[np.float64]]] = {}
-    base = TrainConfig(batch_size=16, image_size=16, workers=1, hw_decoder_load=0.65, prefetch=4)
+    base = resolved(batch_size=16, image_size=16, workers=1, hw_decoder_load=0.65, prefetch=4)
     for seed, rank in itertools.product(range(2), range(2)):
         config = dataclasses.replace(base, seed=seed, loader=loader, decode=decode)  # type: ignore[arg-type]
         sampler = Sampler(len(readable), 16, rank=rank, world_size=2, seed=seed)
@@ -134,7 +135,7 @@ def test_crops_and_flips_of_seeds_ranks_and_pipelines_are_independent(
 def test_draws_of_an_image_follow_seed_and_epoch(readable: Manifest, cpu: DistEnv) -> None:
     """`--loader torch`: image by image, of two seeds and, for each, two times four epochs."""
     found: dict[str, list[NDArray[np.float64]]] = {}
-    base = TrainConfig(batch_size=64, image_size=16, workers=1, loader="torch")
+    base = resolved(batch_size=64, image_size=16, workers=1, loader="torch")
     for seed in range(2):
         sampler = Sampler(len(readable), 64, seed=seed)
         stream = pipelines.create_train_loader(dataclasses.replace(base, seed=seed), readable, sampler, cpu)

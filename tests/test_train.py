@@ -28,9 +28,9 @@ from tests.conftest import (
     read_metrics,
     write_data,
 )
-from tests.test_resume import EVERYTHING, PLAIN, flags_for, steps_logged, train_losses
-from train import write_json
-from utils.state import mean_buffers
+from tests.training.test_resume import EVERYTHING, PLAIN, flags_for, steps_logged, train_losses
+from utils.files import write_json
+from utils.training.state import mean_buffers
 
 
 @pytest.mark.dist
@@ -170,12 +170,12 @@ def in_own_folders(folders: Sequence[Path], flags: Sequence[object]) -> list[Fin
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    common = environment() | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(len(folders))}
+    on_all_ranks = environment() | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(len(folders))}
     words = [sys.executable, ROOT / "train.py", *flags]
     ranks = [
         subprocess.Popen(
             list(map(str, words)), cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(len(folders))},
+            env=on_all_ranks | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(len(folders))},
         )
         for rank, folder in enumerate(folders)
     ]  # fmt: skip

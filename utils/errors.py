@@ -1,4 +1,4 @@
-"""How a run ends early on purpose: the two exceptions, the exit statuses that scripts rely on, and the one line."""
+"""How a run ends early on purpose: exceptions, the exit statuses that scripts rely on, and one-line messages."""
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -13,9 +13,9 @@ class UserError(Exception):
         common: whether every rank is known to raise the same, so that rank 0 can speak for all.
     """
 
-    def __init__(self, message: str, common: bool = False) -> None:
+    def __init__(self, message: str, on_all_ranks: bool = False) -> None:
         super().__init__(message)
-        self.common = common
+        self.on_all_ranks = on_all_ranks
 
 
 class BadFile(UserError):
@@ -40,15 +40,15 @@ class RunFailed(Exception):
         common: whether rank 0 is there to speak for all.
     """
 
-    def __init__(self, message: str, common: bool = True) -> None:
+    def __init__(self, message: str, on_all_ranks: bool = True) -> None:
         super().__init__(message)
-        self.common = common
+        self.on_all_ranks = on_all_ranks
 
 
 class Stopped(Exception):
     """A signal or the time limit asked for the end, and the checkpoint has been written."""
 
 
-def one_line(text: str) -> str:
+def escape_control_chars(text: str) -> str:
     """`text` for a terminal: a line break in a file's name makes no second line, an escape sequence does nothing."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)

@@ -10,13 +10,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from utils.distributed import DistEnv
-from utils.files import write_whole
+from utils.files import atomic_write_text
 
 METRICS = "metrics.jsonl"
 
 
-def speak(text: str) -> None:
+def emit(text: str) -> None:
     """A line for the user, above the bar if there is one.
 
     No run ends because it cannot be written: to a full disk, or into a pipe that nobody reads any more.
@@ -31,7 +30,7 @@ class Log:
 
     Args:
         output_dir: folder of metrics.jsonl and of TensorBoard's events.
-        env: this process.
+        is_main: whether this process writes.
         epochs: of the whole run, for the bar.
         steps_per_epoch: likewise.
         tensorboard: whether to write events too.
@@ -39,10 +38,10 @@ class Log:
     """
 
     def __init__(
-        self, output_dir: Path, env: DistEnv, epochs: int, steps_per_epoch: int, tensorboard: bool, step: int = 0
+        self, output_dir: Path, is_main: bool, epochs: int, steps_per_epoch: int, tensorboard: bool, step: int = 0
     ) -> None:
         self._path = output_dir / METRICS
-        self._active = env.is_main
+        self._active = is_main
         self._epochs, self._steps_per_epoch = epochs, steps_per_epoch
         self._unwritten = ""  # lines of metrics.jsonl
         self._bar: tqdm[Any] | None = None
@@ -55,9 +54,9 @@ class Log:
     def say(self, text: str) -> None:
         """A line for the user, above the bar if there is one."""
         if self._active:
-            speak(text)
+            emit(text)
 
-    def rewind(self, epoch: int, step: int) -> None:
+    def truncate_after(self, epoch: int, step: int) -> None:
         """Drop records after a position, written by a launch that went on past the checkpoint and was lost.
 
         Args:
@@ -72,7 +71,7 @@ class Log:
         text = self._path.read_text() if self._path.is_file() else ""
         kept = "".join(line + "\n" for line in text.splitlines() if _is_before(line, epoch, step))
         if kept != text or not self._path.is_file():
-            write_whole(self._path, kept)
+            atomic_write_text(self._path, kept)
 
     def record(self, values: dict[str, Any]) -> None:
         """Append one object to metrics.jsonl, and its numbers to TensorBoard; JSON has null for what is not finite."""

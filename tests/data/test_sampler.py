@@ -1,0 +1,110 @@
+"""Which rank reads which image at which step: each once, and the same images however many processes share a step."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from utils.data.sampler import Sampler, permutation, shard
+
+# images, processes, batch size, batches per step; with and without a rest, down to one step and one image
+LAYOUTS = [
+    (41, 1, 4, 1), (41, 2, 4, 1), (41, 2, 4, 2), (41, 4, 5, 2), (41, 3, 1, 7), (40, 4, 5, 2), (40, 2, 20, 1),
+    (7, 7, 1, 1), (8, 7, 1, 1), (1, 1, 1, 1), (1000, 8, 16, 3), (97, 3, 8, 4),
+]  # fmt: skip
+
+
+def ranks(num_images: int, world_size: int, batch_size: int, accum: int, seed: int = 0) -> list[Sampler]:
+    return [Sampler(num_images, batch_size, accum, rank, world_size, seed) for rank in range(world_size)]
+
+
+def epoch_of_rank(sampler: Sampler, epoch: int) -> list[int]:
+    first = epoch * sampler.batches_per_epoch
+    batches = [sampler.indices(first + batch) for batch in range(sampler.batches_per_epoch)]
+    assert {batch.shape for batch in batches} == {(sampler.batch_size,)}
+    assert {batch.dtype for batch in batches} == {np.dtype(np.int64)}
+    return [int(index) for index in np.concatenate(batches)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_no_image_twice_in_an_epoch(layout: tuple[int, int, int, int]) -> None:
+    num_images, world_size, batch_size, accum = layout
+    for epoch in range(3):
+        seen = [epoch_of_rank(sampler, epoch) for sampler in ranks(*layout)]
+        assert len({len(images) for images in seen}) == 1  # equal steps: no rank waits for another
+        union = list(itertools.chain(*seen))
+        assert len(union) == len(set(union))
+        assert set(union) <= set(range(num_images))
+        step = world_size * batch_size * accum
+        assert len(union) == num_images // step * step  # all but a rest of less than one step
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_counts(layout: tuple[int, int, int, int]) -> None:
+    num_images, world_size, batch_size, accum = layout
+    for sampler in ranks(*layout):
+        assert sampler.global_batch_size == world_size * batch_size * accum
+        assert sampler.steps_per_epoch == num_images // sampler.global_batch_size
+        assert sampler.batches_per_epoch == sampler.steps_per_epoch * accum
+        assert sampler.epoch_of(0) == 0
+        assert sampler.epoch_of(2 * sampler.batches_per_epoch - 1) == 1
+        assert sampler.epoch_of(2 * sampler.batches_per_epoch) == 2
+
+
+def test_one_process_with_a_batch_a_step_is_the_default() -> None:
+    assert Sampler(41, 8) == Sampler(41, 8, batches_per_step=1, rank=0, world_size=1, seed=0)
+
+
+def test_fewer_images_than_a_step_is_an_epoch_of_none() -> None:
+    assert Sampler(7, batch_size=4, world_size=2).steps_per_epoch == 0
+
+
+def images_of_step(num_images: int, world_size: int, batch_size: int, accum: int, step: int) -> set[int]:
+    samplers = ranks(num_images, world_size, batch_size, accum, seed=3)
+    batches = [s.indices(step * accum + micro) for s in samplers for micro in range(accum)]
+    return set(np.concatenate(batches).tolist())
+
+
+@pytest.mark.parametrize("step", [0, 1, 4, 5, 11])  # steps 5 to 9 are epoch 1
+def test_images_of_a_step_do_not_depend_on_who_shares_it(step: int) -> None:
+    wanted = images_of_step(41, 1, 8, 1, step)
+    assert len(wanted) == 8
+    for world_size, batch_size, accum in [(2, 4, 1), (4, 2, 1), (1, 2, 4), (2, 2, 2), (4, 1, 2), (8, 1, 1)]:
+        assert images_of_step(41, world_size, batch_size, accum, step) == wanted
+
+
+def test_epochs_and_seeds_differ() -> None:
+    orders = [permutation(1000, seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
+    for order in orders:
+        assert sorted(order.tolist()) == list(range(1000))
+    for one, other in itertools.combinations(orders, 2):
+        assert (one == other).mean() < 0.02  # as alike as chance makes them
+
+
+def test_the_rest_that_is_left_out_changes() -> None:
+    rests = [frozenset(range(41)) - set(epoch_of_rank(Sampler(41, 8), epoch)) for epoch in range(3)]
+    assert len(set(rests)) == 3
+
+
+def test_order_is_frozen() -> None:
+    # A checkpoint written years ago resumes in this order. If this fails, NumPy or the sampler broke that promise.
+    assert permutation(10, seed=0, epoch=0).tolist() == [8, 3, 1, 5, 6, 2, 9, 7, 4, 0]
+    assert permutation(10, seed=0, epoch=1).tolist() == [3, 7, 1, 0, 6, 9, 4, 2, 8, 5]
+    assert permutation(10, seed=2**31 - 1, epoch=89).tolist() == [4, 6, 9, 0, 2, 3, 5, 1, 8, 7]
+
+
+def test_order_cannot_be_changed_by_a_reader() -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        permutation(10, 0, 0)[0] = 3
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8, 50])
+@pytest.mark.parametrize("num_images", [0, 1, 7, 41])
+def test_shard_holds_every_image_on_one_rank(num_images: int, world_size: int) -> None:
+    shards = [shard(num_images, rank, world_size) for rank in range(world_size)]
+    assert sorted(np.concatenate(shards).tolist()) == list(range(num_images))
+    lengths = [len(images) for images in shards]
+    assert max(lengths) - min(lengths) <= 1
+    for images in shards:
+        assert images.dtype == np.int64
+        assert images.tolist() == sorted(images.tolist())

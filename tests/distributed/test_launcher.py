@@ -1,0 +1,146 @@
+"""What torchrun does when a process ends, and what processes tell of it, with real launches."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import (
+    ROOT,
+    TINY,
+    Finished,
+    command,
+    environment,
+    free_port,
+    kill_tree,
+    read_checkpoint,
+    read_metrics,
+)
+from utils.distributed.launcher import seconds_since_launch, seconds_since_start
+
+DIES_ONCE = """
+import os, signal, sys, train
+
+step = train.train_step
+
+def die_once(run):
+    step(run)
+    if run.state.step == int(os.environ["DEATH"]) and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+train.train_step = die_once
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+def torchrun(program: Path, *flags: Any, **variables: str) -> subprocess.CompletedProcess[str]:
+    words = [*command(1, "--standalone", "--max-restarts=2", program=program), *map(str, flags)]
+    variables |= {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        words, env=environment() | variables, capture_output=True, text=True, timeout=200, check=False
+    )
+
+
+def test_seconds_count_the_imports_too_and_under_torchrun_from_its_start(tmp_path: Path) -> None:
+    code = (
+        "import time; time.sleep(2)\n"
+        "from utils.distributed.launcher import seconds_since_launch, seconds_since_start as start\n"
+        "print(seconds_since_launch(), start())\n"
+    )
+    own, start = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).split()
+    assert float(start) == pytest.approx(float(own), abs=0.5)
+    assert 2 <= float(own) < 20
+    program = tmp_path / "program.py"
+    program.write_text(code)
+    own, start = torchrun(program).stdout.split()
+    assert 2 <= float(own) < float(start) - 0.5, "torch takes more than that to import"
+    assert seconds_since_start() == pytest.approx(seconds_since_launch(), abs=0.5)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize(("death", "start"), [(7, "resumed at epoch 2, step 6"), (1, "from scratch")])
+def test_a_restart_goes_on_although_the_run_began_anew(data: Path, tmp_path: Path, death: int, start: str) -> None:
+    """From its own checkpoint, not from the one that was there before."""
+    program = tmp_path / "dies_once.py"
+    program.write_text(DIES_ONCE)
+    flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--checkpoint-steps", 2, "--output-dir", tmp_path / "out")
+    assert torchrun(program, *flags, "--epochs", 1, DEATH="99").returncode == 0
+    again = torchrun(program, *flags, "--epochs", 2, "--resume", "none", "--overwrite", DEATH=str(death))
+    assert again.returncode == 0, again.stderr
+    starts = [line.split("  ")[-1] for line in again.stdout.splitlines() if line.strip().startswith("start  ")]
+    assert [line.partition(", from ")[0] for line in starts] == ["from scratch", start]
+    assert read_checkpoint(tmp_path / "out")["step"] == 10
+    assert [r["step"] for r in read_metrics(tmp_path / "out") if "train/loss" in r] == list(range(1, 11))
+
+
+DIES_ON_ANOTHER_MACHINE = """
+import os, pathlib, signal, sys, train
+
+step = train.train_step
+died = pathlib.Path(__file__).with_suffix(".died")
+
+def die_once(run):
+    step(run)
+    if run.state.step == 7 and run.env.rank == 1 and not died.exists():
+        died.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+train.train_step = die_once
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.dist
+def test_a_restart_goes_on_after_a_death_on_another_machine(data: Path, tmp_path: Path) -> None:
+    """The torchrun of rank 0 then starts it again without counting that."""
+    program = tmp_path / "dies.py"
+    program.write_text(DIES_ON_ANOTHER_MACHINE)
+    flags = ("--data-dir", data, *TINY, "--batch-size", 4, "--checkpoint-steps", 2, "--output-dir", tmp_path / "out")
+    meeting = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-id=1")
+    words = [*command(1, *meeting, "--max-restarts=2", program=program), *flags, "--epochs", 2, "--resume", "none"]
+    logs = [tmp_path / f"{machine}.log" for machine in range(2)]
+    agents = []
+    for path in logs:
+        with path.open("w") as log:
+            variables = environment() | {"PYTHONPATH": str(ROOT)}
+            agents.append(subprocess.Popen(list(map(str, words)), env=variables, stdout=log, stderr=log))
+    try:
+        ended = [agent.wait(timeout=200) for agent in agents]
+    finally:
+        for agent in agents:
+            kill_tree(agent.pid)
+    said = "".join(path.read_text() for path in logs)
+    assert ended == [0, 0], said
+    assert re.findall(r"start  (.*?)(?:, from .*)?\n", said) == ["from scratch", "resumed at epoch 2, step 6"]
+
+
+@pytest.mark.dist
+def test_the_time_limit_ends_torchrun_too(data: Path, tmp_path: Path) -> None:
+    """It would start the processes again."""
+    flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--epochs", 1000, "--output-dir", tmp_path)
+    done = torchrun(ROOT / "train.py", *flags, "--time-limit", "0.5")
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.count("stopped by the time limit at step ") == 1
+    assert read_checkpoint(tmp_path)["step"] <= 2
+
+
+@pytest.mark.parametrize(
+    ("job", "start"), [("7", "resumed at epoch 1, step "), pytest.param("8", "from scratch", marks=pytest.mark.slow)]
+)
+def test_a_requeued_job_goes_on_although_it_began_anew(
+    data: Path, tmp_path: Path, launch: Callable[..., Finished], monkeypatch: pytest.MonkeyPatch, job: str, start: str
+) -> None:
+    flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--epochs", 2, "--output-dir", tmp_path, "--resume", "none",
+             "--overwrite")  # fmt: skip
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert launch(*flags, "--time-limit", 0.1).status == 143
+    monkeypatch.setenv("SLURM_JOB_ID", job)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    done = launch(*flags)
+    assert done.status == 0, done.err
+    assert f"start  {start}" in done.out

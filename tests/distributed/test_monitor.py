@@ -1,0 +1,288 @@
+"""A rank that dies or hangs ends the group, which says who it was and leaves nothing behind."""
+
+import contextlib
+import os
+import re
+import resource
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from tests.conftest import (
+    TINY,
+    Finished,
+    alive,
+    command,
+    descendants,
+    environment,
+    identify,
+    kill_tree,
+    read_checkpoint,
+    workers_of,
+)
+from utils.distributed import monitor as peers_module
+from utils.distributed.monitor import RankMonitor, _has_ended, _is_communication, _machine
+from utils.distributed.store import BoundedStore, NoAnswer
+
+TORCH_KILLS = 30  # seconds after which torchrun kills what ignores SIGTERM
+pytestmark = pytest.mark.dist
+
+
+class Started:
+    """A launch by torchrun that would train for hours, and whose end somebody else decides."""
+
+    def __init__(self, data: Path, folder: Path, *flags: str, processes: int = 2) -> None:
+        self.folder = folder
+        words = ("--data-dir", data, *TINY, "--epochs", 100000, "--batch-size", 4, "--output-dir", folder / "run")
+        self.out, self.err = folder / "out", folder / "err"
+        self.shared = set(os.listdir("/dev/shm"))
+        with self.out.open("w") as out, self.err.open("w") as err:
+            line = [*command(processes, "--standalone"), *map(str, words), *flags]
+            self.launcher = subprocess.Popen(line, stdout=out, stderr=err, env=environment())
+        self.workers: dict[int, int] = {}
+        self.processes: dict[int, int] = {}
+
+    def wait_for(self, when: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 100
+        while not when():
+            assert self.launcher.poll() is None, self.err.read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        self.workers = workers_of(self.launcher.pid)
+        self.processes = identify(descendants(self.launcher.pid))
+
+    def trains(self) -> bool:
+        return "first step done" in self.out.read_text()
+
+    def check_end(self, seconds: float) -> str:
+        """The launch ends within `seconds`, leaves nothing, and has said one line, which is returned."""
+        self.launcher.wait(seconds)
+        self.check_nothing_left(10)  # torch's DataLoader workers look after their parent every 5 s
+        ours = [line for line in self.err.read_text().splitlines() if line.startswith("train.py: ")]
+        assert len(ours) == 1, self.err.read_text()
+        return ours[0]
+
+    def check_nothing_left(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while left := alive(self.processes):
+            assert time.monotonic() < deadline, [Path(f"/proc/{pid}/cmdline").read_text() for pid in left]
+            time.sleep(0.1)
+        assert set(os.listdir("/dev/shm")) <= self.shared
+        names = {path.name for path in (self.folder / "run").iterdir()}
+        assert names <= {"config.json", "metrics.jsonl", "last.pt", "last-1.pt", "last-2.pt", "best.pt"}
+
+
+@contextlib.contextmanager
+def started(data: Path, folder: Path, *flags: str, processes: int = 2) -> Iterator[Started]:
+    launch = Started(data, folder, *flags, processes=processes)
+    try:
+        yield launch
+    finally:
+        if launch.launcher.poll() is None:
+            kill_tree(launch.launcher.pid)
+        for pid in alive(launch.processes):
+            kill_tree(pid)
+        launch.launcher.wait()
+
+
+@pytest.mark.parametrize(
+    ("rank", "loader"),
+    [(0, "dali"), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, "dali"), (0, "torch"), (1, "torch")))],
+)
+def test_a_killed_rank_is_named(data: Path, tmp_path: Path, rank: int, loader: str) -> None:
+    with started(data, tmp_path, "--loader", loader) as launch:
+        launch.wait_for(launch.trains)
+        os.kill(launch.workers[rank], signal.SIGKILL)
+        line = launch.check_end(TORCH_KILLS)
+    assert f"rank {rank} (process {launch.workers[rank]} on {os.uname().nodename}) is gone: killed" in line
+    assert "the same command goes on from the last checkpoint (with --resume auto, as by default)" in line
+    assert "Traceback" not in launch.err.read_text().partition("torch/distributed/elastic")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("loader", ["dali", "torch"])
+def test_a_stopped_rank_is_named(data: Path, tmp_path: Path, rank: int, loader: str) -> None:
+    with started(data, tmp_path, "--loader", loader, "--timeout", "10") as launch:
+        launch.wait_for(launch.trains)
+        os.kill(launch.workers[rank], signal.SIGSTOP)
+        line = launch.check_end(10 + 10 + TORCH_KILLS + 10)
+    assert f"rank {rank} (process {launch.workers[rank]} on {os.uname().nodename}) is stopped" in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_never_comes_is_named(data: Path, tmp_path: Path, rank: int) -> None:
+    """Stopped while it still imports."""
+    with started(data, tmp_path, "--timeout", "10") as launch:
+        (tmp_path / "run").mkdir()
+        launch.wait_for(lambda: len(workers_of(launch.launcher.pid)) == 2)
+        os.kill(launch.workers[rank], signal.SIGSTOP)
+        line = launch.check_end(60 + TORCH_KILLS)
+    assert f"rank {rank} did not come within 10 s (--timeout)" in line
+
+
+@pytest.mark.slow
+def test_workers_end_with_their_launcher(data: Path, tmp_path: Path, launch: Callable[..., Finished]) -> None:
+    """Killed, torchrun ends nobody; its workers save and stop, and the next launch waits for them and goes on."""
+    with started(data, tmp_path) as first:
+        first.wait_for(first.trains)
+        first.launcher.kill()
+        first.launcher.wait()
+        flags = ("--data-dir", data, *TINY, "--batch-size", 4, "--output-dir", tmp_path / "run")
+        again = launch(*flags, "--epochs", 100000, "--time-limit", 0.1, processes=2)
+        first.check_nothing_left(10)
+    stopped = re.findall(r"stopped by SIGTERM at step (\d+);", first.out.read_text())
+    assert len(stopped) == 1, first.err.read_text()
+    assert f"step {stopped[0]}\n" in again.out, again.out + again.err
+    before, after = int(stopped[0]), read_checkpoint(tmp_path / "run")["step"]
+    assert after > before or (after == before and after % (41 // 8) == 0)  # at an epoch's end evaluation comes first
+
+
+def test_a_lone_worker_ends_with_its_launcher(data: Path, tmp_path: Path) -> None:
+    with started(data, tmp_path, processes=1) as launch:
+        launch.wait_for(launch.trains)
+        launch.launcher.kill()
+        launch.check_nothing_left(30)
+    assert "stopped by SIGTERM at step" in launch.out.read_text()
+
+
+def test_only_a_process_that_is_gone_has_ended() -> None:
+    with subprocess.Popen(["true"]) as process:
+        while not _has_ended(str(process.pid)):  # a zombie until it is waited for
+            time.sleep(0.01)
+    assert _has_ended(str(process.pid))
+    assert not _has_ended(str(os.getpid()))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # not a handle more
+    try:
+        ended = _has_ended(str(os.getpid()))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert not ended
+
+
+@pytest.mark.slow
+def test_last_words(data: Path, tmp_path: Path) -> None:
+    """Rank 1 fails by itself, of a DataLoader worker that somebody kills: rank 0 says so, as does torchrun."""
+    with started(data, tmp_path, "--loader", "torch") as launch:
+        launch.wait_for(launch.trains)
+        for child in descendants(launch.workers[1]):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        line = launch.check_end(TORCH_KILLS)
+        # Which error the death of a worker becomes depends on what the trainer was about to read from it.
+        words = re.match(
+            r"train\.py: rank 1 \(process \d+ on \S+\) failed: (RuntimeError|EOFError|Connection\w+):", line
+        )
+        assert words is not None, line
+        cause = launch.err.read_text().partition("Root Cause")[2]
+        assert re.search(r"rank +: 1 ", cause)
+        assert words[1] in cause
+
+
+class Group:
+    """`count` ranks in one real store, all of them this process unless told otherwise."""
+
+    def __init__(self, count: int, timeout: float = 7.0) -> None:
+        self.server = TCPStore("127.0.0.1", 0, is_master=True)
+        self.store = BoundedStore(self.server.clone(), 30.0)
+        self.ranks = [RankMonitor(self.store, rank, count, timeout) for rank in range(count)]
+
+    def place(self, rank: int, pid: int, machine: str | None = None) -> None:
+        self.store.set(f"peers/place/{rank}", f"{machine or _machine()} {pid}")
+
+
+@pytest.fixture
+def gone() -> int:
+    with subprocess.Popen(["true"]) as process:
+        return process.pid
+
+
+@pytest.fixture
+def stopped() -> Iterator[int]:
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        process.send_signal(signal.SIGSTOP)
+        while Path(f"/proc/{process.pid}/stat").read_text().split()[2] != "T":
+            time.sleep(0.01)
+        yield process.pid
+        process.kill()
+
+
+def test_roll_call(monkeypatch: pytest.MonkeyPatch, gone: int, stopped: int) -> None:
+    """What is known of each, and that one which failed or died explains why others are silent."""
+    monkeypatch.setattr(peers_module, "ROLL_CALL_SECONDS", 0.3)
+    here, silent = os.uname().nodename, "does not answer; --timeout 7 is over: it hangs, or its machine or the network"
+    group = Group(4)
+    group.ranks[2].mark_finished()
+    roll = group.ranks[1]._poll_ranks()
+    assert (list(roll.lost), roll.heard) == ([0, 3], [1, 2])
+    assert roll.lost[3].startswith(f"(process {os.getpid()} on {here}) {silent}")
+    group.place(3, gone, "elsewhere/1/2")  # whose processes nobody here knows
+    assert group.ranks[1]._poll_ranks().lost[3].startswith(f"(process {gone} on elsewhere) {silent}")
+    group.place(3, stopped)
+    assert group.ranks[1]._poll_ranks().lost == {3: f"(process {stopped} on {here}) is stopped (SIGSTOP)"}
+    group.place(3, gone)
+    lost = group.ranks[1]._poll_ranks().lost
+    assert lost == {3: f"(process {gone} on {here}) is gone: killed, by the kernel where memory was short, or crashed"}
+    with pytest.raises(MemoryError), group.ranks[0].guard(print):
+        raise MemoryError("no room")
+    roll = group.ranks[1]._poll_ranks()
+    assert roll.lost == {0: f"(process {os.getpid()} on {here}) failed: MemoryError: no room"}
+    assert roll.heard == [1, 2]
+
+
+def test_roll_call_without_trouble() -> None:
+    group = Group(2)
+    group.ranks[1].mark_finished()
+    roll = group.ranks[0]._poll_ranks()
+    assert (roll.lost, roll.heard) == ({}, [0, 1])
+    group.ranks[0].end_if_lost(print)  # and this process goes on
+    group.server.delete_key("peers/place/1")
+    group.server.delete_key("peers/word/1")
+    assert group.ranks[0]._place(1) == "never came and "
+
+
+def test_one_that_died_without_a_word_is_lost_to_all(gone: int) -> None:
+    group = Group(3)
+    group.place(1, gone, "elsewhere/1/2")
+    group.place(2, gone)
+    group.ranks[2].mark_finished()
+    assert not group.ranks[0].lost()  # it ended well; the other is not of this machine
+    group.server.delete_key("peers/word/2")
+    assert not group.store.check(["peers/trouble"])
+    assert group.ranks[0].lost()
+    assert group.store.check(["peers/trouble"])  # where those of other machines look
+
+
+def test_a_step_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monitor = Group(1, timeout=7.0).ranks[0]
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    assert not monitor.is_hung()
+    monitor.heartbeat()
+    now += 14.0
+    assert not monitor.is_hung()
+    now += 0.1
+    assert monitor.is_hung()
+    monitor.pause()
+    assert not monitor.is_hung()
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (NoAnswer(5.0), True),
+        (RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"), True),
+        (RuntimeError("NCCL communicator was aborted on rank 1"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ConnectionResetError(104, "Connection reset by peer"), False),  # of a worker of DataLoader
+    ],
+)
+def test_errors_of_communication(error: Exception, is_one: bool) -> None:
+    assert _is_communication(error) == is_one

@@ -1,0 +1,334 @@
+"""Two machines and the network between them: two network namespaces, and a wire that loses, delays or cuts.
+
+    scripts/test.sh -m network -n 0
+
+Needs root, `ip` and /dev/net/tun. Every torchrun has a network, a host name and a temporary folder of its own.
+"""
+
+import contextlib
+import fcntl
+import heapq
+import os
+import random
+import select
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import (
+    ROOT,
+    TINY,
+    Finished,
+    alive,
+    assert_same,
+    descendants,
+    environment,
+    identify,
+    kill_tree,
+    read_checkpoint,
+    read_metrics,
+    workers_of,
+    write_data,
+)
+
+pytestmark = [pytest.mark.network, pytest.mark.dist, pytest.mark.timeout(900)]
+
+TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000  # <linux/if_tun.h>
+HOSTS = ("10.77.0.1", "10.77.0.2")
+TIMEOUT = 15
+EPOCHS = 12
+FLAGS = (*TINY, "--batch-size", "4", "--deterministic", "--augment", "trivialaugment", "--mixup", "0.2")
+Launcher = Callable[..., Finished]
+RESUME_HINT = "the same command goes on from the last checkpoint (with --resume auto, as by default)"
+
+
+def ip(*words: str) -> str:
+    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
+
+
+class Wire:
+    """Two namespaces whose only link is a pair of TUN devices; a thread carries the packets from one to the other.
+
+    Attributes:
+        names: of the namespaces, of the devices in them, and of the machines.
+        cut: whether no packet arrives.
+        delay: seconds, each way.
+        loss: share of the packets, each way.
+    """
+
+    def __init__(self) -> None:
+        self.names = [f"brisk{os.getpid()}{side}" for side in "ab"]
+        self.cut, self.delay, self.loss = False, 0.0, 0.0
+        self._random = random.Random(1)
+        self._over = threading.Event()
+        self._devices: list[int] = []
+        self._thread = threading.Thread(target=self._carry, daemon=True)
+
+    def __enter__(self) -> "Wire":
+        for name, host in zip(self.names, HOSTS, strict=True):
+            self._devices.append(device := os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK))
+            fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH22x", name.encode(), IFF_TUN | IFF_NO_PI))
+            ip("netns", "add", name)
+            ip("link", "set", name, "netns", name)
+            ip("-n", name, "addr", "add", f"{host}/24", "dev", name)
+            ip("-n", name, "link", "set", "lo", "up")
+            self.link(HOSTS.index(host), "up")
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for name in self.names:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                for pid in ip("netns", "pids", name).split():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(int(pid), signal.SIGKILL)
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        for device in self._devices:
+            os.close(device)
+        for name in self.names:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                ip("netns", "del", name)
+
+    def link(self, side: int, state: str) -> None:
+        """The device of one machine `up` or `down`."""
+        ip("-n", self.names[side], "link", "set", self.names[side], state)
+
+    def _carry(self) -> None:
+        under_way: list[tuple[float, int, int, bytes]] = []
+        number = 0
+        while not self._over.is_set():
+            wait = min(0.1, max(0.0, under_way[0][0] - time.monotonic())) if under_way else 0.1
+            for device in select.select(self._devices, [], [], wait)[0]:
+                with contextlib.suppress(OSError):  # the device is down
+                    packet = os.read(device, 1 << 16)
+                    if not self.cut and self._random.random() >= self.loss:
+                        number += 1
+                        other = self._devices[1 - self._devices.index(device)]
+                        heapq.heappush(under_way, (time.monotonic() + self.delay, number, other, packet))
+            while under_way and under_way[0][0] <= time.monotonic():
+                _, _, device, packet = heapq.heappop(under_way)
+                if not self.cut:
+                    with contextlib.suppress(OSError):
+                        os.write(device, packet)
+
+
+class Run:
+    """The same command on both machines, by a torchrun each."""
+
+    def __init__(self, wire: Wire, folder: Path, data: Path, *flags: object) -> None:
+        self.wire, self.folder, self.data = wire, folder, data
+        self._flags = [*map(str, ("--data-dir", data, *FLAGS, "--output-dir", folder / "run", *flags))]
+        self.launch_ids: list[subprocess.Popen[bytes]] = []
+        self.processes: list[dict[int, int]] = [{}, {}]  # below each torchrun, which itself is none of ours
+
+    def start(self) -> None:
+        (self.folder / "run").mkdir(parents=True, exist_ok=True)
+        self.launch_ids = [self._start(side) for side in (0, 1)]
+
+    def _start(self, side: int) -> subprocess.Popen[bytes]:
+        name = self.wire.names[side]
+        (temporary := self.folder / name).mkdir(exist_ok=True)
+        environ = environment() | {"GLOO_SOCKET_IFNAME": name, "TMPDIR": str(temporary)}
+        words = ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', name]
+        words += [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
+        words += ["--rdzv_backend=c10d", f"--rdzv_endpoint={HOSTS[0]}:29400", f"--local_addr={HOSTS[side]}"]
+        words += [f"--rdzv_conf=is_host={'true' if side == 0 else 'false'}", str(ROOT / "train.py"), *self._flags]
+        with (self.folder / f"out{side}").open("w") as out, (self.folder / f"err{side}").open("w") as err:
+            return subprocess.Popen(words, stdout=out, stderr=err, env=environ)
+
+    def out(self) -> str:
+        return (self.folder / "out0").read_text()
+
+    def lines(self, side: int) -> list[str]:
+        """What a machine's process said to the user."""
+        text = (self.folder / f"err{side}").read_text()
+        assert "Traceback" not in text.partition("torch/distributed/elastic")[0].partition("E1")[0], text
+        return [line for line in text.splitlines() if line.startswith("train.py: ")]
+
+    def wait_for(self, when: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 200
+        while not when():
+            assert [launcher.poll() for launcher in self.launch_ids] == [None, None], self.lines(0) + self.lines(1)
+            assert time.monotonic() < deadline, self.out()
+            time.sleep(0.002)
+
+    def trains(self) -> bool:
+        return "step 3/5" in self.out().partition("epoch 2/")[2]
+
+    def finish(self, seconds: float = 300) -> None:
+        """To its end, which is a good one."""
+        for launcher in self.launch_ids:
+            assert launcher.wait(seconds) == 0, self.lines(0) + self.lines(1)
+
+    def ends_cut_off(self) -> tuple[str, str]:
+        """Each machine's processes end, whatever torchrun does, and leave nothing; the line of each."""
+        began = time.monotonic()
+        for side, launcher in enumerate(self.launch_ids):
+            self.processes[side] = identify(descendants(launcher.pid))
+        seconds: dict[int, float] = {}
+        while len(seconds) < 2:
+            for side in {0, 1} - seconds.keys():
+                if not alive(self.processes[side]):
+                    seconds[side] = time.monotonic() - began
+            assert time.monotonic() < began + 3 * TIMEOUT + 30, [self.processes, self.lines(0), self.lines(1)]
+            time.sleep(0.05)
+        print(f"rank 0 ended after {seconds[0]:.1f} s, rank 1 after {seconds[1]:.1f} s")
+        (first,), (second,) = self.lines(0), self.lines(1)
+        print(first, second, sep="\n")
+        return first, second
+
+    def kill(self) -> None:
+        for launcher in self.launch_ids:
+            kill_tree(launcher.pid)
+            launcher.wait()
+
+
+@pytest.fixture
+def wire() -> Iterator[Wire]:
+    with Wire() as wire:
+        yield wire
+
+
+Starter = Callable[..., Run]
+
+
+@pytest.fixture
+def start(wire: Wire, tmp_path: Path, data: Path) -> Iterator[Starter]:
+    """Start a run on both machines: `start("--loader", "torch", data=FOLDER)`."""
+    shared = set(os.listdir("/dev/shm"))
+    runs = []
+
+    def start(*flags: object, data: Path = data, epochs: int = EPOCHS, timeout: int = TIMEOUT) -> Run:
+        runs.append(run := Run(wire, tmp_path, data, "--epochs", epochs, "--timeout", timeout, *flags))
+        run.start()
+        return run
+
+    yield start
+    for run in runs:
+        run.kill()
+    assert set(os.listdir("/dev/shm")) <= shared
+
+
+def cut(wire: Wire, how: str) -> None:
+    if how == "wire":
+        wire.cut = True
+    else:
+        wire.link(int(how[-1]), "down")
+
+
+def mend(wire: Wire) -> None:
+    wire.cut = False
+    for side in (0, 1):
+        wire.link(side, "up")
+
+
+def assert_named(lines: tuple[str, str], names: list[str]) -> None:
+    """Who holds the store names the other; the other names the store."""
+    assert "rank 1 (process " in lines[0]
+    assert f" on {names[1]}) does not answer; --timeout {TIMEOUT} is over" in lines[0]
+    assert f"rank 1: the store of the process group at {HOSTS[0]}:" in lines[1]
+    assert f"has not answered for {TIMEOUT} s (--timeout): the network or the machine of rank 0 is down" in lines[1]
+    assert all(line.endswith(RESUME_HINT) for line in lines)
+
+
+def assert_goes_on(start: Starter, run: Run, launch: Launcher, *flags: object) -> None:
+    """The link is back: the same command goes on, to the same bits as a run of two processes on one machine."""
+    mend(run.wire)
+    run.kill()
+    again = start(*flags, data=run.data)
+    again.finish()
+    assert "resumed at epoch" in again.out()
+    assert_same_as_on_one_machine(again, launch, EPOCHS, *flags)
+
+
+def assert_same_as_on_one_machine(run: Run, launch: Launcher, epochs: int, *flags: object) -> None:
+    whole = run.folder / "whole"
+    words = ("--data-dir", run.data, *FLAGS, "--epochs", epochs, "--output-dir", whole, *flags)
+    done = launch(*words, processes=2)
+    assert done.status == 0, done.err
+    for part in ("model", "optimizer", "step", "epoch", "result"):
+        assert_same(read_checkpoint(whole)[part], read_checkpoint(run.folder / "run")[part], part)
+    losses = [[record.get("train/loss") for record in read_metrics(where)] for where in (whole, run.folder / "run")]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    ("how", "loader"), [("wire", "dali"), ("link 0", "dali"), ("link 1", "dali"), ("wire", "torch")]
+)
+def test_cut_in_mid_epoch(start: Starter, wire: Wire, launch: Launcher, how: str, loader: str) -> None:
+    run = start("--loader", loader)
+    run.wait_for(run.trains)
+    cut(wire, how)
+    assert_named(run.ends_cut_off(), wire.names)
+    assert_goes_on(start, run, launch, "--loader", loader)
+
+
+def test_a_torchrun_that_is_asked_to_end_while_it_is_cut_off(start: Starter, wire: Wire) -> None:
+    """It may wait for a store of its own; its process ends nevertheless, and says why."""
+    run = start()
+    run.wait_for(run.trains)
+    cut(wire, "wire")
+    time.sleep(1)  # until every rank waits for the other
+    run.launch_ids[1].send_signal(signal.SIGTERM)
+    assert_named(run.ends_cut_off(), wire.names)
+
+
+def test_cut_at_the_start(start: Starter, wire: Wire) -> None:
+    """The torchruns have met, the processes are about to."""
+    run = start()
+    run.wait_for(lambda: all(workers_of(launcher.pid) for launcher in run.launch_ids))
+    cut(wire, "wire")
+    first, second = run.ends_cut_off()
+    assert f"rank 1 did not come within {TIMEOUT} s (--timeout)" in first
+    assert f"rank 1: cannot meet rank 0 or its launcher at {HOSTS[0]}:" in second
+    mend(wire)
+    run.kill()
+    start(epochs=1).finish()
+
+
+def test_cut_in_an_evaluation(start: Starter, wire: Wire, launch: Launcher, tmp_path: Path) -> None:
+    run = start(data=write_data(tmp_path / "data", val=(200, 200, 200)))
+    last = run.folder / "run" / "last.pt"
+    run.wait_for(lambda: "step 5/5" in run.out() and last.exists())
+    cut(wire, "wire")
+    assert_named(run.ends_cut_off(), wire.names)
+    saved = read_checkpoint(run.folder / "run")
+    assert (saved["epoch"], saved["step"]) == (0, 5)
+    assert_goes_on(start, run, launch)
+
+
+def test_cut_within_a_save(start: Starter, wire: Wire, launch: Launcher) -> None:
+    run = start("--checkpoint-steps", 1)
+    run.wait_for(run.trains)
+    run.wait_for((run.folder / "run" / ".last.pt.tmp").exists)
+    cut(wire, "wire")
+    assert_named(run.ends_cut_off(), wire.names)
+    assert_goes_on(start, run, launch, "--checkpoint-steps", 1)
+
+
+def test_a_network_that_comes_back_within_the_timeout(start: Starter, wire: Wire, launch: Launcher) -> None:
+    run = start(epochs=6, timeout=120)
+    run.wait_for(run.trains)
+    wire.cut = True
+    time.sleep(20)
+    wire.cut = False
+    run.finish()
+    assert run.lines(0) + run.lines(1) == []
+    assert_same_as_on_one_machine(run, launch, 6)
+
+
+def test_a_bad_network_is_only_slow(start: Starter, wire: Wire, launch: Launcher, tmp_path: Path) -> None:
+    wire.loss, wire.delay = 0.2, 0.2
+    run = start(data=write_data(tmp_path / "data", train=(6, 5, 5), val=(3, 3, 3)), epochs=1, timeout=120)
+    run.finish(800)
+    assert run.lines(0) + run.lines(1) == []
+    assert_same_as_on_one_machine(run, launch, 1)

@@ -1,0 +1,204 @@
+"""Signals become a decision; real signals to real processes."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+from tests.conftest import ROOT, TINY, Finished, assert_same, read_checkpoint, read_metrics, write_data
+from utils.distributed.group import DistEnv
+from utils.distributed.stop import StopRequest
+
+SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_a_signal_is_noted_and_its_repetition_ignored(cpu: DistEnv, name: str) -> None:
+    number = signal.Signals[name]
+    before = signal.getsignal(number)
+    stop = StopRequest()
+    stop.enable(cpu)
+    assert not stop.should_stop()
+    os.kill(os.getpid(), number)
+    os.kill(os.getpid(), number)  # as launchers do
+    assert stop.should_stop()
+    assert stop.reason == name
+    stop.close()
+    assert signal.getsignal(number) == before
+
+
+def run_program(lines: str, limit: float = 0) -> subprocess.CompletedProcess[str]:
+    begin = (
+        f"limit = {limit}; import os, signal, time, torch, utils.distributed.stop as stops\n"
+        "from utils.distributed.group import DistEnv\n"
+        "stops.REPEAT_SECONDS = 0.2; stop = stops.StopRequest(limit)\n"
+    )
+    words = [sys.executable, "-c", begin + lines + "print('still here')\n"]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_a_late_second_signal_ends_at_once() -> None:
+    done = run_program(
+        "stop.enable(DistEnv(0, 0, 1, 1, torch.device('cpu')))\n"
+        "os.kill(os.getpid(), signal.SIGTERM); assert stop.should_stop(); time.sleep(0.5)\n"
+        "os.kill(os.getpid(), signal.SIGTERM); time.sleep(0.5)\n"
+    )
+    assert done.returncode == -signal.SIGTERM, done.stderr
+    assert done.stdout == ""
+
+
+def test_the_first_signal_after_the_time_limit_leaves_time_to_save() -> None:
+    """Schedulers warn at about the same time."""
+    done = run_program(
+        "stop.enable(DistEnv(0, 0, 1, 1, torch.device('cpu'))); assert stop.should_stop(); time.sleep(0.5)\n"
+        "os.kill(os.getpid(), signal.SIGTERM); assert stop.reason == 'the time limit'\n",
+        limit=0.001,
+    )
+    assert done.stdout == "still here\n", done.stderr
+
+
+def test_a_worker_that_inherited_the_handlers_stays_for_its_trainer() -> None:
+    done = run_program(
+        "child = os.fork()\n"
+        "if child == 0: time.sleep(1); os._exit(7)\n"
+        "time.sleep(0.5)\n"
+        "for number in stop.SIGNALS: os.kill(child, number)\n"
+        "assert os.waitpid(child, 0)[1] == 7 << 8\n"
+    )
+    assert done.stdout == "still here\n"
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_before_the_first_step_a_signal_ends_at_once(name: str) -> None:
+    done = run_program(f"os.kill(os.getpid(), signal.{name}); time.sleep(0.5)\n")
+    assert done.returncode == 143
+    assert done.stdout == ""
+    assert done.stderr == f"stopped by {name} before the first step; nothing is lost\n"
+
+
+def test_what_was_asked_for_decides(cpu: DistEnv) -> None:
+    for limit, reason in ((0.0, "another rank"), (1e6, "another rank"), (1e-6, "the time limit")):
+        stop = StopRequest(limit)
+        stop.enable(cpu)
+        assert stop.should_stop() == (reason == "the time limit")
+        assert (stop.reason, stop.by_signal) == (reason, False)
+        stop.close()
+
+
+def step_until_agreed(rank: int, world_size: int, folder: Path) -> None:
+    """Rank 1 is asked to stop when it has done three steps."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    stop = StopRequest()
+    stop.enable(DistEnv(rank, rank, world_size, world_size, torch.device("cpu")))
+    step = 0
+    while True:
+        if rank == 1 and step == 3:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        if stop.should_stop():
+            break
+        step += 1
+        assert step < 100, "a stop that the others have not heard of"
+    (folder / f"{rank}").write_text(f"step {step}: {stop.reason}, {stop.by_signal}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.dist
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path) -> None:
+    """One step later: the sum travels while that runs."""
+    spawn(step_until_agreed, (2, tmp_path), 2)  # type: ignore[no-untyped-call]
+    found = [(tmp_path / f"{rank}").read_text() for rank in range(2)]
+    assert found == ["step 4: another rank, False", "step 4: SIGUSR1, True"]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_time_limit(data: Path, tmp_path: Path, launch: Callable[..., Finished], processes: int) -> None:
+    flags = ("--data-dir", data, *TINY, "--epochs", 1000, "--batch-size", 4, "--output-dir", tmp_path)
+    # Over when the first step is done. And a launch as users make it, which keeps so few images decoded.
+    done = launch(*flags, "--cache", "auto", "--time-limit", "0.5", processes=processes)
+    assert "--cache host: decoded, the training images take" in done.out
+    assert "stopped by the time limit at step" in done.out or "stopped by another rank at step" in done.out
+    assert read_checkpoint(tmp_path)["step"] <= 3
+    if processes == 1:
+        assert done.status == 143
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_stop_within_the_evaluation(
+    tmp_path: Path,
+    launch: Callable[..., Finished],
+    launch_and_end: Callable[..., int],
+    processes: int,
+) -> None:
+    """The evaluation is given up at once, and the resumed run makes it whole."""
+    data = write_data(tmp_path / "data", val=(501, 500, 500))
+    flags = ("--data-dir", data, *TINY, "--epochs", 1, "--batch-size", 8 // processes, "--deterministic")
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert launch(*flags, "--output-dir", whole, processes=processes).status == 0
+    saved = (cut / "last.pt").exists  # first at the end of the epoch's training
+    status = launch_and_end(*flags, "--output-dir", cut, when=saved, number=signal.SIGTERM, processes=processes)
+    if processes == 1:
+        assert status == 143
+    assert (read_checkpoint(cut)["step"], read_checkpoint(cut)["epoch"]) == (5, 0)
+    assert not any("val/top1" in record for record in read_metrics(cut))
+    again = launch(*flags, "--output-dir", cut, processes=processes)
+    assert again.status == 0, again.err
+    evaluations = [[r for r in read_metrics(folder) if "val/top1" in r] for folder in (whole, cut)]
+    assert evaluations[0] == evaluations[1]
+    assert evaluations[1][0]["val/count"] == 1501
+    assert_same(read_checkpoint(whole)["model"], read_checkpoint(cut)["model"])
+
+
+SIGNALLED = """
+import os, signal, sys, train
+
+def signalled(*parts):
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+setattr(train, os.environ["AT"], signalled)
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("at", ["train_step", "evaluate"])
+def test_where_nothing_can_be_lost_a_signal_ends_at_once(
+    data: Path, tmp_path: Path, launch: Callable[..., Finished], monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """The first step after an evaluation with which a launch began, as it may compile; and `--evaluate`."""
+    flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--output-dir", tmp_path / "out")
+    assert launch(*flags, "--epochs", 1).status == 0
+    program = tmp_path / "signalled.py"
+    program.write_text(SIGNALLED)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+    monkeypatch.setenv("AT", at)
+    before_evaluation = tmp_path / "out" / "last-1.pt"
+    extra = ("--evaluate",) if at == "evaluate" else ("--resume", before_evaluation, "--overwrite", "--epochs", 2)
+    done = launch(*flags, *extra, program=program)
+    assert done.status == 143, done.err
+    assert done.err.splitlines()[-1] == "stopped by SIGUSR1 before the first step; nothing is lost"
+
+
+def test_before_the_first_step_the_files_of_an_earlier_run_stay(
+    data: Path, tmp_path: Path, launch: Callable[..., Finished], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--output-dir", tmp_path / "out")
+    assert launch(*flags, "--epochs", 1).status == 0
+    files = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    program = tmp_path / "signalled.py"
+    program.write_text(SIGNALLED)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+    monkeypatch.setenv("AT", "train_step")
+    done = launch(*flags, "--epochs", 2, "--resume", "none", "--overwrite", program=program)
+    assert done.status == 143, done.err
+    assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == files
+    assert {"config.json", "metrics.jsonl", "summary.json"} <= {path.name for path in files}

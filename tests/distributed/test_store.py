@@ -1,0 +1,302 @@
+"""The store behind a network that swallows everything: a real TCPStore, and a real connection that goes nowhere."""
+
+import contextlib
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from tests.conftest import ROOT, environment, free_port
+from utils.distributed import monitor as peers_module
+from utils.distributed import store as store_module
+from utils.distributed.monitor import RankMonitor
+from utils.distributed.store import BoundedStore, NoAnswer, in_time
+
+
+class Proxy:
+    """Between clients and a store: passes bytes on, late if asked to, until it is cut or its `budget` is used up.
+
+    Then it keeps them, and every connection stays open, as over a network that is down.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._upstream = port
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._server.getsockname()[1]
+        self.passes = threading.Event()
+        self.passes.set()
+        self.delay = 0.0
+        self.budget: float = float("inf")
+        self.passed = 0
+        self._sockets = [self._server]
+        self._start(self._accept)
+
+    def _start(self, what: Callable[..., None], *words: object) -> None:
+        threading.Thread(target=what, args=words, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # closed, on either side
+            while True:
+                client = self._server.accept()[0]
+                self._sockets.append(client)
+                self._sockets.append(server := socket.create_connection(("127.0.0.1", self._upstream)))
+                self._start(self._pass_on, client, server)
+                self._start(self._pass_on, server, client)
+
+    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                if self.passed + len(data) > self.budget:
+                    self.passes.clear()
+                time.sleep(self.delay)
+                self.passes.wait()
+                target.sendall(data)
+                self.passed += len(data)
+        _shut(target)
+
+    def close(self) -> None:
+        for each in self._sockets:
+            _shut(each)
+            each.close()
+
+
+def _shut(one: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        one.shutdown(socket.SHUT_RDWR)  # unlike close, it wakes who waits for it
+
+
+@pytest.fixture
+def server() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True)
+
+
+@pytest.fixture
+def proxy(server: TCPStore) -> Iterator[Proxy]:
+    proxy = Proxy(server.port)
+    yield proxy
+    proxy.close()
+
+
+def test_a_call_ends_whether_or_not_an_answer_comes(server: TCPStore, proxy: Proxy) -> None:
+    store = BoundedStore(TCPStore("127.0.0.1", proxy.port), 30.0)
+    part = store.part("one").part("two", 0.2)
+    part.set("key", "value")
+    assert server.get("one/two/key") == part.get("key") == b"value"
+    assert (part.prefix, part.where) == ("one/two/", f"127.0.0.1:{proxy.port}")
+    assert (part.check(["key"]), part.check(["key", "other"]), store.check(["key"])) == (True, False, False)
+    assert (part.add("count", 2), part.add("count", 3)) == (2, 5)
+    proxy.passes.clear()
+    for _ in range(2):  # with the thread free, and with it waiting
+        for call in (
+            lambda: part.set("late", ""),
+            lambda: part.get("key"),
+            lambda: part.check(["key"]),
+            lambda: part.add("count", 1),
+        ):
+            with pytest.raises(NoAnswer, match=r"no answer for 0\.2 s"):
+                call()
+    proxy.passes.set()
+    assert store.check(["one/two/late"])  # the one that was under way arrives
+    assert store.get("one/two/count") == b"5"  # those that nobody waited for any more were not begun
+
+
+def test_an_error_of_the_store_is_the_callers(server: TCPStore, proxy: Proxy) -> None:
+    store = BoundedStore(TCPStore("127.0.0.1", proxy.port), 30.0)
+    proxy.close()
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as caught:
+            store.set("key", "value")
+        assert not isinstance(caught.value, NoAnswer)
+
+
+def test_in_time() -> None:
+    def fail() -> None:
+        raise KeyError("words")
+
+    assert in_time(lambda: 3, 30.0) == 3
+    with pytest.raises(KeyError, match="words"):
+        in_time(fail, 30.0)
+    with pytest.raises(NoAnswer):
+        in_time(threading.Event().wait, 0.1)
+
+
+def test_late_answers_are_answers_and_silence_is_none(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each answer takes longer than the one who looks after the store waits for it."""
+    monkeypatch.setattr(store_module, "POLL_SECONDS", 0.05)
+    store = BoundedStore(TCPStore("127.0.0.1", proxy.port), 30.0)
+    proxy.delay = 0.2
+    cut_off = threading.Event()
+    with store.looked_after(1.5, cut_off.set):
+        assert not cut_off.wait(4.0)
+        proxy.passes.clear()
+        assert cut_off.wait(100.0)
+
+
+def test_time_in_which_a_process_was_suspended_is_no_silence(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "POLL_SECONDS", 0.05)
+    clock, ahead = time.monotonic, 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + ahead)
+    store = BoundedStore(TCPStore("127.0.0.1", proxy.port), 30.0)
+    cut_off = threading.Event()
+    with store.looked_after(60.0, cut_off.set):
+        proxy.passes.clear()  # an answer is on its way
+        time.sleep(0.2)
+        ahead = 3600.0
+        assert not cut_off.wait(0.5)
+
+
+def test_who_looks_after_the_store_stops_with_the_work(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "POLL_SECONDS", 0.05)
+    store = BoundedStore(TCPStore("127.0.0.1", proxy.port), 30.0)
+    cut_off = threading.Event()
+    with store.looked_after(0.5, cut_off.set):
+        pass
+    proxy.passes.clear()
+    assert not cut_off.wait(1.0)
+
+
+def test_peers_that_are_cut_off_wait_for_nothing(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers_module, "ANSWER_SECONDS", 0.2)
+    monitor = RankMonitor(BoundedStore(TCPStore("127.0.0.1", proxy.port), 30.0), 1, 2, timeout=30.0)
+    assert monitor.request_abort()
+    assert not monitor.request_abort()
+    proxy.passes.clear()
+    monitor.announce_stop()
+    monitor.mark_finished()
+    assert monitor.request_abort()  # nobody else may say what is wrong
+    for question in (monitor.abort_requested, monitor.lost):
+        with pytest.raises(NoAnswer):
+            question()
+
+
+# Rank 1's store is behind the proxy; the collectives are not. It waits in C, as for a device, with a child that is as
+# deaf as a DataLoader's worker.
+WORKER = """
+import ctypes, multiprocessing, sys, time
+from utils.distributed.watchdog import shared_alarm
+from utils.distributed.group import process_group
+from utils.errors import BadFile, RunFailed
+def tell(line):
+    print(f"train.py: {line}", file=sys.stderr, flush=True)
+def wait():
+    time.sleep(200)
+try:
+    with process_group("cpu", float(sys.argv[1]), tell) as env, env.watched(tell), shared_alarm(env, tell):
+        if env.rank == 1:
+            child = multiprocessing.get_context("fork").Process(target=wait)
+            child.start()
+            print(child.pid, flush=True)
+            mutex = ctypes.create_string_buffer(64)
+            ctypes.CDLL(None).pthread_mutex_lock(mutex)
+            ctypes.CDLL(None).pthread_mutex_lock(mutex)
+        elif sys.argv[2] == "wait":
+            wait()
+        else:
+            raise BadFile("/data/one.jpg", "damaged", env.rank)
+except RunFailed as failure:
+    tell(failure)
+    sys.exit(1)
+"""
+
+
+def start_rank(rank: int, port: int, *arguments: object) -> subprocess.Popen[str]:
+    variables: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": ROOT}
+    return subprocess.Popen(
+        [sys.executable, "-c", WORKER, *map(str, arguments)],
+        env=environment() | {name: str(value) for name, value in variables.items()},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.fixture
+def ranks() -> Iterator[list[subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+    yield started
+    for process in started:
+        process.kill()
+        process.wait()
+        for stream in (process.stdout, process.stderr):
+            assert stream is not None  # a pipe, which a child that was left may hold
+            stream.close()
+
+
+def lines_of(process: subprocess.Popen[str]) -> list[str]:
+    """What it said to the user, at its end; a traceback would be there too."""
+    err = process.communicate(timeout=60)[1]
+    assert "Traceback" not in err, err
+    return [line for line in err.splitlines() if line.startswith("train.py: ")]
+
+
+@pytest.mark.dist
+def test_a_process_that_is_cut_off_says_so_and_ends_with_its_workers(ranks: list[subprocess.Popen[str]]) -> None:
+    port = free_port()
+    proxy = Proxy(port)
+    ranks += [start_rank(0, port, 60, "wait")]
+    until_it_listens(port)
+    ranks += [start_rank(1, proxy.port, 5, "wait")]
+    assert ranks[1].stdout is not None
+    child = int(ranks[1].stdout.readline())
+    proxy.passes.clear()
+    (line,) = lines_of(ranks[1])
+    assert ranks[1].returncode == 1
+    assert f"rank 1: the store of the process group at 127.0.0.1:{proxy.port} has not answered for 5 s" in line
+    assert "the network or the machine of rank 0 is down" in line
+    assert "the same command goes on from the last checkpoint" in line
+    assert not Path(f"/proc/{child}").exists()
+    proxy.close()
+
+
+@pytest.mark.dist
+def test_a_bad_file_of_the_rank_that_holds_the_store_ends_the_other(ranks: list[subprocess.Popen[str]]) -> None:
+    """As under Slurm, where no launcher does: that rank has to wait until the other has read the news there."""
+    port = free_port()
+    ranks += [start_rank(rank, port, 60, "bad file") for rank in (0, 1)]
+    (line,), nothing = map(lines_of, ranks)
+    assert line.startswith("train.py: rank 0: /data/one.jpg: damaged;")
+    assert nothing == []
+    assert [process.returncode for process in ranks] == [2, 2]
+
+
+def until_it_listens(port: int) -> None:
+    """Before its time a proxy's connection would be refused, and closed."""
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+        except ConnectionRefusedError:
+            time.sleep(0.02)
+        else:
+            return
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "budget", [0, *(pytest.param(budget, marks=pytest.mark.slow) for budget in range(150, 2100, 150))]
+)
+def test_a_process_that_is_cut_off_while_it_starts_says_so(ranks: list[subprocess.Popen[str]], budget: int) -> None:
+    """After any number of bytes; where these are more than a start takes, at a poll."""
+    timeout = 5 if budget else 1
+    port = free_port()
+    proxy = Proxy(port)
+    proxy.budget = budget
+    ranks += [start_rank(0, port, 60, "wait")]
+    until_it_listens(port)
+    ranks += [start_rank(1, proxy.port, timeout, "wait")]
+    (line,) = lines_of(ranks[1])
+    assert ranks[1].returncode == 1
+    where = rf"127\.0\.0\.1:{proxy.port}"
+    met = (
+        rf"the store of the process group at {where} (does not answer|has not answered for {timeout} s \(--timeout\)): "
+    )
+    unmet = rf"cannot meet rank 0 or its launcher at {where} \(no answer for [0-9]+ s\); --timeout is {timeout} s$"
+    assert re.match(rf"train\.py: rank 1: ({met}|{unmet})", line), line
+    proxy.close()

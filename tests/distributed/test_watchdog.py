@@ -1,0 +1,261 @@
+"""A bad file on one rank ends all of them at once, in one line; whatever the others wait for, and whoever met it."""
+
+import itertools
+import json
+import re
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests import damage
+from tests.conftest import (
+    NUMBERED,
+    ROOT,
+    TINY,
+    Finished,
+    command,
+    environment,
+    read_checkpoint,
+    write_data,
+    write_numbered,
+)
+from utils.data.formats.folder import scan
+from utils.data.sampler import Sampler
+
+WORKER = """
+import os, sys, time
+import torch, torch.distributed as dist
+from utils.distributed.watchdog import shared_alarm
+from utils.distributed.group import process_group
+from utils.errors import BadFile
+from utils.distributed.exit import writing
+from utils.distributed.stop import StopRequest
+case, folder = sys.argv[1:]
+with process_group("cpu", timeout=300) as env, shared_alarm(env, print):
+    meets = {"rank 0": env.rank == 0, "rank 2": env.rank == 2, "all": True, "saving": env.rank == 1}[case]
+    StopRequest().arm(env)  # torchrun signals the others as soon as one has ended
+    dist.barrier()
+    if meets:
+        raise BadFile("/data/one.jpg", "damaged", env.rank)
+    if case == "saving" and env.is_main:
+        with writing:
+            time.sleep(4)  # a checkpoint of some size
+            open(os.path.join(folder, "whole"), "w").close()
+    dist.all_reduce(torch.zeros(3))  # without the others it waits for 300 s
+    sys.stderr.write("got through")
+"""
+
+
+def run_script(tmp_path: Path, text: str, processes: int, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """A program of a few lines over our modules, under torchrun, to its end."""
+    script = tmp_path / "worker.py"
+    script.write_text(text)
+    words = [*command(processes, "--standalone", program=script), *map(str, arguments)]
+    environ = environment() | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(words, env=environ, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "case", ["saving", *(pytest.param(case, marks=pytest.mark.slow) for case in ("rank 0", "rank 2", "all"))]
+)
+def test_all_ranks_end(tmp_path: Path, case: str) -> None:
+    done = run_script(tmp_path, WORKER, 3, case, tmp_path)
+    told = [line for line in done.stderr.splitlines() if "/data/one.jpg: damaged" in line]
+    assert len(told) == 1, done.stderr
+    assert told[0].startswith("train.py: rank ")
+    assert "got through" not in done.stderr
+    assert "worker.py" not in done.stderr.replace(str(tmp_path / "worker.py"), "")  # no traceback of ours
+    assert "exitcode  : 2" in done.stderr
+    assert (tmp_path / "whole").exists() == (case == "saving")
+
+
+def assert_ended_by(done: Finished, processes: int, path: str) -> None:
+    """One line that names file and rank, and no word of ours besides; torchrun adds its own report."""
+    ours = [line for line in done.err.splitlines() if line.startswith("train.py: ")]
+    assert len(ours) == 1, done.err
+    assert ours[0].startswith("train.py: rank ")
+    assert f": {path}: " in ours[0]
+    assert "--bad-files skip" in ours[0]
+    assert "main(sys.argv[1:])" not in done.err, done.err  # the root of any traceback of train.py
+    if processes == 1:
+        assert done.status == 2
+    else:
+        assert "exitcode  : 2" in done.err
+
+
+def spoiled_run(folder: Path, split: str, kind: str) -> tuple[str, tuple[str | Path, ...]]:
+    """A data set with one bad file: its name as a terminal shows it, and flags that save at every step."""
+    root = write_data(folder / "data", train=(60, 60, 60), val=(20, 20, 20))
+    path = root / split / "green" / "bad\none.jpg"
+    path.write_bytes(damage.CONTENTS[kind])
+    flags = ("--epochs", "3", "--batch-size", "4", "--checkpoint-steps", "1", "--output-dir", folder / "out")
+    return str(path).replace("\n", "\\n"), (*TINY, "--data-dir", root, *flags)
+
+
+@pytest.mark.dist
+def test_a_bad_file_in_training(tmp_path: Path, launch: Callable[..., Finished]) -> None:
+    shown, flags = spoiled_run(tmp_path, "train", "cut in the middle")
+    assert_ended_by(launch(*flags, processes=2), 2, shown)
+    assert read_checkpoint(tmp_path / "out")["step"] >= 1
+
+
+@pytest.mark.slow
+def test_a_run_that_met_a_bad_file_goes_on_without_it(tmp_path: Path, launch: Callable[..., Finished]) -> None:
+    """At the step where it ended, in the order that it began with; another of its class takes the bad image's place."""
+    root, records = write_numbered(tmp_path / "data"), tmp_path / "records"
+    records.mkdir()
+    manifest = scan(root, "train")
+    index = Sampler(NUMBERED, 5, 1, 0, 1, seed=0).indices(20)[2]  # of step 20 of 25
+    path = Path(manifest.path(index))
+    path.write_bytes(b"?" * path.stat().st_size)
+    flags = [records, *TINY, "--data-dir", root, "--output-dir", tmp_path / "out", "--batch-size", 5, "--epochs", 1]
+    flags += ["--seed", 0, "--checkpoint-steps", 1]
+    recorder = ROOT / "tests" / "recorder.py"
+    ended = launch(*flags, program=recorder)
+    assert_ended_by(ended, 1, str(path))
+    reached = read_checkpoint(tmp_path / "out")["step"]
+    assert 1 <= reached <= 20
+
+    done = launch(*flags, "--bad-files", "skip", program=recorder)
+    assert f"resumed at epoch 1, step {reached}" in done.out, done.err
+    again = launch(*flags, "--bad-files", "skip", "--epochs", 2, program=recorder)  # last.pt is one of the new ones
+    assert (done.status, again.status) == (0, 0), again.err
+    stand_in = scan(root, "train").with_replacements({manifest.files[index]: "bad"}).files[index]
+    for launched in (done, again):
+        assert f"({stand_in} for {manifest.files[index]}, ...)" in launched.out
+
+    lines = [json.loads(line) for file in records.glob("*.jsonl") for line in file.read_text().splitlines()]
+    steps = {line["step"]: line["images"] for line in lines}
+    assert sorted(steps) == list(range(50))
+    number, instead = int(path.stem), int(Path(stand_in).stem)
+    wanted = [instead if image == number else image for image in range(NUMBERED)]
+    for epoch in range(2):
+        seen = itertools.chain.from_iterable(steps[25 * epoch + at] for at in range(25))
+        assert sorted(seen) == sorted(wanted)
+
+
+def test_a_bad_file_under_the_torch_loader(tmp_path: Path, launch: Callable[..., Finished]) -> None:
+    """Its workers are deaf to the signal with which an interpreter ends them, and must not keep it from ending."""
+    shown, flags = spoiled_run(tmp_path, "val", "text")
+    assert_ended_by(launch(*flags, "--loader", "torch"), 1, shown)
+    assert read_checkpoint(tmp_path / "out")["epoch"] == 0  # trained, not evaluated
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("loader", ["dali", "dali --cache host", "torch", "proxy"])
+@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize("kind", ["text", "cut in the middle"])
+def test_every_loader_ends_in_time(
+    tmp_path: Path, launch: Callable[..., Finished], processes: int, loader: str, split: str, kind: str
+) -> None:
+    shown, flags = spoiled_run(tmp_path, split, kind)
+    done = launch(*flags, "--loader", *loader.split(), processes=processes)
+    ended = time.time()
+    assert_ended_by(done, processes, shown)
+    if split == "val" or "host" not in loader:
+        # The last step but for those of the batches that were read ahead.
+        assert read_checkpoint(tmp_path / "out")["step"] >= 1
+        assert ended - (tmp_path / "out" / "last.pt").stat().st_mtime < 20
+
+
+STUCK = """
+import ctypes, os, signal, sys
+import torch.distributed as dist
+from utils.distributed.watchdog import shared_alarm
+from utils.distributed.group import process_group
+from utils.distributed.stop import StopRequest
+case = sys.argv[1]
+def tell(line):
+    print(f"train.py: {line}", file=sys.stderr, flush=True)
+timeout = 3 if case in ("stopped", "all") else 300
+with process_group("cpu", timeout) as env, env.watched(tell), shared_alarm(env, tell):
+    stop = StopRequest()
+    stop.enable(env)
+    stop.should_stop()
+    dist.barrier()
+    if env.rank == 1 and case == "failed":
+        raise MemoryError("no room")
+    if env.rank == 1 and case != "all":
+        os.kill(os.getpid(), {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}[case])
+    # In C, as for a device that will never be done: no signal handler of Python's runs, no collective fails.
+    mutex = ctypes.create_string_buffer(64)
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("case", "what"),
+    [
+        ("killed", "is gone: killed"),
+        pytest.param("stopped", "is stopped (SIGSTOP)", marks=pytest.mark.slow),
+        pytest.param("failed", "failed: MemoryError: no room", marks=pytest.mark.slow),
+        pytest.param("all", "no step has ended for 6 s", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_wait_for_a_device_end_too(tmp_path: Path, case: str, what: str) -> None:
+    done = run_script(tmp_path, STUCK, 3, case)
+    told = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
+    assert len(told) == 1, done.stderr
+    assert told[0].startswith("train.py: rank 1 (process ") or case == "all"
+    assert what in told[0]
+    assert "goes on from the last checkpoint" in told[0]
+    assert "0 (local_rank: 0)\n  exitcode  : 1" in done.stderr, done.stderr
+
+
+UNARMED = """
+import ctypes, os, signal, sys
+import torch, torch.distributed as dist
+from utils.distributed.watchdog import shared_alarm
+from utils.distributed.group import process_group
+from utils.distributed.stop import StopRequest
+def tell(line):
+    print(f"train.py: {line}", file=sys.stderr, flush=True)
+with process_group("cpu", 300) as env, env.watched(tell), shared_alarm(env, tell):
+    stop = StopRequest(peers=env.peers)
+    if env.rank != 1:
+        stop.enable(env)
+    dist.barrier()
+    if env.rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    if env.rank == 2:
+        mutex = ctypes.create_string_buffer(64)  # in C, as above
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+    dist.all_reduce(torch.zeros(3))
+"""
+
+
+@pytest.mark.dist
+def test_a_rank_that_is_stopped_before_its_first_step_stops_the_others(tmp_path: Path) -> None:
+    """Also those that have done theirs, by an instant: none of them takes it for a loss."""
+    done = run_script(tmp_path, UNARMED, 3)
+    assert re.findall(r"exitcode +: (-?\d+)", done.stderr) == ["143"] * 3, done.stderr
+    assert done.stderr.count("stopped by SIGTERM before the first step") == 1
+    assert "train.py: rank" not in done.stderr
+
+
+EARLY = """
+import sys, time
+from utils.distributed.watchdog import LOST_SECONDS, shared_alarm
+from utils.distributed.group import process_group
+with process_group("cpu", 300) as env, shared_alarm(env, lambda line: print(line, file=sys.stderr)):
+    time.sleep(0 if env.rank else LOST_SECONDS + 6)
+print("done", env.rank, flush=True)
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_rank_that_ends_well_is_not_lost(tmp_path: Path) -> None:
+    done = run_script(tmp_path, EARLY, 2)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split()) == ["0", "1", "done", "done"]
+    assert "is gone" not in done.stderr

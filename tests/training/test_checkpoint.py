@@ -1,0 +1,396 @@
+"""What is on the disk is whole, also after a crash at the worst instant."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+
+from tests.conftest import ROOT, TINY, Finished, assert_same, environment, read_checkpoint, read_metrics, resolved
+from utils.config import TrainConfig
+from utils.data.manifest import synthetic
+from utils.distributed.group import DistEnv
+from utils.errors import UserError
+from utils.training.checkpoint import (
+    _PARTS,
+    EARLIER,
+    FORMAT,
+    LAST,
+    RunRecord,
+    _write,
+    changes,
+    check_fingerprint,
+    find,
+    fingerprint,
+    has_best_of,
+    lacks_best,
+    load,
+    load_newest,
+    save,
+    write_temporary,
+)
+from utils.training.metrics import Meter
+from utils.training.state import TrainState
+
+FLAGS = (*TINY, "--batch-size", "8", "--deterministic")
+
+
+def test_best_is_not_written_over_after_a_crash_between_two_names(tmp_path: Path) -> None:
+    """Killed after best.pt was linked and before last.pt was renamed: both names then mean one file."""
+    best = tmp_path / "best.pt"
+    best.write_bytes(b"the best so far")
+    os.link(best, tmp_path / f".{LAST}.tmp")
+    write_temporary({"step": 1}, tmp_path / LAST)
+    assert best.read_bytes() == b"the best so far"
+
+
+def test_best_stays_where_the_rest_cannot_be_written(tmp_path: Path) -> None:
+    """The last thing that takes room is what becomes last-1.pt: on a disk without hard links it is a copy."""
+    for name in (LAST, "best.pt"):
+        (tmp_path / name).write_bytes(b"before")
+    (tmp_path / f".{EARLIER[0]}.tmp").mkdir()
+    with pytest.raises(OSError, match="irectory"):
+        _write({"step": 1}, tmp_path, is_best=True)
+    assert (tmp_path / "best.pt").read_bytes() == (tmp_path / LAST).read_bytes() == b"before"
+
+
+def test_a_run_goes_on_from_such_a_crash(data: Path, tmp_path: Path, launch: Callable[..., Finished]) -> None:
+    flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--output-dir", tmp_path, "--lr", 1e-12)
+    assert launch(*flags, "--epochs", 1).status == 0
+    os.link(tmp_path / "best.pt", tmp_path / f".{LAST}.tmp")
+    assert launch(*flags, "--epochs", 2, "--lr", 1e-12).status == 0
+    assert read_checkpoint(tmp_path, "last.pt")["epoch"] == 2
+    best = read_checkpoint(tmp_path, "best.pt")
+    assert best["best_top1"] == best["result"]["val/top1"]
+    assert not list(tmp_path.glob(".*.tmp"))
+
+
+@pytest.fixture(scope="module")
+def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of two epochs of five steps."""
+    folder = tmp_path_factory.mktemp("trained")
+    words = [sys.executable, ROOT / "train.py", "--data-dir", data, *FLAGS, "--epochs", 2, "--output-dir", folder]
+    subprocess.run(list(map(str, words)), check=True, env=environment(), capture_output=True)
+    return folder
+
+
+def test_the_last_three_are_kept(trained: Path) -> None:
+    kept = [read_checkpoint(trained, name) for name in (LAST, *EARLIER)]
+    assert [(saved["epoch"], saved["step"]) for saved in kept] == [(2, 10), (1, 10), (1, 5)]
+
+
+def damage(path: Path, how: str) -> None:
+    content = bytearray(path.read_bytes())
+    if how == "truncated":
+        path.write_bytes(content[: len(content) // 2])
+    if how == "a bit flipped":
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    if how == "missing":
+        path.unlink()
+
+
+@pytest.mark.parametrize("how", ["truncated", "a bit flipped", "missing"])
+def test_the_newest_whole_checkpoint_is_used(trained: Path, tmp_path: Path, how: str) -> None:
+    for name in (LAST, *EARLIER, "best.pt"):
+        (tmp_path / name).write_bytes((trained / name).read_bytes())
+    config, steps = TrainConfig(output_dir=tmp_path), []
+    for name in (LAST, *EARLIER):
+        damage(tmp_path / name, how)
+        path, saved, skipped = load_newest(find(config))
+        assert path is not None
+        steps.append((path.name, saved["epoch"]))
+        assert how == "missing" or f"{name}: damaged" in skipped[-1]
+    best = read_checkpoint(trained, "best.pt")["epoch"]
+    assert steps == [(EARLIER[0], 1), (EARLIER[1], 1), ("best.pt", best)]
+    damage(tmp_path / "best.pt", how)
+    if how == "missing":
+        assert load_newest(find(config)) == (None, {}, [])
+    else:
+        with pytest.raises(UserError, match=r"none of its 4 checkpoints is whole; start anew with"):
+            load_newest(find(config))
+
+
+def test_no_damage_goes_unnoticed(trained: Path, tmp_path: Path) -> None:
+    """Truncated at every 10 %, and 200 bits flipped, one at a time: what is used is whole, and the newest that is."""
+    whole = (trained / LAST).read_bytes()
+    contents = {name: read_checkpoint(trained, name) for name in (LAST, EARLIER[0])}
+    for name in (LAST, *EARLIER):
+        (tmp_path / name).write_bytes((trained / name).read_bytes())
+    random = np.random.default_rng(0)
+    damaged = [whole[: len(whole) * tenths // 10] for tenths in range(10)]
+    for bit in random.integers(8 * len(whole), size=200):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        damaged.append(bytes(flipped))
+    outcomes = {LAST: 0, EARLIER[0]: 0}
+    for content in damaged:
+        (tmp_path / LAST).write_bytes(content)
+        path, saved, skipped = load_newest(find(TrainConfig(output_dir=tmp_path)))
+        assert path is not None
+        assert_same(saved, contents[path.name])
+        assert bool(skipped) == (path.name != LAST)
+        outcomes[path.name] += 1
+    print(f"{len(damaged)} damaged files: {outcomes}")
+    assert outcomes[EARLIER[0]] > 150, "a bit between two records of the archive is nobody's; few are"
+
+
+def test_a_resume_says_what_it_skips(
+    data: Path, trained: Path, tmp_path: Path, launch: Callable[..., Finished]
+) -> None:
+    for name in (LAST, EARLIER[0]):
+        (tmp_path / name).write_bytes((trained / name).read_bytes())
+    damage(tmp_path / LAST, "truncated")
+    done = launch("--data-dir", data, *FLAGS, "--epochs", "2", "--output-dir", tmp_path)
+    assert done.status == 0, done.err
+    assert f"skipped: --resume {tmp_path / LAST}: damaged" in done.out
+    assert read_checkpoint(tmp_path)["result"] == read_checkpoint(trained)["result"]
+
+
+def limited(*flags: str | Path) -> subprocess.CompletedProcess[str]:
+    """train.py with files of at most 100 KB, a limit of the kernel's, which a checkpoint passes and no other file."""
+
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+
+    words = [sys.executable, str(ROOT / "train.py"), *map(str, flags)]
+    return subprocess.run(
+        words, capture_output=True, text=True, env=environment(), preexec_fn=limit, check=False, timeout=200
+    )
+
+
+def test_a_failed_save_is_told_and_tried_again(data: Path, tmp_path: Path, launch: Callable[..., Finished]) -> None:
+    flags = ("--data-dir", data, *FLAGS, "--output-dir", tmp_path)
+    assert launch(*flags, "--epochs", "1").status == 0
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("*.pt")}
+    done = limited(*flags, "--epochs", "2")
+    assert done.returncode == 1
+    assert done.stdout.count("warning: no checkpoint at step 10 (File too large)") == 2
+    assert "the checkpoint of step 10 could not be written (File too large)" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("*.pt")} == before
+    assert not list(tmp_path.glob(".*.tmp"))
+    assert [record["step"] for record in read_metrics(tmp_path) if "val/top1" in record] == [5, 10]
+    again = launch(*flags, "--epochs", "2")
+    assert again.status == 0
+    assert read_checkpoint(tmp_path)["epoch"] == 2
+
+
+# train.py on a disk that is full from step 6, in the second of twelve epochs, to the beginning of the last.
+FULL_FOR_A_WHILE = """
+import resource, signal, sys
+from torch.optim.optimizer import register_optimizer_step_post_hook
+import train
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+steps = 0
+
+def limit(optimizer, arguments, options):
+    global steps
+    steps += 1
+    unlimited = resource.RLIM_INFINITY
+    if steps in (6, 56):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000 if steps == 6 else unlimited, unlimited))
+
+register_optimizer_step_post_hook(limit)
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+def test_best_is_the_best_that_could_be_saved(data: Path, tmp_path: Path, launch: Callable[..., Finished]) -> None:
+    script = tmp_path / "full_for_a_while.py"
+    script.write_text(FULL_FOR_A_WHILE)
+    flags = ("--data-dir", data, *FLAGS, "--epochs", 12, "--lr", 2, "--output-dir", tmp_path / "run")
+    done = subprocess.run(
+        [sys.executable, *map(str, (script, *flags))],
+        capture_output=True, text=True, env=environment() | {"PYTHONPATH": str(ROOT)}, check=False, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    first, *lost, last = (record["val/top1"] for record in read_metrics(tmp_path / "run") if "val/top1" in record)
+    assert first < last <= max(lost), "or this tests nothing"
+    best = read_checkpoint(tmp_path / "run", "best.pt")
+    assert (best["epoch"], best["result"]["val/top1"], best["best_top1"]) == (12, last, last)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["best_top1"] == last
+
+
+def test_a_second_run_in_the_folder_is_refused(data: Path, tmp_path: Path, launch: Callable[..., Finished]) -> None:
+    flags = ("--data-dir", data, *FLAGS, "--epochs", "100000", "--output-dir", tmp_path)
+    words = [sys.executable, str(ROOT / "train.py"), *map(str, flags)]
+    first = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, text=True)
+    try:
+        assert first.stdout is not None
+        next(line for line in first.stdout if "first step" in line)
+        second = launch(*flags)
+        assert second.status == 2
+        assert f"--output-dir {tmp_path}: another run is writing there" in second.err
+        assert first.poll() is None
+    finally:
+        first.kill()
+        first.communicate()
+    assert launch(*flags, "--epochs", "1", "--resume", "none", "--overwrite").status == 0, (
+        "the lock ends with the process"
+    )
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_run_that_diverges_ends_and_keeps_its_last_good_checkpoint(
+    data: Path, tmp_path: Path, launch: Callable[..., Finished], processes: int
+) -> None:
+    flags = ("--data-dir", data, *FLAGS, "--batch-size", 8 // processes, "--output-dir", tmp_path)
+    assert launch(*flags, "--epochs", "2", processes=processes).status == 0
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("*.pt")}
+    wild = ("--epochs", "9", "--lr", "1e30", "--warmup-epochs", "0", "--checkpoint-steps", "3", "--max-bad-steps", "4")
+    done = launch(*flags, *wild, processes=processes)
+    assert done.status == 1
+    assert done.err.count("the loss has not been finite for 4 steps in a row; lower --lr") == 1
+    assert "the loss is not finite; the one before stands" in done.out
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("*.pt")} == before
+
+
+def test_whether_there_is_a_best(tmp_path: Path) -> None:
+    assert lacks_best(tmp_path)
+    (tmp_path / "best.pt").touch()
+    assert not lacks_best(tmp_path)
+    assert not lacks_best(tmp_path / ("far" * 100)), "it cannot be seen"
+
+
+def save_at(folder: Path, env: DistEnv, step: int, best_top1: float, is_best: bool = False) -> str | None:
+    """A checkpoint of a network of one weight, whose value is the step."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, step)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    state = TrainState(model, optimizer, GradScaler("cpu", enabled=False), None, Meter(env), env)
+    state.step, state.best_top1 = step, best_top1
+    best = {"is_best": True} if is_best else {}
+    record = RunRecord("a run", {"seed": 0}, ("a", "b"), ((0.5,), (0.5,)), {"train": []}, {}, {})
+    return save(state, {"at": step}, resolved(output_dir=folder), record, **best)
+
+
+def steps_in(folder: Path) -> dict[str, int]:
+    """Name -> step, of every file, each of which must be whole."""
+    found = {path.name: load(path) for path in folder.iterdir()}
+    for saved in found.values():
+        assert saved["model"]["weight"].item() == saved["step"] == saved["ranks"][0]["loader"]["at"]
+    return {name: saved["step"] for name, saved in found.items()}
+
+
+def test_names_of_a_run_s_checkpoints(tmp_path: Path, cpu: DistEnv) -> None:
+    """A top-1 of 0 percent is one too: best.pt is removed only before the first evaluation, as another run's."""
+    torch.save("of another run", tmp_path / "best.pt")
+    for step in (1, 2):
+        assert save_at(tmp_path, cpu, step, best_top1=-1.0) is None
+    assert steps_in(tmp_path) == {LAST: 2, EARLIER[0]: 1}
+    assert save_at(tmp_path, cpu, 3, best_top1=0.0, is_best=True) is None
+    assert steps_in(tmp_path) == {LAST: 3, EARLIER[0]: 2, EARLIER[1]: 1, "best.pt": 3}
+    assert save_at(tmp_path, cpu, 4, best_top1=0.0) is None
+    assert steps_in(tmp_path) == {LAST: 4, EARLIER[0]: 3, EARLIER[1]: 2, "best.pt": 3}
+    assert save_at(tmp_path, cpu, 5, best_top1=0.5, is_best=True) is None
+    assert steps_in(tmp_path) == {LAST: 5, EARLIER[0]: 4, EARLIER[1]: 3, "best.pt": 5}
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / LAST
+    whole = dict.fromkeys(_PARTS, 0) | {"format": FORMAT}
+    torch.save(whole, path)
+    assert load(path) == whole
+    lacking: list[Any] = [{name: whole[name] for name in whole if name != part} for part in whole]
+    for content in ([whole], whole | {"format": FORMAT - 1}, *lacking):
+        torch.save(content, path)
+        with pytest.raises(UserError, match="not a checkpoint of this version of Brisk"):
+            load_newest([path])
+    damage(path, "truncated")
+    with pytest.raises(UserError, match=r"last\.pt: damaged"):
+        load_newest([path])
+
+
+def test_why_a_checkpoint_could_not_be_written(tmp_path: Path, cpu: DistEnv) -> None:
+    assert save_at(tmp_path / "gone", cpu, 1, best_top1=-1.0) == "No such file or directory"
+
+
+def test_whose_best_it_is(tmp_path: Path, cpu: DistEnv) -> None:
+    own = {"run": "a run", "best_top1": 50.0}
+    assert not has_best_of(own, tmp_path)
+    save_at(tmp_path, cpu, 1, best_top1=50.0, is_best=True)
+    assert has_best_of(own, tmp_path)
+    assert not has_best_of(own | {"best_top1": 49.0}, tmp_path)
+    assert not has_best_of(own | {"run": "another"}, tmp_path)
+    damage(tmp_path / "best.pt", "truncated")
+    assert not has_best_of(own, tmp_path)
+
+
+ALL = (LAST, *EARLIER, "best.pt")
+
+
+@pytest.mark.parametrize(
+    ("there", "flags", "found"),
+    [
+        (ALL, {}, ALL),
+        (("best.pt", EARLIER[1]), {}, (EARLIER[1], "best.pt")),
+        ((), {}, ()),
+        (ALL, {"pretrained": ""}, ALL),
+        (ALL, {"resume": "none"}, ()),
+        (ALL, {"resume": "none", "evaluate": True, "pretrained": ""}, ()),
+        (ALL, {"resume": EARLIER[0]}, (EARLIER[0],)),
+        (ALL, {"resume": EARLIER[0], "evaluate": True, "pretrained": ""}, (EARLIER[0],)),
+        ((LAST,), {"resume": EARLIER[0]}, "no such checkpoint"),
+        (ALL, {"evaluate": True}, ("best.pt", LAST, *EARLIER)),
+        ((), {"evaluate": True}, "no checkpoint in --output-dir"),
+        ((), {"evaluate": True, "pretrained": ""}, ()),
+        (ALL, {"evaluate": True, "pretrained": "x.pt"}, "best.pt or --pretrained x.pt"),
+    ],
+)
+def test_which_checkpoints_a_launch_takes(
+    tmp_path: Path, there: tuple[str, ...], flags: dict[str, Any], found: tuple[str, ...] | str
+) -> None:
+    for name in there:
+        (tmp_path / name).touch()
+    if flags.get("resume", "none") != "none":
+        flags = flags | {"resume": str(tmp_path / flags["resume"])}
+    config = TrainConfig(output_dir=tmp_path, **flags)
+    if isinstance(found, str):
+        with pytest.raises(UserError, match=found):
+            find(config)
+    else:
+        assert find(config) == [tmp_path / name for name in found]
+
+
+@pytest.mark.parametrize(
+    ("loader", "decode", "cache", "dali"),
+    [("dali", "full", "host", "2.4"), ("proxy", "full", None, "2.4"), ("torch", None, None, None)],
+)
+def test_what_a_resume_depends_on(
+    cpu: DistEnv, loader: Any, decode: str | None, cache: str | None, dali: str | None
+) -> None:
+    config = resolved(loader=loader, decode="full", cache="host", ema_decay=0.5, seed=3)
+    splits = synthetic(8, 4), synthetic(6, 4)
+    found = fingerprint(config, *splits, cpu, "2.4")
+    of_the_loader = {name: found[name] for name in ("--loader", "--decode", "--cache", "DALI version")}
+    assert of_the_loader == {"--loader": loader, "--decode": decode, "--cache": cache, "DALI version": dali}
+    assert (found["--ema-decay above 0"], found["--seed"], found["classes"], found["device"]) == (True, 3, 4, "cpu")
+    assert (found["files of train/"], found["files of val/"]) == ("synthetic-8-4", "synthetic-6-4")
+    without = fingerprint(resolved(loader=loader, decode="full", cache="host", seed=3), *splits, cpu, "2.4")
+    check_fingerprint(Path("last.pt"), found, found, "hint; ")
+    with pytest.raises(UserError, match=r"another run \(--ema-decay above 0: True then, False now\); restore these"):
+        check_fingerprint(Path("last.pt"), found, without, "hint; ")
+    other_files = found | {"files of val/": "x", "--seed": 4}
+    with pytest.raises(UserError, match=r"\(--seed: 3 then, 4 now; files of val/: synthetic-6-4 then, x now\); hint; "):
+        check_fingerprint(Path("last.pt"), found, dict(sorted(other_files.items())), "hint; ")
+
+
+def test_changes_are_told(tmp_path: Path) -> None:
+    saved = resolved(lr=0.5).to_dict()
+    now = resolved(lr=0.1, clip_grad=1.0, workers=3, log_steps=7, output_dir=tmp_path, time_limit=5.0)
+    assert changes(saved, resolved(lr=0.5)) == []
+    assert changes(saved, now) == ["--lr 0.5 -> 0.1", "--clip-grad 0.0 -> 1.0"]

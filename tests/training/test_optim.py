@@ -1,0 +1,251 @@
+"""Learning rate and parameter groups."""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import pytest
+import timm
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+
+from tests.conftest import resolved
+from train import update_weights
+from utils.config import ResolvedConfig
+from utils.distributed.group import DistEnv
+from utils.errors import UserError
+from utils.network.gradients import ForwardBackward, GraphedForwardBackward, capture_stream
+from utils.training.metrics import Meter
+from utils.training.optim import (
+    _has_fused,
+    check_optimizer,
+    create_ema,
+    create_optimizer,
+    create_schedule,
+    describe_ema,
+    scaled_lr,
+)
+from utils.training.state import TrainState
+
+
+def rates(config: ResolvedConfig, steps_per_epoch: int) -> list[float]:
+    optimizer = create_optimizer(config, torch.nn.Linear(2, 2), 512)
+    schedule = create_schedule(config, optimizer, steps_per_epoch)
+    found = []
+    for step in range(config.epochs * steps_per_epoch):
+        schedule.step_update(step)
+        found.append(optimizer.param_groups[0]["lr"])
+    return found
+
+
+def test_lr_is_per_256_images() -> None:
+    assert scaled_lr(0.1, 1024) == pytest.approx(0.4)
+
+
+def test_linear_warmup_then_cosine() -> None:
+    config = resolved(epochs=10, lr=0.1, warmup_epochs=2.0)
+    found = rates(config, 5)
+    assert found[:11] == pytest.approx([0.2 * step / 10 * 0.9 + 0.02 for step in range(11)])
+    assert found[10] == max(found) == pytest.approx(0.2)
+    assert found[30] == pytest.approx(0.1)  # half-way down a half cosine
+    assert found == sorted(found[:11]) + sorted(found[11:], reverse=True)
+    assert 0 < found[-1] < 0.001
+
+
+def test_every_rate_of_a_run_of_eight_steps() -> None:
+    """The cosine falls from its first step to 0 after the last, whatever of it the warmup leaves."""
+    config = resolved(epochs=1, lr=0.5, warmup_epochs=0.0)
+    cosine = [(1 + math.cos(math.pi * step / 8)) / 2 for step in range(8)]
+    assert rates(config, 8) == pytest.approx(cosine)
+    cosine = [(1 + math.cos(math.pi * step / 7)) / 2 for step in range(7)]
+    assert rates(dataclasses.replace(config, warmup_epochs=1 / 8), 8) == pytest.approx([1.0, *cosine])
+    # A warmup that rounds to the whole run leaves one step at the peak.
+    warmup = [1 / 7 + step / 7 * 6 / 7 for step in range(7)]
+    assert rates(dataclasses.replace(config, warmup_epochs=0.99), 8) == pytest.approx([*warmup, 1.0])
+
+
+@pytest.mark.parametrize(("epochs", "warmup"), [(1, 0.0), (1, 0.5), (3, 0.0)])
+def test_short_runs_have_a_rate_above_zero(epochs: int, warmup: float) -> None:
+    assert all(rate > 0 for rate in rates(resolved(epochs=epochs, warmup_epochs=warmup), 1))
+
+
+def test_no_decay_on_biases_and_norms() -> None:
+    model = timm.create_model("test_resnet", num_classes=3)
+    optimizer = create_optimizer(resolved(weight_decay=0.01, momentum=0.8), model, 256)
+    for group in optimizer.param_groups:
+        decayed = {parameter.ndim > 1 for parameter in group["params"]}
+        assert decayed == {group["weight_decay"] > 0}
+        assert group["momentum"] == 0.8
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
+
+
+def test_other_optimizers() -> None:
+    config = resolved(optimizer="adamw")
+    assert isinstance(create_optimizer(config, torch.nn.Linear(2, 2), 256), torch.optim.AdamW)
+    with pytest.raises(UserError, match="--optimizer adamv: unknown to timm; the closest are adam"):
+        check_optimizer("adamv")
+
+
+def test_which_optimizers_have_one_kernel_for_all_weights() -> None:
+    names = ("sgd", "momentum", "nesterov", "adam", "adamw", "lamb", "rmsprop", "adafactor")
+    assert [_has_fused(name) for name in names] == [True] * 5 + [False] * 3
+    assert not create_optimizer(resolved(), torch.nn.Linear(2, 2), 256).defaults["fused"], "on the CPU"
+
+
+def test_moving_average_reaches_its_decay() -> None:
+    ema = create_ema(torch.nn.Linear(2, 2), 0.9999)
+    assert [ema.get_decay(step) for step in (0, 1)] == [0.0, 0.0], "a copy"
+    assert [ema.get_decay(3 + n - 1) for n in (0, 5, 1000)] == pytest.approx([1 / 10, 6 / 15, 1001 / 1010])
+    assert ema.get_decay(89_990) < 0.9999
+    assert ema.get_decay(89_992) == 0.9999
+    assert describe_ema(ema, 100_000) == "decay grows to 0.9999 in the first 89,992 steps"
+    assert describe_ema(ema, 50_040) == "decay grows to 0.99982 in the 50,040 steps of the run, too few for 0.9999"
+    short, long = (describe_ema(create_ema(torch.nn.Linear(2, 2), 0.9), steps) for steps in (83, 82))
+    assert "grows to 0.9 in the first 82" in short
+    assert "too few for 0.9" in long
+
+
+def test_optimizers_take_the_same_step_in_every_process() -> None:
+    """Or several processes refuse them: their random numbers differ."""
+    known = timm.optim.list_optimizers()
+    tried, refused = 0, []
+    for name in known:
+        try:
+            check_optimizer(name, world_size=2)
+            results = [train_a_little(name, seed) for seed in (0, 1)]
+        except UserError:
+            refused.append(name)
+            continue
+        tried += 1
+        assert all(torch.equal(*pair) for pair in zip(*results, strict=True)), name
+    assert {"kron", "kronc", "kronw"} <= set(refused)
+    assert tried > len(known) / 2
+    with pytest.raises(UserError, match="draws random numbers, so that the weights of 2 processes would part"):
+        check_optimizer("kron", world_size=2)
+    check_optimizer("kron", world_size=1)
+
+
+def train_a_little(name: str, seed: int) -> list[torch.Tensor]:
+    torch.manual_seed(7)
+    model, images = torch.nn.Linear(4, 3), torch.rand(2, 4)
+    optimizer = create_optimizer(resolved(optimizer=name, lr=0.1), model, 256)
+    torch.manual_seed(seed)
+    for _ in range(3):
+        model(images).square().sum().backward()
+        optimizer.step()
+    return [weight.detach() for weight in model.parameters()]
+
+
+OPTIMIZERS = [("sgd", True), ("momentum", True), ("adam", True), ("adamw", True)]  # that Brisk fuses on a GPU
+OPTIMIZERS += [(name, False) for name in ("sgd", "momentum", "adamw", "lamb")]
+GOOD_SCALE, BAD_SCALE = 2.0**10, 2.0**24  # of the loss in fp16, for the network below
+
+
+@contextlib.contextmanager
+def memory_full_of_nan() -> Iterator[None]:
+    """What torch makes of uninitialised memory with --deterministic."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def fp16_state(env: DistEnv, name: str, fused: bool, scale: float) -> TrainState:
+    """The same small network each time; a scale that overflows becomes one that does not."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, 2), nn.Flatten())
+    net.append(nn.Linear(72, 10)).to(memory_format=torch.channels_last).to(env.device)
+    config = resolved(optimizer=name, lr=0.05 if name in ("sgd", "momentum") else 0.005, weight_decay=0.01)
+    scaler = GradScaler(env.device.type, init_scale=scale, backoff_factor=GOOD_SCALE / BAD_SCALE)
+    return TrainState(net, create_optimizer(config, net, 256, fused), scaler, ema=None, meter=Meter(env), env=env)
+
+
+def fp16_losses(state: TrainState, first: int = 0, graph: bool = False) -> list[float]:
+    """Losses of the steps `first` to 5, each on a batch of its own; `graph` records the step as a CUDA graph."""
+    random = torch.Generator().manual_seed(1)
+    images = torch.randn(6, 8, 3, 10, 10, generator=random).half().to(state.env.device)
+    targets = torch.randint(0, 10, (6, 8), generator=random).to(state.env.device)
+    gradients = ForwardBackward(state.model, nn.CrossEntropyLoss(), state.scaler, torch.float16, accum_steps=1)
+    step = GraphedForwardBackward(gradients, capture_stream(state.env.device)) if graph else gradients
+    losses = []
+    for batch, target in zip(images[first:], targets[first:], strict=True):
+        loss = step(batch.contiguous(memory_format=torch.channels_last), target, 0)
+        losses.append(loss.item())
+        state.meter.update(loss, len(target))
+        state.meter.end_step()
+        with memory_full_of_nan():
+            update_weights(state)
+    step.close()
+    return losses
+
+
+def check_skipped_first_step(env: DistEnv, name: str, fused: bool, graph: bool = False) -> list[float]:
+    """Gradients of the first step overflow: what follows is, bit for bit, what it is without that step. The losses."""
+    state, without = fp16_state(env, name, fused, BAD_SCALE), fp16_state(env, name, fused, GOOD_SCALE)
+    losses = fp16_losses(state, 0, graph)
+    assert losses[1:] == fp16_losses(without, 1, graph)
+    assert state.meter.read().skipped_steps == 1
+    assert state.scaler.get_scale() == without.scaler.get_scale() == GOOD_SCALE
+    for weight, other in zip(state.model.parameters(), without.model.parameters(), strict=True):
+        assert weight.isfinite().all()
+        assert torch.equal(weight, other)
+    return losses
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(("name", "fused"), OPTIMIZERS)
+def test_a_first_step_that_overflows_leaves_no_trace(cpu: DistEnv, name: str, fused: bool) -> None:
+    losses = check_skipped_first_step(cpu, name, fused)
+    assert losses == pytest.approx(fp16_losses(fp16_state(cpu, name, False, BAD_SCALE)), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "momentum"), [("sgd", 0.9), ("momentum", 0.9), ("momentum", 0.0), ("adam", 0.9), ("adamw", 0.9)]
+)
+def test_fused_steps_are_torchs(name: str, momentum: float) -> None:
+    """Bit for bit those of an optimizer that torch gives its first state, and nearly the ones that are not fused."""
+    config = resolved(optimizer=name, lr=0.1, momentum=momentum, weight_decay=0.01)
+    results = []
+    for fused, own in ((True, True), (True, False), (False, True)):
+        torch.manual_seed(7)
+        model, images = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 9)), torch.rand(5, 8, 40)
+        optimizer = create_optimizer(config, model, 256, fused)
+        assert {group["fused"] for group in optimizer.param_groups} == {True if fused else None}
+        if not own:
+            optimizer.state.clear()
+        for batch in images:
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+        results.append([weight.detach() for weight in model.parameters()])
+    for ours, torchs, plain in zip(*results, strict=True):
+        assert torch.equal(ours, torchs)
+        torch.testing.assert_close(ours, plain)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("kept", ["nothing", "None"])
+def test_resume_of_an_optimizer_that_never_stepped(cpu: DistEnv, kept: str) -> None:
+    """Its state has no momentum, and the first step after the resume overflows."""
+    never, state = fp16_state(cpu, "sgd", True, BAD_SCALE), fp16_state(cpu, "sgd", True, BAD_SCALE)
+    saved = never.shared()
+    numbers = range(len(list(never.model.parameters())))
+    saved["optimizer"]["state"] = {} if kept == "nothing" else {key: {"momentum_buffer": None} for key in numbers}
+    state.load(saved, never.own({}))
+    assert fp16_losses(state) == fp16_losses(never)
+
+
+def test_weight_decay_is_timms() -> None:
+    """docs/decisions/0014: a scale that is no vector decays, what a network exempts does not."""
+    decayed: dict[str, set[bool]] = {"temperature": set(), "pos_embed": set(), "cls_token": set()}
+    for arch in ("edgenext_xx_small", "test_vit"):
+        with torch.device("meta"):
+            model = timm.create_model(arch)
+        names = {parameter: name.split(".")[-1] for name, parameter in model.named_parameters()}
+        for group in create_optimizer(resolved(weight_decay=0.01), model, 256).param_groups:
+            for parameter in group["params"]:
+                decayed.get(names[parameter], set()).add(group["weight_decay"] > 0)
+    assert decayed == {"temperature": {True}, "pos_embed": {False}, "cls_token": {False}}

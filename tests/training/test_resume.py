@@ -1,0 +1,179 @@
+"""Kill and resume: weights and losses must be those of the run that nobody disturbed, to the last bit."""
+
+import itertools
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import TINY, Finished, assert_same, read_checkpoint, read_metrics
+
+EPOCHS, STEPS = 4, 5  # 41 images, a global batch of 8
+PLAIN: tuple[str, ...] = ("--workers", "2")
+EVERYTHING = (
+    "--augment", "trivialaugment", "--mixup", "0.2", "--cutmix", "1", "--random-erase", "0.3", "--ema-decay", "0.9",
+    "--grad-accum-steps", "2", "--clip-grad", "1", "--fused-layers", "--cache", "host", "--grad-exchange", "flat",
+)  # fmt: skip
+
+
+def flags_for(data: Path, processes: int, extra: tuple[str, ...]) -> tuple[Any, ...]:
+    batch_size = 8 // processes // (2 if "--grad-accum-steps" in extra else 1)
+    on_all_ranks = ("--data-dir", data, *TINY, "--deterministic", "--epochs", EPOCHS, "--batch-size", batch_size)
+    return (*on_all_ranks, *extra)
+
+
+def train_losses(output_dir: Path) -> list[tuple[int, float]]:
+    return [(record["step"], record["train/loss"]) for record in read_metrics(output_dir) if "train/loss" in record]
+
+
+def evaluations(output_dir: Path) -> list[dict[str, Any]]:
+    return [record for record in read_metrics(output_dir) if "val/top1" in record]
+
+
+def steps_logged(output_dir: Path, count: int) -> Callable[[], bool]:
+    """Whether the launch that comes now has logged `count` steps; what an earlier one lost does not count."""
+    started = output_dir / "config.json"  # written after that has been dropped
+    started.unlink(missing_ok=True)
+
+    def reached() -> bool:
+        try:
+            started.stat()
+            return len(train_losses(output_dir)) >= count
+        except (OSError, ValueError):  # not there yet, or a line half written
+            return False
+
+    return reached
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("extra", "processes"),
+    [
+        pytest.param(EVERYTHING, 2, id="everything-2", marks=pytest.mark.slow),
+        pytest.param(EVERYTHING, 1, id="everything-1"),
+        pytest.param(PLAIN, 2, id="plain-2", marks=pytest.mark.slow),
+        pytest.param(PLAIN, 1, id="plain-1", marks=pytest.mark.slow),
+    ],
+)
+def test_interrupted_run_ends_as_the_undisturbed_one(
+    data: Path,
+    tmp_path: Path,
+    launch: Callable[..., Finished],
+    launch_and_end: Callable[..., int],
+    processes: int,
+    extra: tuple[str, ...],
+) -> None:
+    flags = flags_for(data, processes, extra)
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    done = launch(*flags, "--output-dir", whole, processes=processes)
+    assert done.status == 0, done.err
+
+    # Killed in mid-epoch 1, after a checkpoint at step 3.
+    mid_epoch = (*flags, "--output-dir", cut, "--checkpoint-steps", 3)
+    launch_and_end(*mid_epoch, when=(cut / "last.pt").exists, processes=processes)
+    assert read_checkpoint(cut)["step"] == 3
+
+    # Asked to stop in mid-epoch 2: a checkpoint at whatever step that is.
+    stopped = (*flags, "--output-dir", cut)
+    status = launch_and_end(*stopped, when=steps_logged(cut, STEPS + 2), number=signal.SIGTERM, processes=processes)
+    if processes == 1:
+        assert status == 143
+    assert read_checkpoint(cut)["step"] >= STEPS + 2
+
+    # Killed in epoch 4, when the last checkpoint is the end of epoch 3.
+    launch_and_end(*stopped, when=steps_logged(cut, 3 * STEPS + 2), processes=processes)
+    assert (read_checkpoint(cut)["step"], read_checkpoint(cut)["epoch"]) == (3 * STEPS, 3)
+
+    done = launch(*stopped, processes=processes)
+    assert done.status == 0, done.err
+    assert "resumed at epoch 4, step 15" in done.out
+
+    expected, found = read_checkpoint(whole), read_checkpoint(cut)
+    for name in expected.keys() - {"config", "launchers", "run", "saved_at", "seconds", "ranks"}:
+        assert_same(expected[name], found[name], name)
+    for one, other in zip(expected["ranks"], found["ranks"], strict=True):
+        assert_same(one["buffers"], other["buffers"])
+        assert_same(one["random"], other["random"])
+    assert train_losses(whole) == train_losses(cut)
+    assert [step for step, _ in train_losses(cut)] == list(range(1, EPOCHS * STEPS + 1))
+    assert evaluations(whole) == evaluations(cut)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loader", ["torch", "proxy"])
+def test_other_loaders_resume(
+    data: Path, tmp_path: Path, launch: Callable[..., Finished], launch_and_end: Callable[..., int], loader: str
+) -> None:
+    """`torch` in mid-epoch; `proxy` at an epoch's end, and in mid-epoch it says what it cannot do."""
+    log_steps = 2 if loader == "torch" else 1  # then the cut after step 3 is in the midst of an interval
+    flags = (*flags_for(data, 1, ("--augment", "trivialaugment")), "--loader", loader, "--log-steps", log_steps)
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert launch(*flags, "--output-dir", whole).status == 0
+    if loader == "torch":
+        launch_and_end(*flags, "--output-dir", cut, "--checkpoint-steps", 3, when=(cut / "last.pt").exists)
+        assert read_checkpoint(cut)["step"] == 3
+    else:
+        launch_and_end(*flags, "--output-dir", cut, when=steps_logged(cut, STEPS + 2))
+        assert read_checkpoint(cut)["step"] == STEPS
+    done = launch(*flags, "--output-dir", cut)
+    assert done.status == 0, done.err
+    assert_same(read_checkpoint(whole)["model"], read_checkpoint(cut)["model"])
+    assert train_losses(whole) == train_losses(cut)
+    if loader == "proxy":
+        middle = tmp_path / "middle"
+        launch_and_end(*flags, "--output-dir", middle, "--checkpoint-steps", 3, when=(middle / "last.pt").exists)
+        assert "the proxy loader resumes its random draws at epochs only" in launch(*flags, "--output-dir", middle).out
+
+
+@pytest.mark.slow
+def test_killed_between_training_and_evaluation(
+    data: Path, tmp_path: Path, launch: Callable[..., Finished], launch_and_end: Callable[..., int]
+) -> None:
+    """A checkpoint of an epoch's last step, not yet evaluated, goes straight to the evaluation."""
+    flags = (*flags_for(data, 1, PLAIN), "--output-dir", tmp_path)
+    status = launch_and_end(*flags, when=steps_logged(tmp_path, STEPS), number=signal.SIGTERM)
+    assert status == 143
+    done = launch(*flags)
+    assert done.status == 0, done.err
+    records = read_metrics(tmp_path)
+    order = [("val" if "val/top1" in record else "train", record["step"]) for record in records]
+    expected = itertools.chain.from_iterable(
+        [*(("train", epoch * STEPS + step + 1) for step in range(STEPS)), ("val", (epoch + 1) * STEPS)]
+        for epoch in range(EPOCHS)
+    )
+    assert order == list(expected)
+
+
+def test_a_finished_run_is_left_as_it_is(
+    data: Path, tmp_path: Path, launch_series: Callable[..., list[Finished]]
+) -> None:
+    flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--output-dir", tmp_path, "--epochs")
+    (first,) = launch_series((*flags, 1))
+    assert first.status == 0, first.err
+    names = ("last.pt", "best.pt", "metrics.jsonl", "summary.json", "config.json")
+    files = {name: (tmp_path / name).read_bytes() for name in names}
+    (again,) = launch_series((*flags, 1, "--lr", 9))
+    assert again.status == 0
+    assert "All 1 epochs are done" in again.out
+    assert files == {name: (tmp_path / name).read_bytes() for name in files}
+    (more,) = launch_series((*flags, 2))
+    assert more.status == 0, more.err
+    assert read_checkpoint(tmp_path)["epoch"] == 2
+
+
+@pytest.mark.slow
+def test_resume_takes_the_decode_path_of_the_checkpoint(
+    data: Path, tmp_path: Path, launch: Callable[..., Finished]
+) -> None:
+    """`auto` depends on the machine, and a run must go on on any."""
+    flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--output-dir", tmp_path)
+    assert launch(*flags, "--epochs", 1, "--decode", "full").status == 0
+    done = launch(*flags, "--epochs", 2)
+    assert done.status == 0, done.err
+    assert "resumed at epoch 2" in done.out
+    assert "--decode full: as in the checkpoint" in done.out
+    refused = launch(*flags, "--epochs", 3, "--decode", "fused")
+    assert refused.status == 2
+    assert "--decode: full then, fused now" in refused.err

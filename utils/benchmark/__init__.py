@@ -1,0 +1,1 @@
+"""Measuring loaders and the training step, and what follows from it."""

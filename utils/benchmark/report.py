@@ -1,0 +1,160 @@
+"""What a benchmark leaves behind: its table, its sentences, benchmark.json and benchmark.png.
+
+Units in benchmark.json: rates ({"median", "min", "max", "windows"}, and keys that end in `_throughput`) in images/s;
+`ratio` is dali_throughput / pytorch_throughput, in training; `real_to_synthetic` is dali_throughput /
+synthetic_throughput, where DALI is the faster of its paths; `cpu_seconds_per_1000_images` and `cpu_cores_busy` of each
+loader alone, worker processes included; `data_wait` as in metrics.jsonl; `first_batch_seconds` and `gpu_memory_mb`
+once, while the loader is opened (the first DALI path also loads the library). What was not measured is null.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from utils.benchmark.verdict import TITLES, Measurements, Rate, Verdict
+
+COLOURS = {"dali-fused": "#0072B2", "dali-full": "#56B4E9", "torch": "#E69F00", "timm": "#CC79A7"}  # Okabe and Ito's
+
+
+def introduction(facts: dict[str, Any]) -> str:
+    """What is going to be measured, in three lines."""
+    images = (
+        f"{facts['num_images']:,} images{', generated' if facts['generated'] else ''}, {facts['num_classes']} classes, "
+        f"mean {facts['image_width']:.0f} x {facts['image_height']:.0f} px, {facts['image_bytes'] / 1000:.0f} KB"
+    )
+    return f"{_headline(facts)}\n{facts['device_name']}, CPU threads per loader: {facts['workers']}\n{images}"
+
+
+def benchmark_json(facts: dict[str, Any], figures: Measurements, verdict: Verdict) -> dict[str, Any]:
+    """The content of benchmark.json: `facts` about what was measured, then the figures, in the units above."""
+    feeds = {feed.name.replace("-", "_"): feed for feed in figures.feeds}
+    dali = feeds[verdict.feed.replace("-", "_")].training.median if verdict.feed.startswith("dali") else None
+    pytorch, timm_rate = (feeds[name].training.median if name in feeds else None for name in ("torch", "timm"))
+    synthetic = figures.synthetic.median
+    return facts | {
+        "pytorch_throughput": pytorch,
+        "dali_throughput": dali,
+        "timm_throughput": timm_rate,
+        "synthetic_throughput": synthetic,
+        "ratio": dali / pytorch if dali and pytorch else None,
+        "real_to_synthetic": dali / synthetic if dali else None,
+        "where_dali_wins": verdict.where_dali_wins,
+        "where_dali_loses": verdict.where_dali_loses,
+        "warnings": verdict.warnings,
+        "verdict": {
+            "bound": verdict.bound,
+            "share": verdict.share,
+            "limit": verdict.limit,
+            "feed": verdict.feed,
+            "summary": verdict.summary,
+            "advice": verdict.advice,
+        },
+        "alone": {"files": _rate(figures.files)} | {name: _rate(feed.alone) for name, feed in feeds.items()},
+        "training": {"synthetic": _rate(figures.synthetic)}
+        | {name: _rate(feed.training) for name, feed in feeds.items()},
+        "data_wait": {name: feed.data_wait for name, feed in feeds.items()},
+        "cpu_seconds_per_1000_images": {name: feed.cpu_seconds for name, feed in feeds.items()},
+        "cpu_cores_busy": {name: feed.cores_busy for name, feed in feeds.items()},
+        "first_batch_seconds": {name: feed.first_batch for name, feed in feeds.items()},
+        "gpu_memory_mb": {name: feed.gpu_memory for name, feed in feeds.items()},
+    }
+
+
+def _rate(rate: Rate) -> dict[str, Any]:
+    windows = rate.windows
+    return {"median": rate.median, "min": min(windows), "max": max(windows), "windows": list(windows)}
+
+
+def table(figures: Measurements) -> str:
+    """All figures, aligned; rates in images/s, as the median and the range of the windows."""
+
+    def shown(rate: Rate) -> str:
+        return f"{rate.median:,.0f} ({min(rate.windows):,.0f} to {max(rate.windows):,.0f})"
+
+    titles = "|alone, images/s|training, images/s|of synthetic|data wait|CPU s/1,000|first batch|GPU MB"
+    rows = [
+        titles.split("|"),
+        ["synthetic images", "", shown(figures.synthetic), "100.0%", "", "", "", ""],
+        ["files, not decoded", shown(figures.files), "", "", "", "", "", ""],
+    ]
+    for feed in figures.feeds:
+        share = feed.training.median / figures.synthetic.median
+        memory = "" if feed.gpu_memory is None else f"{feed.gpu_memory:,.0f}"
+        rows.append(
+            [TITLES[feed.name], shown(feed.alone), shown(feed.training), f"{share:.1%}", f"{feed.data_wait:.1%}",
+             f"{feed.cpu_seconds:.2f}", f"{feed.first_batch:.1f} s", memory]
+        )  # fmt: skip
+    columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
+    widths = [max(map(len, column)) for column in columns]
+    lines = zip(*columns, strict=True)
+    return "\n".join(
+        "  ".join(cell.rjust(width) if number else cell.ljust(width) for number, (cell, width) in enumerate(cells))
+        for cells in (zip(line, widths, strict=True) for line in lines)
+    )
+
+
+def format_verdict(verdict: Verdict) -> str:
+    """The verdict for people."""
+    lists = {"What to change": verdict.advice, "Where DALI wins": verdict.where_dali_wins,
+             "Where DALI loses": verdict.where_dali_loses, "Mind": verdict.warnings}  # fmt: skip
+    parts = ["Verdict", *verdict.summary]
+    for title, lines in lists.items():
+        if lines:
+            parts += [f"{title}:", *(f"  - {line}" for line in lines)]
+    return "\n".join(parts)
+
+
+def draw_chart(path: Path, facts: dict[str, Any], figures: Measurements) -> None:
+    """Bars of the medians, lines from the slowest to the fastest window: PNG, 1,200 px wide."""
+    figure = Figure(figsize=(10, 1.7 + 0.5 * len(figures.feeds)), dpi=120, layout="constrained")
+    alone, training = figure.subplots(1, 2, sharey=True)
+    _draw_panel(alone, "Loader alone", figures, [feed.alone for feed in figures.feeds])
+    _draw_panel(training, "Training on real images", figures, [feed.training for feed in figures.feeds])
+    figure.suptitle(_headline(facts), x=0.01, ha="left", fontsize=13, fontweight="bold")
+    versions = facts["versions"]
+    figure.supxlabel(
+        f"{facts['device_name']}, CPU threads per loader: {facts['workers']}.  DALI {versions['dali']}, "
+        f"torch {versions['torch']}, timm {versions['timm']}.  "
+        f"Medians of {facts['windows']} windows, lines: their range.",
+        x=0.01, ha="left", fontsize=8, color="#555555",
+    )  # fmt: skip
+    temporary = path.with_name(f".{path.name}.tmp")
+    figure.savefig(temporary, format="png")
+    temporary.replace(path)
+
+
+def _draw_panel(axes: Axes, title: str, figures: Measurements, rates: Sequence[Rate]) -> None:
+    names, medians = [feed.name for feed in figures.feeds], [rate.median for rate in rates]
+    below = [rate.median - min(rate.windows) for rate in rates]
+    above = [max(rate.windows) - rate.median for rate in rates]
+    axes.barh(
+        [TITLES[name] for name in names], medians, xerr=[below, above], height=0.62,
+        color=[COLOURS[name] for name in names], error_kw={"ecolor": "#222222", "elinewidth": 1.2},
+    )  # fmt: skip
+    synthetic, limit = figures.synthetic.median, max(*(max(rate.windows) for rate in rates), figures.synthetic.median)
+    paper = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # the dashed line must not cross a number
+    for row, rate in enumerate(rates):
+        axes.text(max(rate.windows) + 0.015 * limit, row, f"{rate.median:,.0f}", va="center", fontsize=9, bbox=paper)
+    axes.axvline(
+        synthetic, color="#222222", linestyle="--", linewidth=1.2, label=f"training step alone: {synthetic:,.0f}"
+    )
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_xlabel("images/s", fontsize=9)
+    axes.set_xlim(0, 1.16 * limit)
+    axes.locator_params(axis="x", nbins=5)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    if not axes.yaxis_inverted():  # the axis is shared
+        axes.invert_yaxis()
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), frameon=False, fontsize=9, borderaxespad=0.2)
+
+
+def _headline(facts: dict[str, Any]) -> str:
+    precision = "float32" if facts["amp"] == "none" else facts["amp"]
+    ways = {"compile": "compiled", "fused_layers": "fused layers", "cuda_graph": "as a CUDA graph"}
+    compiled = "".join(f", {way}" for key, way in ways.items() if facts[key])
+    return f"{facts['arch']}, {precision}{compiled}, batch {facts['batch_size']}, {facts['image_size']} px"

@@ -1,0 +1,1 @@
+"""What a network is trained on: manifests, order, reading, decoding, loaders."""

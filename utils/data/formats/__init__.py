@@ -1,0 +1,1 @@
+"""The forms in which data sets are held, a file each."""

@@ -1,0 +1,153 @@
+"""AutoAugment, RandAugment and TrivialAugment: torchvision's policies, and the same ones made of DALI's operators.
+
+Both draw the same operations with the same probabilities, magnitudes and signs (docs/decisions/0012). Shear, shift and
+rotation interpolate bilinearly and fill with black. Shear leaves the upper left corner in place, rotation the centre.
+
+- autoaugment: the 25 sub-policies for ImageNet of arXiv:1805.09501, table 9, with magnitudes out of 10 bins.
+- randaugment: 2 of 14 operations, each with magnitude 9 of 31 bins (arXiv:1909.13719).
+- trivialaugment: 1 of 14 operations with a random magnitude of 31 bins ("wide", arXiv:2103.10158).
+"""
+
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from nvidia.dali import types
+from nvidia.dali.auto_aug import augmentations as ops
+from nvidia.dali.auto_aug import auto_augment, rand_augment, trivial_augment
+from nvidia.dali.auto_aug.core import Policy, augmentation
+from torchvision.transforms import v2
+
+TRANSLATE = 150 / 331  # largest shift of AutoAugment and RandAugment, of the side (arXiv:1805.09501)
+TRIVIAL_TRANSLATE = 32  # TrivialAugment's largest shift, pixels (arXiv:2103.10158, table 1)
+IMAGENET_BINS = 10  # magnitudes of AutoAugment
+BINS = 31  # magnitudes of RandAugment and TrivialAugment
+RAND_OPERATIONS, RAND_MAGNITUDE = 2, 9
+# (operation, probability, magnitude). Where it has one operation, the paper's other one has the probability 0.
+IMAGENET: tuple[tuple[tuple[str, float, int | None], ...], ...] = (
+    (("posterize", 0.4, 8), ("rotate", 0.6, 9)),
+    (("solarize", 0.6, 5), ("auto_contrast", 0.6, None)),
+    (("equalize", 0.8, None), ("equalize", 0.6, None)),
+    (("posterize", 0.6, 7), ("posterize", 0.6, 6)),
+    (("equalize", 0.4, None), ("solarize", 0.2, 4)),
+    (("equalize", 0.4, None), ("rotate", 0.8, 8)),
+    (("solarize", 0.6, 3), ("equalize", 0.6, None)),
+    (("posterize", 0.8, 5), ("equalize", 1.0, None)),
+    (("rotate", 0.2, 3), ("solarize", 0.6, 8)),
+    (("equalize", 0.6, None), ("posterize", 0.4, 6)),
+    (("rotate", 0.8, 8), ("color", 0.4, 0)),
+    (("rotate", 0.4, 9), ("equalize", 0.6, None)),
+    (("equalize", 0.8, None),),
+    (("invert", 0.6, None), ("equalize", 1.0, None)),
+    (("color", 0.6, 4), ("contrast", 1.0, 8)),
+    (("rotate", 0.8, 8), ("color", 1.0, 2)),
+    (("color", 0.8, 8), ("solarize", 0.8, 7)),
+    (("sharpness", 0.4, 7), ("invert", 0.6, None)),
+    (("shear_x", 0.6, 5), ("equalize", 1.0, None)),
+    (("color", 0.4, 0), ("equalize", 0.6, None)),
+    (("equalize", 0.4, None), ("solarize", 0.2, 4)),
+    (("solarize", 0.6, 5), ("auto_contrast", 0.6, None)),
+    (("invert", 0.6, None), ("equalize", 1.0, None)),
+    (("color", 0.6, 4), ("contrast", 1.0, 8)),
+    (("equalize", 0.8, None), ("equalize", 0.6, None)),
+)
+RATIO = (3 / 4, 4 / 3)  # aspect of a random crop, torchvision's and Inception's (arXiv:1409.4842)
+
+
+def torchvision_policy(policy: str) -> torch.nn.Module:
+    """torchvision's transform of a PIL image; `policy` is one of those above."""
+    transforms = {
+        "autoaugment": v2.AutoAugment,
+        "randaugment": v2.RandAugment,
+        "trivialaugment": v2.TrivialAugmentWide,
+    }
+    transform: torch.nn.Module = transforms[policy](interpolation=v2.InterpolationMode.BILINEAR, fill=0)
+    return transform
+
+
+def apply_policy(images: Any, policy: str, image_size: int) -> Any:
+    """DALI's: uint8 HWC images (image_size, image_size, 3) of a pipeline with conditionals; "none" returns them."""
+    # DALI's operations use operators that DALI deprecates, and it overrides every filter to say so.
+    with warnings.catch_warnings(record=True):
+        return _apply_policy(images, policy, image_size)
+
+
+def _apply_policy(images: Any, policy: str, image_size: int) -> Any:
+    # No seed: DALI would then draw operation and magnitude from one number.
+    options = {"fill_value": 0, "interp_type": types.INTERP_LINEAR}
+    if policy == "autoaugment":
+        return auto_augment.apply_auto_augment(_imagenet_policy(image_size), images, **options)
+    if policy == "randaugment":
+        suite = list(operations(policy, image_size).values())
+        return rand_augment.apply_rand_augment(suite, images, RAND_OPERATIONS, RAND_MAGNITUDE, BINS, **options)
+    if policy == "trivialaugment":
+        suite = list(operations(policy, image_size).values())
+        return trivial_augment.apply_trivial_augment(suite, images, BINS, **options)
+    return images
+
+
+def _imagenet_policy(image_size: int) -> Any:
+    by_name = operations("autoaugment", image_size)
+    sub_policies = [[(by_name[name], chance, magnitude) for name, chance, magnitude in each] for each in IMAGENET]
+    return Policy("ImageNet", IMAGENET_BINS, sub_policies)
+
+
+def operations(policy: str, image_size: int) -> dict[str, Any]:
+    """DALI's augmentations with torchvision's magnitudes, by name.
+
+    Magnitudes: shear as a tangent, shift in pixels, rotation in degrees, brightness to sharpness as the distance from
+    the factor 1, posterize in bits that are kept, solarize as the least value that is inverted, of 1. Those from shear
+    to sharpness get a random sign.
+    """
+    trivial = policy == "trivialaugment"
+    shear, rotation, factor, bits = (0.99, 135, 0.99, 2) if trivial else (0.3, 30, 0.9, 4)
+    shift = TRIVIAL_TRANSLATE if trivial else TRANSLATE * image_size
+    bins = IMAGENET_BINS if policy == "autoaugment" else BINS
+    shears, shifts, angles, factors = (_steps(0, most, bins) for most in (shear, shift, rotation, factor))
+    found = {
+        "shear_x": ops.shear_x.augmentation(shears, True),
+        "shear_y": ops.shear_y.augmentation(shears, True),
+        "translate_x": ops.translate_x_no_shape.augmentation(shifts, True, _whole_pixels_x),
+        "translate_y": ops.translate_y_no_shape.augmentation(shifts, True, _whole_pixels_y),
+        "rotate": ops.rotate.augmentation(angles, True),
+        "brightness": ops.brightness.augmentation(factors, True, ops.shift_enhance_range),
+        "color": ops.color.augmentation(factors, True, ops.shift_enhance_range),
+        "contrast": ops.contrast.augmentation(factors, True, ops.shift_enhance_range),
+        "sharpness": ops.sharpness.augmentation(factors, True, ops.sharpness_kernel),
+        "posterize": ops.posterize.augmentation(_steps(8, bits, bins), False, ops.poster_mask_uint8),
+        "solarize": ops.solarize.augmentation(_steps(1, 0, bins), False, _least_inverted),
+        "auto_contrast": ops.auto_contrast,
+        "equalize": equalize,
+    }
+    return found | ({"invert": ops.invert} if policy == "autoaugment" else {"identity": ops.identity})
+
+
+def _steps(first: float, last: float, bins: int) -> NDArray[np.float32]:
+    # By torch, as torchvision's: NumPy rounds otherwise, and a shift of 15.999998 pixels is one of 15.
+    steps: NDArray[np.float32] = torch.linspace(first, last, bins, dtype=torch.float32).numpy()
+    return steps
+
+
+def _whole_pixels_x(shift: float) -> NDArray[np.float32]:
+    return np.array([np.trunc(shift), 0], dtype=np.float32)
+
+
+def _whole_pixels_y(shift: float) -> NDArray[np.float32]:
+    return np.array([0, np.trunc(shift)], dtype=np.float32)
+
+
+def _least_inverted(threshold: float) -> NDArray[np.float32]:
+    return np.array(np.ceil(255 * float(threshold)), dtype=np.float32)
+
+
+@augmentation  # type: ignore[untyped-decorator]
+def equalize(images: Any, _: Any) -> Any:
+    """Pillow's equalisation: the brightest value is left out of the sum, where DALI leaves out the darkest.
+
+    They differ by tens of 255 where a geometric operation has filled with black. What is dark in the inverse image is
+    bright in the image.
+    """
+    white = types.Constant(255, dtype=types.UINT8)
+    return white - ops.equalize.op(white - images, None)

@@ -1,0 +1,120 @@
+"""Loaders of torch's DataLoader: Pillow and torchvision in worker processes."""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils.data
+from PIL import Image
+from torch import Tensor
+from torchvision.transforms import v2
+
+from utils.config import ResolvedConfig
+from utils.data.batch import Batch
+from utils.data.decode_pool import _identify_bad_file
+from utils.data.decoding import _upright
+from utils.data.manifest import Manifest
+from utils.data.policies import RATIO, torchvision_policy
+from utils.data.sampler import Sampler, shard
+from utils.data.workers import _BatchSampler, _label, _shutdown_workers_now, _to_device, _worker_options, safe_fork
+from utils.distributed.group import DistEnv
+from utils.seed import Stream, seed_sequence
+
+
+class _TorchImages(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """Images through Pillow and torchvision: uint8 (3, H, W), and their labels: int64 ().
+
+    The random draws of an image depend on (seed, epoch, image) alone: not on the worker, the rank or a resume.
+    """
+
+    def __init__(self, config: ResolvedConfig, manifest: Manifest, train: bool) -> None:
+        self.manifest, self.seed = manifest, config.seed if train else None
+        self.transform = _torch_train_transform(config) if train else _torch_val_transform(config)
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        index, epoch = key
+        with Image.open(self.manifest.path(index)) as file:
+            image = _upright(file)
+        if self.seed is None:
+            return self.transform(image), _label(self.manifest, index)
+        with torch.random.fork_rng(devices=[]):
+            seed = seed_sequence(Stream.IMAGE, self.seed, epoch, index).generate_state(1, np.uint64)[0]
+            torch.manual_seed(int(seed >> np.uint64(1)))
+            return self.transform(image), _label(self.manifest, index)
+
+
+def _torch_train_transform(config: ResolvedConfig) -> Callable[[Image.Image], Tensor]:
+    transform: Callable[[Image.Image], Tensor] = v2.Compose(
+        [
+            v2.RandomResizedCrop(config.image_size, scale=(config.crop_scale, 1.0), ratio=RATIO),
+            v2.RandomHorizontalFlip(config.hflip),
+            *([torchvision_policy(config.augment)] if config.augment != "none" else []),
+            v2.PILToTensor(),
+        ]
+    )
+    return transform
+
+
+def _torch_val_transform(config: ResolvedConfig) -> Callable[[Image.Image], Tensor]:
+    steps = [v2.Resize(config.val_resize), v2.CenterCrop(config.image_size), v2.PILToTensor()]
+    transform: Callable[[Image.Image], Tensor] = v2.Compose(steps)
+    return transform
+
+
+class TorchTrainLoader:
+    """The baseline that users know: torchvision's transforms in DataLoader's workers; resumes bit for bit."""
+
+    def __init__(
+        self, config: ResolvedConfig, manifest: Manifest, sampler: Sampler, env: DistEnv, first_batch: int
+    ) -> None:
+        self._device = env.device
+        self._sampler, self._next = sampler, first_batch
+        self._naming = functools.partial(_identify_bad_file, config, manifest, env)
+        loader = torch.utils.data.DataLoader(
+            _TorchImages(config, manifest, train=True),
+            batch_sampler=_BatchSampler(sampler, first_batch),
+            **_worker_options(config, env),
+        )
+        with safe_fork():
+            self._batches = iter(loader)
+
+    def __next__(self) -> Batch:
+        with self._naming(map(self._sampler.indices, itertools.count(self._next))):
+            images, targets = next(self._batches)
+        self._next += 1
+        return _to_device(images, targets, self._device)
+
+    def state(self) -> dict[str, Any]:
+        return {}  # the order and every draw follow from the position
+
+    def close(self) -> None:
+        _shutdown_workers_now(self._batches)
+
+
+class TorchValLoader:
+    """This rank's validation images through torchvision."""
+
+    def __init__(self, config: ResolvedConfig, manifest: Manifest, env: DistEnv) -> None:
+        self._device = env.device
+        self._indices, self._batch_size = shard(len(manifest), env.rank, env.world_size), config.batch_size
+        self._naming = functools.partial(_identify_bad_file, config, manifest, env)
+        self._loader = torch.utils.data.DataLoader(
+            _TorchImages(config, manifest, train=False),
+            sampler=[(int(index), 0) for index in self._indices],
+            batch_size=config.batch_size,
+            **_worker_options(config, env),
+        )
+
+    def __iter__(self) -> Iterator[Batch]:
+        with safe_fork():
+            batches = iter(self._loader)
+        try:
+            for start in range(0, len(self._indices), self._batch_size):
+                with self._naming([self._indices[start:]]):
+                    images, targets = next(batches)
+                yield _to_device(images, targets, self._device)
+        finally:
+            _shutdown_workers_now(batches)

@@ -1,0 +1,1 @@
+"""Processes: group, collectives, who is alive, how a process ends."""

@@ -1,0 +1,103 @@
+"""StopRequest: a signal to one rank, or the end of the time, becomes one decision of all ranks at a step's boundary."""
+
+import os
+import signal
+import time
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from utils.distributed.group import DistEnv
+from utils.distributed.launcher import seconds_since_start
+from utils.distributed.monitor import RankMonitor
+from utils.distributed.signals import SIGNALS, restore_defaults, stop_message
+from utils.errors import EXIT_STOPPED
+
+REPEAT_SECONDS = 3.0  # launchers send the same signal to a process twice: to its group, and to itself
+
+
+class StopRequest:
+    """Collects SIGTERM, SIGINT and SIGUSR1; one that comes seconds after the first ends the process at once.
+
+    Until `arm`, a signal ends the process at once too: compilation can outlast a launcher's patience, and nothing is
+    lost. The others, some of which may be armed already, end likewise. Then the ranks agree through a sum that travels
+    while the step runs and is read one step later, so that asking costs the device nothing.
+
+    Args:
+        time_limit: seconds since the launch, that of torchrun where it starts this process, after which to stop; 0 is
+            off.
+        peers: the other processes, or None.
+    """
+
+    SIGNALS = SIGNALS
+
+    def __init__(self, time_limit: float = 0.0, monitor: RankMonitor | None = None) -> None:
+        self._monitor = monitor
+        self._env: DistEnv | None = None
+        self._time_limit = time_limit
+        self._reason: str | None = None
+        self._received_at: float | None = None  # the first signal
+        self._process = os.getpid()
+        self._flag = torch.zeros((), dtype=torch.int64)
+        self._pending: dist.Work | None = None
+        self._previous = {number: signal.signal(number, self._receive) for number in self.SIGNALS}
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if os.getpid() != self._process:  # a worker, before it has handlers of its own; its trainer ends it
+            return
+        if self._env is None:
+            os.write(2, stop_message(number))
+            if self._monitor is not None:
+                self._monitor.announce_stop()
+            os._exit(EXIT_STOPPED)
+        if self._received_at is None:
+            self._received_at = time.monotonic()
+            self._reason = self._reason or name
+        elif time.monotonic() - self._received_at > REPEAT_SECONDS:
+            self.close()
+            signal.raise_signal(number)
+
+    def enable(self, env: DistEnv) -> None:
+        """From now on there is something to lose, and a request waits for `agreed`. On all ranks at the same step."""
+        self._env = env
+
+    def disable(self) -> None:
+        """Undo of `arm`, on all ranks at the same step: what comes next can take minutes, and nothing is lost."""
+        if self._env is not None and self._env.monitor is not None:
+            self._env.monitor.pause()
+        self._env = None
+
+    @property
+    def reason(self) -> str:
+        """The signal that this rank received, "the time limit", or "another rank"."""
+        return self._reason or "another rank"
+
+    @property
+    def by_signal(self) -> bool:
+        """Whether this rank has received a signal, as all have that torchrun passes it on to."""
+        return self._received_at is not None
+
+    def should_stop(self) -> bool:
+        """Whether any rank has been asked to stop; the same answer on all ranks. A collective, once a step."""
+        assert self._env is not None, "armed"
+        if self._reason is None and 0 < self._time_limit <= seconds_since_start():
+            self._reason = "the time limit"
+        if self._env.world_size == 1:
+            return self._reason is not None
+        if self._env.monitor is not None:
+            self._env.monitor.heartbeat()
+        if self._pending is not None:
+            self._pending.wait()
+        if self._flag.item() > 0:
+            return True
+        self._flag.fill_(int(self._reason is not None))
+        self._pending = dist.all_reduce(self._flag, async_op=True)
+        return False
+
+    def close(self) -> None:
+        """Give the signals back to whom they belonged."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        restore_defaults()  # it is no longer before the first step

@@ -1,0 +1,1 @@
+"""What is computed: fused layers, compilation, gradients and their exchange."""

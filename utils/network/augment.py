@@ -1,0 +1,66 @@
+"""What happens to a batch on the device: normalise, mixup, cutmix, random erasing."""
+
+from collections.abc import Sequence
+
+import torch
+from timm.data.random_erasing import RandomErasing
+from torch import Tensor
+from torchvision.transforms import v2
+
+from utils.config import ResolvedConfig
+
+
+class Normalize:
+    """uint8 images to floating point with zero mean and unit variance per channel.
+
+    Args:
+        mean, std: per channel, of images in [0, 1].
+        dtype: of the result; bfloat16 or float16 under mixed precision saves the network a conversion pass.
+    """
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype, device: torch.device) -> None:
+        self.scale = (1 / (255 * torch.tensor(std, device=device))).view(1, -1, 1, 1)
+        self.shift = (torch.tensor(mean, device=device) / torch.tensor(std, device=device)).view(1, -1, 1, 1)
+        self.dtype = dtype
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """uint8 (N, 3, H, W) -> `dtype` (N, 3, H, W), same memory format."""
+        return (images * self.scale - self.shift).to(self.dtype)
+
+
+class BatchAugment:
+    """Training's share of the work on a whole batch, on the device.
+
+    Mixup (arXiv:1710.09412) and CutMix (arXiv:1905.04899), one of them per batch where both are on; random erasing
+    (arXiv:1708.04896).
+    """
+
+    def __init__(self, config: ResolvedConfig, normalize: Normalize, num_classes: int, device: torch.device) -> None:
+        self.normalize = normalize
+        # One pass over the batch instead of three. Evaluation stays eager: its last batch has another size.
+        self._normalize = torch.compile(normalize, dynamic=False) if config.compile else normalize
+        mixes: list[torch.nn.Module] = []
+        if config.mixup > 0:
+            mixes.append(v2.MixUp(alpha=config.mixup, num_classes=num_classes))
+        if config.cutmix > 0:
+            mixes.append(v2.CutMix(alpha=config.cutmix, num_classes=num_classes))
+        self.mix = v2.RandomChoice(mixes) if mixes else None
+        self.erase = RandomErasing(config.random_erase, device=device) if config.random_erase > 0 else None
+
+    def __call__(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Augment one batch.
+
+        Args:
+            images: uint8 (N, 3, H, W).
+            targets: int64 (N,).
+
+        Returns:
+            Images as floating point (N, 3, H, W); targets int64 (N,), or float32 (N, num_classes) after a mix.
+        """
+        images = self._normalize(images)
+        if self.mix is not None:
+            images, targets = self.mix(images, targets)
+            images = images.contiguous(memory_format=torch.channels_last)  # which roll and lerp need not keep
+        if self.erase is not None:
+            images = self.erase(images)
+        return images, targets

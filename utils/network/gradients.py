@@ -1,0 +1,182 @@
+"""Loss and gradients of a batch: computed kernel by kernel, or replayed as one CUDA graph."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+
+from utils.errors import UserError
+from utils.seed import random_state, set_random_state
+
+WARMUP_PASSES = 3  # torch's advice; the first also compiles
+DDP_WARMUP_PASSES = 11  # torch's advice: DDP times its first ten passes, which a recording cannot
+AWAIT_SECONDS = 0.01  # between two looks at whether the device is done
+AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "none": torch.float32}
+
+
+class ForwardBackward:
+    """Adds the gradients of one batch to the parameters' `.grad`.
+
+    Args:
+        net: images (N, 3, H, W) -> logits (N, num_classes); compiled and distributed as wanted.
+        criterion: logits, targets -> mean loss.
+        scaler: of fp16; a disabled one passes losses through.
+        amp_dtype: of the forward pass; float32 is full precision.
+        accum_steps: batches per optimizer step; the gradient is their mean.
+        exchange: what averages the gradients over the ranks after the backward pass; None where `net` does it itself.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        criterion: nn.Module,
+        scaler: GradScaler,
+        amp_dtype: torch.dtype,
+        accum_steps: int,
+        exchange: Callable[[], None] | None = None,
+    ) -> None:
+        self.net, self.criterion, self.scaler, self.exchange = net, criterion, scaler, exchange
+        self.amp_dtype, self.accum_steps = amp_dtype, accum_steps
+
+    def __call__(self, images: Tensor, targets: Tensor, micro: int) -> Tensor:
+        """Forward and backward.
+
+        Args:
+            images: (N, 3, H, W), floating point, on the device.
+            targets: int64 (N,), or float32 (N, num_classes).
+            micro: number of this batch within its optimizer step, from 0. The first starts from no gradients; with
+                the last the ranks exchange them.
+
+        Returns:
+            The mean loss, a scalar on the device, detached. Valid until the next call.
+        """
+        if micro == 0:
+            self.net.zero_grad(set_to_none=True)
+        is_last = micro == self.accum_steps - 1
+        postpone = contextlib.nullcontext if is_last else getattr(self.net, "no_sync", contextlib.nullcontext)
+        with postpone():
+            with torch.autocast(images.device.type, self.amp_dtype, enabled=self.amp_dtype != torch.float32):
+                loss: Tensor = self.criterion(self.net(images), targets)
+            self.scaler.scale(loss / self.accum_steps).backward()  # type: ignore[no-untyped-call]
+        if is_last and self.exchange is not None:
+            self.exchange()
+        return loss.detach()
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+class GraphedForwardBackward:
+    """`Gradients` recorded once as a CUDA graph and replayed.
+
+    A step of a thousand kernels is then one launch. That matters beside DALI: its threads and the training thread take
+    turns in the CUDA driver, which doubles what the launches cost (docs/experiments.md). It also makes small batches
+    as fast per image as large ones.
+
+    The first call computes a few batches' worth of gradients to no effect (buffers and random numbers are put back),
+    then records. Parameters keep the `.grad` tensors of the recording: nobody may set them to None.
+
+    With several ranks the exchange of gradients is in the graph. Replays wait for the peers like the passes they stand
+    for, but NCCL's watchdog does not see them: `StopRequest`'s sum, once a step, notices a peer that is gone, and
+    `utils.alarm` does where the main thread waits for the device.
+
+    Args:
+        gradients: what to record; one batch per optimizer step.
+        stream: where to record; DDP must have been made `on_stream` of it. The current device's.
+    """
+
+    def __init__(self, gradients: ForwardBackward, stream: torch.cuda.Stream) -> None:
+        assert gradients.accum_steps == 1, "a replay overwrites gradients, it does not add to them"
+        self._gradients, self._stream = gradients, stream
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, images: Tensor, targets: Tensor, micro: int) -> Tensor:
+        """As `Gradients.__call__`; shapes and dtypes must always be those of the first call.
+
+        Raises:
+            UserError: on the first call, if the network cannot be recorded.
+        """
+        if self._graph is None:
+            self._graph = self._capture(images, targets)
+        self._images.copy_(images)
+        self._targets.copy_(targets)
+        self._graph.replay()
+        return self._loss
+
+    def close(self) -> None:
+        """Release the recording. NCCL waits for that before it ends a communicator that one holds."""
+        if self._graph is not None:
+            self._graph.reset()
+            self._graph = None
+
+    def _capture(self, images: Tensor, targets: Tensor) -> torch.cuda.CUDAGraph:
+        self._images, self._targets = images.clone(), targets.clone()
+        with _preserve_state(self._gradients.net, images.device), on_stream(self._stream):
+            by_ddp = dist.is_initialized() and self._gradients.exchange is None
+            for _ in range(DDP_WARMUP_PASSES if by_ddp else WARMUP_PASSES):
+                self._gradients(self._images, self._targets, 0)
+                _await_device(self._stream)
+        self._gradients.net.zero_grad(set_to_none=True)  # the recording allocates its own
+        torch.cuda.empty_cache()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Threads of DALI call CUDA all the time; only this thread's calls may spoil the recording.
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                self._loss = self._gradients(self._images, self._targets, 0)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            # Going on would be unsafe: torch leaves its random generator and allocator in the midst of the recording.
+            reason = str(error.__context__ or error).strip().splitlines()[0]
+            raise UserError(
+                f"--cuda-graph: this network's step cannot be recorded ({reason}); use --no-cuda-graph"
+            ) from error
+        return graph
+
+
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream to record on; CUDA does not allow that on the default one.
+
+    Of high priority, which the recorded kernels keep: DALI's wait for them rather than they for DALI's.
+    """
+    stream: torch.cuda.Stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    return stream
+
+
+@contextlib.contextmanager
+def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Work on `stream`, after what is under way on the current one and before what follows; None changes nothing."""
+    if stream is None:
+        yield
+        return
+    current = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)
+
+
+def _await_device(stream: torch.cuda.Stream) -> None:
+    """Wait for `stream`, and let signals and the other threads of this process have their turn.
+
+    A rank that has compiled first waits here for the others, up to minutes. If it launched on instead, until the device
+    takes no more, it would wait in CUDA: two such ranks of four heard neither a signal nor of their peers' end.
+    """
+    done = stream.record_event()
+    while not done.query():
+        time.sleep(AWAIT_SECONDS)
+
+
+@contextlib.contextmanager
+def _preserve_state(net: nn.Module, device: torch.device) -> Iterator[None]:
+    """Put the network's buffers and all random numbers back as they were."""
+    before, buffers = random_state(device), [(buffer, buffer.clone()) for buffer in net.buffers()]
+    yield
+    set_random_state(before, device)
+    with torch.no_grad():
+        for buffer, saved in buffers:
+            buffer.copy_(saved)

@@ -1,0 +1,172 @@
+"""How ranks share a network: DDP or one flat all-reduce, equal weights, mean running statistics."""
+
+import inspect
+import itertools
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from utils.config import ResolvedConfig
+from utils.distributed.collectives import all_gather_object, all_reduce_sum
+from utils.distributed.group import DistEnv
+from utils.network.compiler import compile_network
+from utils.network.gradients import AMP_DTYPES, on_stream
+
+# torch 2.15 renamed the option; 2.11 to 2.14 know the old name only.
+_KEEP_BUFFERS: dict[str, Any] = (
+    {"forward_sync_buffers": False}
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else {"broadcast_buffers": False}
+)
+_ALIGNMENT = 4  # float32 in the 16 bytes that a GPU's thread loads at once
+DDP_BUCKETS = (2**18, 25 * 2**18)  # float32: 1 MiB for the first, then 25 (torch 2.11's defaults)
+
+
+def distribute(model: nn.Module, config: ResolvedConfig, env: DistEnv, stream: torch.cuda.Stream | None) -> nn.Module:
+    """`model`, compiled on request, within DDP if that exchanges the gradients; `stream` is where it will be recorded.
+
+    DDP is compiled with the network, so that it is split where DDP's buckets end and their exchange begins early.
+    """
+    net = model
+    if exchanges_by_ddp(config, env):
+        # Running statistics stay with their rank and are averaged when they are needed; torch's default would
+        # broadcast rank 0's at every step and forget the others.
+        with on_stream(stream):
+            net = DistributedDataParallel(
+                model,
+                device_ids=[env.device] if env.device.type == "cuda" else None,
+                gradient_as_bucket_view=True,
+                **_KEEP_BUFFERS,
+            )
+        if config.grad_compression == "bf16":
+            net.register_comm_hook(None, bf16_compress_hook)
+    elif env.world_size > 1:
+        broadcast_weights(model)
+    connect(model, env)
+    return compile_network(net) if config.compile else net
+
+
+def exchanges_by_ddp(config: ResolvedConfig, env: DistEnv) -> bool:
+    """Whether DDP exchanges the gradients of a resolved config, not `FlatAllReduce` and not nobody."""
+    return env.world_size > 1 and config.grad_exchange == "ddp"
+
+
+def warm_up_ddp_buckets(net: nn.Module, config: ResolvedConfig, env: DistEnv) -> None:
+    """A pass of nothing through DDP, before a checkpoint is loaded over what it leaves behind.
+
+    DDP lays its gradient buckets out anew after the first backward pass of a launch, and the rounding of a sum over
+    three and more ranks depends on the layout: without this the first resumed step would differ in its last bits.
+    """
+    if not exchanges_by_ddp(config, env):
+        return
+    net.train()
+    dtype, size = AMP_DTYPES[config.amp], config.image_size
+    images = torch.zeros(config.batch_size, 3, size, size, dtype=dtype, device=env.device)
+    with torch.autocast(env.device.type, dtype=dtype, enabled=dtype != torch.float32):
+        loss = net(images.contiguous(memory_format=torch.channels_last)).sum()
+    loss.backward()
+    net.zero_grad(set_to_none=True)
+
+
+class FlatAllReduce:
+    """Averages gradients over all ranks in one all-reduce.
+
+    One copy of all gradients into one buffer, one exchange, no overlap with the backward pass: over NVLink less work
+    than DistributedDataParallel's copy of each gradient into its bucket (docs/decisions/0011).
+
+    Args:
+        parameters: float32, dense; in the same order on all ranks.
+        dtype: in which gradients travel.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], dtype: torch.dtype = torch.float32) -> None:
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._dtype = dtype
+        places, size = [], 0
+        for parameter in self._parameters:
+            places.append(size)
+            size += math.ceil(parameter.numel() / _ALIGNMENT) * _ALIGNMENT
+        self._buffer = torch.zeros(size, device=self._parameters[0].device)
+        self._views = [
+            self._buffer.as_strided(parameter.shape, parameter.stride(), place)
+            for parameter, place in zip(self._parameters, places, strict=True)
+        ]
+
+    def __call__(self) -> None:
+        """Replace every `.grad` by its mean over the ranks. A collective.
+
+        It then lies in a buffer that the next call overwrites. A parameter without a gradient, which must be without
+        one on all ranks, stays so.
+        """
+        pairs = zip(self._parameters, self._views, strict=True)
+        used = [(own, own.grad, view) for own, view in pairs if own.grad is not None]
+        torch._foreach_copy_([view for _, _, view in used], [gradient for _, gradient, _ in used])
+        travelling = self._buffer.to(self._dtype)
+        if travelling.is_cuda:
+            dist.all_reduce(travelling, dist.ReduceOp.AVG)
+        else:  # gloo has no mean
+            all_reduce_sum(travelling).div_(dist.get_world_size())
+        if travelling is not self._buffer:
+            self._buffer.copy_(travelling)
+        for own, _, view in used:
+            own.grad = view
+
+
+@torch.no_grad()
+def diverged_parameters(module: nn.Module, env: DistEnv) -> dict[int, list[str]]:
+    """By rank, the names of the parameters that are not bit for bit those of rank 0. A collective.
+
+    Compares a sum of each parameter's bits, read as integers.
+    """
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    parameters = dict(module.named_parameters())
+    if env.world_size == 1 or not parameters:
+        return {}
+    sums = [value.view(integers[value.element_size()]).sum(dtype=torch.int64) for value in parameters.values()]
+    first, *others = all_gather_object(torch.stack(sums).tolist(), env)
+    unlike = [
+        [name for name, own, right in zip(parameters, each, first, strict=True) if own != right] for each in others
+    ]
+    return {rank: names for rank, names in enumerate(unlike, start=1) if names}
+
+
+@torch.no_grad()
+def broadcast_weights(module: nn.Module) -> None:
+    """Rank 0's parameters and buffers, on every rank, in place. A collective."""
+    for tensor in itertools.chain(module.parameters(), module.buffers()):
+        dist.broadcast(tensor, 0)
+
+
+def connect(module: nn.Module, env: DistEnv) -> None:
+    """Let NCCL connect the ranks for all-reduces as large as `module`'s gradients and as DDP's buckets. A collective.
+
+    NCCL connects within the first exchange that takes a new way through the machines, and the host waits in C until all
+    ranks are there. Now they are; later one may compile for minutes longer than another, which would not hear a signal.
+    """
+    if env.world_size == 1 or env.device.type != "cuda":
+        return
+    gradients = sum(parameter.numel() for parameter in module.parameters())
+    for numel in sorted({min(size, gradients) for size in (*DDP_BUCKETS, gradients)}):
+        dist.all_reduce(torch.zeros(numel, device=env.device))
+
+
+@torch.no_grad()
+def average_buffers(module: nn.Module, env: DistEnv) -> None:
+    """Replace floating-point buffers (batch norm's running statistics) by their mean over the ranks.
+
+    Each rank gathers statistics of its own images; evaluation must not depend on which rank it runs.
+    """
+    buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
+    if env.world_size == 1 or not buffers:
+        return
+    flat = torch.cat([buffer.flatten().double() for buffer in buffers])
+    all_reduce_sum(flat).div_(env.world_size)
+    means = torch.split(flat, [buffer.numel() for buffer in buffers])
+    for buffer, mean in zip(buffers, means, strict=True):
+        buffer.copy_(mean.view_as(buffer))

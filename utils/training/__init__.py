@@ -1,0 +1,1 @@
+"""The run: state, checkpoint, resume, metrics, evaluation, output folder."""

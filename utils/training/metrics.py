@@ -1,0 +1,214 @@
+"""Meter: what one log interval adds up to, kept on the device until it is read."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from utils.distributed.collectives import all_reduce_sum
+from utils.distributed.group import DistEnv
+
+WARMUP_STEPS = 200  # of a launch; DALI's buffers and torch's memory grow until all large images have come
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """One log interval over all ranks.
+
+    Attributes:
+        loss: mean over the images.
+        images_per_second: over all ranks, by wall time.
+        data_wait: share of the wall time, 0 to 1, in which the device had nothing to do because input was late; the
+            mean over the ranks.
+        bad_steps: how many steps in a row, up to now, had a loss that is not finite, on the rank with most of them.
+        skipped_steps: steps whose fp16 gradients overflowed, so that the scaler left the weights alone.
+    """
+
+    loss: float
+    images_per_second: float
+    data_wait: float
+    bad_steps: int
+    skipped_steps: int
+
+
+@dataclasses.dataclass
+class Totals:
+    """A sum of log intervals, without evaluation and checkpoints.
+
+    Attributes:
+        steps: optimizer steps.
+        images: of all ranks.
+        seconds: wall time.
+        wait: the part of `seconds` in which the device had nothing to do, the mean over the ranks.
+    """
+
+    steps: int = 0
+    images: float = 0.0
+    seconds: float = 0.0
+    wait: float = 0.0
+
+    def __add__(self, other: "Totals") -> "Totals":
+        return Totals(
+            self.steps + other.steps,
+            self.images + other.images,
+            self.seconds + other.seconds,
+            self.wait + other.wait,
+        )
+
+    @property
+    def images_per_second(self) -> float:
+        """Mean, images of all ranks."""
+        return self.images / self.seconds if self.seconds else 0.0
+
+    @property
+    def data_wait(self) -> float:
+        """Share of the time, 0 to 1."""
+        return self.wait / self.seconds if self.seconds else 0.0
+
+
+class Meter:
+    """Sums of loss, images and waiting time between two reads.
+
+    Attributes:
+        skipped_steps: those of `Interval`, of the whole run, up to the last read.
+    """
+
+    def __init__(self, env: DistEnv) -> None:
+        self.skipped_steps = 0
+        # Of all launches: their first intervals, with compilation and the filling of the queues; those that begin
+        # within the first WARMUP_STEPS; the others.
+        self._totals = {"first": Totals(), "early": Totals(), "steady": Totals()}
+        self._env = env
+        self._loss = torch.zeros((), dtype=torch.float64, device=env.device)  # sum over images
+        self._bad_loss = torch.zeros((), dtype=torch.bool, device=env.device)  # within the step under way
+        self._bad_steps = torch.zeros((), dtype=torch.int64, device=env.device)
+        self._skipped = torch.zeros((), dtype=torch.int64, device=env.device)
+        self._images = 0
+        self._waits: list[tuple[Any, Any]] = []
+        self._steps = 0  # of this launch
+        self._is_first = True
+        self.start()
+
+    def start(self) -> None:
+        """Begin timing, at the start of an epoch's training."""
+        self._waits.clear()
+        self._timed_images = 0
+        self._start_step = self._steps
+        self._started = time.perf_counter()
+
+    @property
+    def totals(self) -> Totals:
+        """Intervals that begin when `WARMUP_STEPS` of their launch are done, over all launches of a run.
+
+        In a short run, in which those have fewer steps than the ones before, these too, but no launch's first interval;
+        that one as long as there is no other. An interval that a stop has cut off is in none.
+        """
+        early, steady = self._totals["early"], self._totals["steady"]
+        later = steady if steady.steps >= early.steps else early + steady
+        return later if later.steps else self._totals["first"]
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around what is not training, a checkpoint in mid-interval. Waits for the device, whose steps are training."""
+        self._await_device()
+        began = time.perf_counter()
+        yield
+        self._started += time.perf_counter() - began
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around taking the next batch.
+
+        On CUDA both ends are events on the training stream: the first is reached when the device has finished all
+        earlier steps, the second when the batch is there, so a batch that is early costs nothing even if the host
+        waits for it. On the CPU, host time.
+        """
+        start = self._mark()
+        yield
+        self._waits.append((start, self._mark()))
+
+    def update(self, loss: Tensor, images: int) -> None:
+        """Add one batch; `loss` is its mean, a scalar on the device, and is not waited for."""
+        self._loss += loss.detach() * images
+        self._bad_loss |= ~torch.isfinite(loss.detach())
+        self._images += images
+        self._timed_images += images
+
+    def end_step(self) -> None:
+        """After the last batch of an optimizer step."""
+        self._bad_steps.add_(1).mul_(self._bad_loss)
+        self._bad_loss.zero_()
+        self._steps += 1
+
+    def count_skipped(self, skipped: Tensor) -> None:
+        """Add a step that the fp16 scaler skipped, if `skipped`, a boolean scalar on the device, is true."""
+        self._skipped += skipped
+
+    def is_finite(self) -> bool:
+        """Whether the last step's loss was, on every rank. Waits for the device; a collective."""
+        return all_reduce_sum(self._bad_steps.clamp(max=1).cpu()).item() == 0
+
+    def read(self) -> Interval:
+        """Sum over all ranks and begin the next interval. Waits for the device; a collective."""
+        self._await_device()
+        if self._env.device.type == "cuda":
+            wait = sum(start.elapsed_time(end) for start, end in self._waits) / 1000
+        else:
+            wait = sum(end - start for start, end in self._waits)
+        seconds = time.perf_counter() - self._started
+        own = torch.tensor([self._images, self._timed_images, wait / seconds], dtype=torch.float64)
+        bad_steps = torch.zeros(self._env.world_size, dtype=torch.float64)  # of each rank
+        bad_steps[self._env.rank] = self._bad_steps
+        summed = all_reduce_sum(torch.cat([self._loss.cpu().view(1), own, bad_steps])).tolist()
+        loss, images, timed, share, *bad = summed
+        share /= self._env.world_size
+        self._totals[self._phase()] += Totals(self._steps - self._start_step, timed, seconds, share * seconds)
+        self._is_first = False
+        skipped = int(self._skipped)  # the same on all ranks, as they exchange gradients first
+        self.skipped_steps += skipped
+        self._loss.zero_()
+        self._skipped.zero_()
+        self._images = 0
+        self.start()
+        return Interval(loss / images, timed / seconds, share, int(max(bad)), skipped)
+
+    def _phase(self) -> str:
+        """Key of the totals that the interval under way belongs to."""
+        if self._is_first:
+            return "first"
+        return "early" if self._start_step < WARMUP_STEPS else "steady"
+
+    def _await_device(self) -> None:
+        if self._env.device.type == "cuda":
+            torch.cuda.synchronize(self._env.device)
+
+    def _mark(self) -> Any:
+        if self._env.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def state_dict(self) -> dict[str, Any]:
+        """The interval under way on this rank, and the totals."""
+        totals = {phase: dataclasses.asdict(totals) for phase, totals in self._totals.items()}
+        skipped = {"interval": int(self._skipped), "run": self.skipped_steps}
+        return {"loss": self._loss.item(), "images": self._images, "totals": totals, "skipped_steps": skipped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Undo of `state_dict`."""
+        self._loss.fill_(state["loss"])
+        self._images = state["images"]
+        self._skipped.fill_(state["skipped_steps"]["interval"])
+        self.skipped_steps = state["skipped_steps"]["run"]
+        self._totals = {phase: Totals(**totals) for phase, totals in state["totals"].items()}
+
+
+def share_interval(of_ranks: list[dict[str, Any]], rank: int) -> dict[str, Any]:
+    """The `Meter.state_dict` of `rank` among other ranks, so that the sum over all of them stays what it was."""
+    sums = {name: sum(own[name] for own in of_ranks) if rank == 0 else 0 for name in ("loss", "images")}
+    return of_ranks[0] | sums

@@ -1,0 +1,83 @@
+"""The output folder: its files, whether it can be written, and the lock that keeps other runs out."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import time
+from pathlib import Path
+
+from utils.config import TrainConfig
+from utils.distributed.collectives import all_gather_object, sync_errors
+from utils.distributed.group import DistEnv
+from utils.errors import UserError
+
+LOCK_SECONDS = 10.0
+SUMMARY = "summary.json"
+EVALUATION = "evaluation.json"
+OUTPUTS = ("config.json", "metrics.jsonl", "last.pt", "best.pt", SUMMARY, EVALUATION)
+PROBE_BYTES = 100_000  # more than the small files take: a full disk is found before the run
+
+
+def prepare_output(config: TrainConfig, env: DistEnv) -> None:
+    """Make the output folder and see that it can be written. A collective.
+
+    Raises:
+        UserError: on all ranks, if rank 0 cannot write there.
+    """
+    with sync_errors(env):
+        if not env.is_main:
+            return
+        probe = config.output_dir / ".write-test"
+        try:
+            config.output_dir.mkdir(parents=True, exist_ok=True)
+            try:
+                probe.write_bytes(bytes(PROBE_BYTES))
+            finally:
+                probe.unlink(missing_ok=True)
+            for name in OUTPUTS:
+                if (config.output_dir / name).is_dir():
+                    raise IsADirectoryError(errno.EISDIR, f"{name} in it is a folder")
+        except OSError as error:
+            raise UserError(
+                f"--output-dir {config.output_dir}: cannot be written ({error.strerror}); give another"
+            ) from error
+
+
+def lock_output(config: TrainConfig, env: DistEnv, stack: contextlib.ExitStack) -> bool:
+    """Keep other runs out of the output folder for as long as this process lives. A collective.
+
+    The lock is the kernel's, on the folder itself: it leaves no file and ends with the process, however that ends.
+
+    Returns:
+        Whether it is locked, the same on all ranks; False if there is no such folder yet.
+
+    Raises:
+        UserError: on all ranks, if another run holds it for 10 seconds, more than the workers of a dead one live.
+    """
+    locked = env.is_main and os.path.isdir(config.output_dir)  # unlike Path.is_dir, False for what may not be looked at
+    with sync_errors(env):
+        if locked:
+            _lock(config.output_dir, stack)
+    return any(all_gather_object(locked, env))
+
+
+def _lock(path: Path, stack: contextlib.ExitStack) -> None:
+    try:
+        folder = os.open(path, os.O_RDONLY)
+    except OSError:  # which `prepare_output` explains
+        return
+    stack.callback(os.close, folder)
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"--output-dir {path}: another run is writing there; wait for its end or give another folder"
+                ) from None
+            time.sleep(0.2)
+        except OSError:  # a file system without locks
+            return
