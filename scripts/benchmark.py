@@ -21,7 +21,6 @@ import random
 import shlex
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -37,7 +36,7 @@ import typer
 from PIL import Image, ImageDraw
 
 import models
-from train import train_step
+from train import build, train_step
 from utils.benchmark.measure import TIMM_POLICIES, FilesReader, Loader, measure_loaders, open_loaders
 from utils.benchmark.report import benchmark_json, draw_chart, format_verdict, introduction, table
 from utils.benchmark.verdict import TITLES, Measurements, diagnose
@@ -53,8 +52,8 @@ from utils.distributed.group import DistEnv, process_group, read_launch
 from utils.distributed.stop import StopRequest
 from utils.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, BadFile, Stopped, UserError, escape_control_chars
 from utils.files import write_json
-from utils.training.autotune import choose_loader_settings, inspect_machine, resolve
-from utils.training.build import create_run
+from utils.training.autotune import choose_loader_settings, resolve
+from utils.training.machine import inspect_machine
 from utils.training.output import prepare_output
 from utils.training.run import Run
 
@@ -213,11 +212,11 @@ def open_run(
     manifest = repeat(images, MIN_BATCHES * (config.batch_size or BATCH_SIZE))
     choice = choose_loader_settings(config, inspect_machine(env), decoded=0)
     resolved = resolve(dataclasses.replace(config, output_dir=work), manifest.classes, env, choice)
-    prepare_output(resolved, env)
+    prepare_output(work, env)
     stop = StopRequest()
     stack.callback(stop.close)
     splits = {"train": manifest, "val": manifest}
-    run = create_run(resolved, splits, splits, env, stack, stop, time.perf_counter(), None, {})
+    run = build(resolved, splits, splits, env, stack, stop)
     stop.enable(env)
     return run, manifest
 
@@ -260,7 +259,7 @@ def benchmark(options: Options, argv: Sequence[str]) -> None:
         batch_size = options.batch_size or (256 if env.device.type == "cuda" else 32)
         config = dataclasses.replace(options.config, batch_size=batch_size)
         run, manifest = open_run(config, images, env, work / "run", stack)
-        prepare_output(dataclasses.replace(run.config, output_dir=options.output_dir), env)
+        prepare_output(options.output_dir, env)
         facts = describe(options, run, images, argv)
         excluded_files = f"\nleft out: {escape_control_chars(dataset.describe(images.bad))}" if images.bad else ""
         print(f"{introduction(facts)}{excluded_files}\n", flush=True)

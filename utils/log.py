@@ -51,7 +51,7 @@ class Log:
 
             self._events = SummaryWriter(str(output_dir / "tensorboard"), purge_step=step + 1)
 
-    def say(self, text: str) -> None:
+    def info(self, text: str) -> None:
         """A line for the user, above the bar if there is one."""
         if self._active:
             emit(text)
@@ -86,7 +86,7 @@ class Log:
                 file.write(self._unwritten)
             self._unwritten = ""
         except OSError as error:  # a full disk must not end the run; the lines wait for the next record
-            self.say(f"warning: {self._path}: not written ({error.strerror})")
+            self.info(f"warning: {self._path}: not written ({error.strerror})")
             if size is not None:
                 with contextlib.suppress(OSError):
                     os.truncate(self._path, size)  # not half a line
@@ -101,7 +101,7 @@ class Log:
             self._events.flush()
         except OSError as error:  # its writer's thread has ended
             self._events = None
-            self.say(f"warning: TensorBoard's events are no longer written ({error.strerror}); metrics.jsonl is")
+            self.info(f"warning: TensorBoard's events are no longer written ({error.strerror}); metrics.jsonl is")
 
     def start_epoch(self, epoch: int, step: int) -> None:
         """A fresh bar on a terminal; nothing elsewhere.
@@ -138,7 +138,7 @@ class Log:
         else:
             done = values["step"] - (values["epoch"] - 1) * self._steps_per_epoch
             facts = "  ".join(f"{name} {value}" for name, value in shown.items())
-            self.say(
+            self.info(
                 f"epoch {values['epoch']}/{self._epochs}  step {done}/{self._steps_per_epoch}  {facts}"
                 f"  lr {values['lr']:.4g}"
             )
@@ -148,7 +148,7 @@ class Log:
         self._close_bar()
         self.record(values)
         ema = f"  EMA top-1 {values['val/ema_top1']:.2f} %" if "val/ema_top1" in values else ""
-        self.say(
+        self.info(
             f"epoch {values['epoch']}/{self._epochs}  val top-1 {values['val/top1']:.2f} %  "
             f"top-5 {values['val/top5']:.2f} %  loss {values['val/loss']:.4f}  on {values['val/count']:,} images{ema}"
         )

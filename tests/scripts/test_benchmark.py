@@ -267,7 +267,7 @@ def test_timm_feeds_the_step_with_normalised_images(opened: Callable[..., tuple[
     assert channel.tolist() == [2 - target for target in targets.tolist()]
     fed = feed(run, stream)
     assert fed.augment(images, targets)[0] is images  # not normalised again
-    assert fed.gradients is run.gradients
+    assert fed.forward_backward is run.forward_backward
     train_step(fed)
     assert run.state.step == 1
     stream.close()

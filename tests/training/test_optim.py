@@ -231,10 +231,10 @@ def test_fused_steps_are_torchs(name: str, momentum: float) -> None:
 def test_resume_of_an_optimizer_that_never_stepped(cpu: DistEnv, kept: str) -> None:
     """Its state has no momentum, and the first step after the resume overflows."""
     never, state = fp16_state(cpu, "sgd", True, BAD_SCALE), fp16_state(cpu, "sgd", True, BAD_SCALE)
-    saved = never.shared()
+    saved = never.replicated_state()
     numbers = range(len(list(never.model.parameters())))
-    saved["optimizer"]["state"] = {} if kept == "nothing" else {key: {"momentum_buffer": None} for key in numbers}
-    state.load(saved, never.own({}))
+    saved.optimizer["state"] = {} if kept == "nothing" else {key: {"momentum_buffer": None} for key in numbers}
+    state.load(saved, never.rank_state({}))
     assert fp16_losses(state) == fp16_losses(never)
 
 

@@ -41,7 +41,8 @@ from utils.data.workers import safe_fork
 from utils.errors import Stopped
 from utils.network.augment import BatchAugment
 from utils.network.gradients import AMP_DTYPES
-from utils.training.autotune import choose_loader_settings, inspect_machine
+from utils.training.autotune import choose_loader_settings
+from utils.training.machine import inspect_machine
 from utils.training.metrics import Meter
 from utils.training.run import Run
 
