@@ -16,8 +16,6 @@ if __name__ == "__main__":  # before the imports that take seconds
 
     exit_on_signals()
 
-import torch
-from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import models
@@ -53,7 +51,7 @@ from utils.training.optim import check_optimizer, create_schedule
 from utils.training.output import lock_output, prepare_output
 from utils.training.resume import files_to_replace, inherit_start, metrics_resume_point, open_checkpoint, restore
 from utils.training.run import Run
-from utils.training.state import TrainState, create_state
+from utils.training.state import create_state
 from utils.training.summary import log_run_summary, write_summary
 
 
@@ -86,30 +84,8 @@ def train_step(run: Run) -> None:
         loss = run.forward_backward(images, targets, micro)
         state.meter.update(loss, len(batch.targets))
     state.meter.end_step()
-    optimizer_step(state, run.config.clip_grad)
+    state.optimizer_step(run.config.clip_grad)
     state.step += 1
-
-
-def optimizer_step(state: TrainState, clip_grad: float) -> None:
-    """Clip the gradients, update the weights, then their moving average."""
-    if clip_grad > 0:
-        state.scaler.unscale_(state.optimizer)
-        nn.utils.clip_grad_norm_(state.model.parameters(), clip_grad)
-    update_weights(state)
-    if state.ema is not None:
-        state.ema.update(state.model, step=state.step)
-
-
-def update_weights(state: TrainState) -> None:
-    """The optimizer's step; of fp16, unless a gradient overflowed, which is counted without waiting for the device."""
-    if not state.scaler.is_enabled():
-        state.optimizer.step()
-        return
-    one = torch.ones((), device=state.env.device)
-    scale = state.scaler.scale(one)
-    state.scaler.step(state.optimizer)
-    state.scaler.update()
-    state.meter.count_skipped(state.scaler.scale(one) < scale)
 
 
 def evaluate_epoch(run: Run) -> None:
@@ -135,14 +111,7 @@ def build(
 ) -> Run:
     """Everything that the loop holds, from the checkpoint `saved` if there is one. Collective: call on every rank.
 
-    Args:
-        config: of the run.
-        splits: what is trained and evaluated on.
-        listed: the same with the files that `--bad-files skip` excludes.
-        env: this process.
-        stack: closes what is opened here.
-        stop: whether to stop.
-        saved: what the run goes on from.
+    `listed` are the `splits` with the files that `--bad-files skip` excludes; `stack` closes what is opened here.
     """
     sampler = create_sampler(config, len(splits["train"]), env)
     replaced = files_to_replace(config, saved, env)
@@ -276,4 +245,4 @@ def print_user_error(error: UserError) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(record(main)(sys.argv[1:]))  # its words of an exception stand in torchrun's report
+    sys.exit(record(main)(sys.argv[1:]))  # so that torchrun's report has its exception

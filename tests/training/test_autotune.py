@@ -88,7 +88,7 @@ def test_a_resume_keeps_the_pixels_of_its_checkpoint(data: Path, cpu: DistEnv) -
     train, _ = scan_splits(data)
     fresh = choose_common_loader_settings(TrainConfig(), cpu, None, train)
     assert (fresh.decode, fresh.cache) == ("full", "host")
-    assert fresh.reasons["decode"] == "whole images are kept"
+    assert fresh.reasons["decode"] == "whole images are cached"
     assert "free" in fresh.reasons["cache"]
     for decode, cache in (("full", "none"), ("fused", "none"), ("full", "host")):
         choice = choose_common_loader_settings(
@@ -119,37 +119,37 @@ def test_images_that_do_not_fit_are_refused(tmp_path: Path, cpu: DistEnv) -> Non
 
 def test_free_memory_is_that_of_the_control_group(tmp_path: Path) -> None:
     # An outer group of 3 GB, 2 used, 1.5 of them page cache; an inner one without a limit.
-    own = tmp_path / "cgroup"
-    own.write_text("0::/slurm/job\n")
+    membership = tmp_path / "cgroup"
+    membership.write_text("0::/slurm/job\n")
     outer, inner = tmp_path / "fs" / "slurm", tmp_path / "fs" / "slurm" / "job"
     inner.mkdir(parents=True)
     for folder, limit in ((outer, "3000000000"), (inner, "max")):
         (folder / "memory.max").write_text(f"{limit}\n")
         (folder / "memory.current").write_text("2000000000\n")
         (folder / "memory.stat").write_text("anon 1\ninactive_file 1500000000\n")
-    assert free_memory(tmp_path / "fs", own) == 2.5 * GB
+    assert free_memory(tmp_path / "fs", membership) == 2.5 * GB
     (inner / "memory.max").write_text("2500000000\n")
-    assert free_memory(tmp_path / "fs", own) == 2 * GB
+    assert free_memory(tmp_path / "fs", membership) == 2 * GB
     assert free_memory(tmp_path / "nothing", tmp_path / "none") > 2.5 * GB, "of this machine"
 
 
 def test_free_memory_is_that_of_the_control_group_of_version_1(tmp_path: Path) -> None:
     # As above; 9223372036854771712 is no limit. An empty hierarchy of version 2 is there too.
-    own = tmp_path / "cgroup"
-    own.write_text("9:name=systemd:/\n4:memory:/slurm/job\n1:cpu,cpuacct:/elsewhere\n0::/\n")
+    membership = tmp_path / "cgroup"
+    membership.write_text("9:name=systemd:/\n4:memory:/slurm/job\n1:cpu,cpuacct:/elsewhere\n0::/\n")
     outer, inner = (tmp_path / "fs" / "memory" / path for path in ("slurm", "slurm/job"))
     inner.mkdir(parents=True)
     for folder, limit in ((outer, "3000000000"), (inner, "9223372036854771712")):
         (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
         (folder / "memory.usage_in_bytes").write_text("2000000000\n")
         (folder / "memory.stat").write_text("inactive_file 8192\ntotal_inactive_file 1500000000\n")
-    assert free_memory(tmp_path / "fs", own) == 2.5 * GB
+    assert free_memory(tmp_path / "fs", membership) == 2.5 * GB
     (inner / "memory.limit_in_bytes").write_text("2500000000\n")
-    assert free_memory(tmp_path / "fs", own) == 2 * GB
-    own.write_text("4:memory:/docker/host's name of this container\n")
+    assert free_memory(tmp_path / "fs", membership) == 2 * GB
+    membership.write_text("4:memory:/docker/host's name of this container\n")
     for name in ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"):
         (outer / name).rename(outer.parent / name)  # a container sees its own group as the root
-    assert free_memory(tmp_path / "fs", own) == 2.5 * GB
+    assert free_memory(tmp_path / "fs", membership) == 2.5 * GB
 
 
 def test_cpu_threads_are_shared_by_the_processes_of_a_machine(cpu: DistEnv) -> None:

@@ -79,8 +79,8 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_last_three_are_kept(trained: Path) -> None:
-    kept = [read_checkpoint(trained, name) for name in (LAST, *EARLIER)]
-    assert [(saved["epoch"], saved["step"]) for saved in kept] == [(2, 10), (1, 10), (1, 5)]
+    remaining = [read_checkpoint(trained, name) for name in (LAST, *EARLIER)]
+    assert [(saved["epoch"], saved["step"]) for saved in remaining] == [(2, 10), (1, 10), (1, 5)]
 
 
 def damage(path: Path, how: str) -> None:
@@ -178,8 +178,8 @@ def test_a_failed_save_is_told_and_tried_again(data: Path, tmp_path: Path, launc
     assert {path.name: path.read_bytes() for path in tmp_path.glob("*.pt")} == before
     assert not list(tmp_path.glob(".*.tmp"))
     assert [record["step"] for record in read_metrics(tmp_path) if "val/top1" in record] == [5, 10]
-    again = launch(*flags, "--epochs", "2")
-    assert again.status == 0
+    resumed = launch(*flags, "--epochs", "2")
+    assert resumed.status == 0
     assert read_checkpoint(tmp_path)["epoch"] == 2
 
 

@@ -44,7 +44,7 @@ sys.exit(train.main(sys.argv[1:]))
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("processes", "faulty", "what", "value", "said", "steps"),
+    ("processes", "faulty", "what", "value", "message", "steps"),
     [
         (1, "0", "weights", "nan", "no checkpoint at step 3: the weights are not finite", [1, 2, 3, 4, 5]),
         (2, "1", "weights", "0.125", "at step 3: the weights of rank 1 are no longer those of rank 0 (", [1, 2, 3]),
@@ -53,7 +53,7 @@ sys.exit(train.main(sys.argv[1:]))
     ids=["nan", "diverged", "statistics"],
 )
 def test_weights_that_went_wrong_are_not_saved(
-    data: Path, tmp_path: Path, processes: int, faulty: str, what: str, value: str, said: str, steps: list[int]
+    data: Path, tmp_path: Path, processes: int, faulty: str, what: str, value: str, message: str, steps: list[int]
 ) -> None:
     script = tmp_path / "faulty.py"
     script.write_text(FAULTY)
@@ -75,7 +75,7 @@ def test_weights_that_went_wrong_are_not_saved(
         env=environment() | {"PYTHONPATH": str(ROOT), "FAULTY": faulty, "WHAT": what, "VALUE": value},
     )  # fmt: skip
     assert done.returncode == 1
-    assert (done.stdout + done.stderr).count(said) == 1
+    assert (done.stdout + done.stderr).count(message) == 1
     assert done.stderr.count("train.py: ") == 1, "one line, of rank 0"
     assert read_checkpoint(tmp_path / "out")["step"] == 2
     assert [record["step"] for record in read_metrics(tmp_path / "out")] == steps

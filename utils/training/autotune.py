@@ -18,8 +18,8 @@ from utils.training.checkpoint import Checkpoint
 from utils.training.machine import Machine, all_pairs_nvlink, inspect_machine
 
 PREFETCH = 6  # batches
-SMALL = 1 / 8  # of the free memory: decoded images that take no more are kept there unasked, on the CPU
-LARGEST = 0.8  # of the free memory, for images that are to be kept
+SMALL = 1 / 8  # of the free memory: decoded images that take no more are cached by default, on the CPU
+LARGEST = 0.8  # of the free memory, for the cache
 BY_DALI = ("dali", "proxy")  # loaders whose images DALI decodes; the others have no use for --decode and its like
 BY_WORKERS = ("proxy", "torch")  # loaders that run torch's DataLoader
 
@@ -43,11 +43,10 @@ def choose_common_loader_settings(
 
     Collective: call on every rank.
 
-    How images are decoded and whether they are kept decides pixels, so neither a rank nor a resume on another machine
-    may do it in another way.
+    The decode path and the cache decide pixels, so that all ranks, and a resume on another machine, must use the same.
 
     Raises:
-        UserError: on all ranks, if images are to be kept that do not fit on one of them, or DataLoader would hang.
+        UserError: on all ranks, if the cache does not fit on one of them, or DataLoader would hang.
     """
     with sync_errors(env):
         if config.loader in BY_WORKERS:
@@ -80,7 +79,7 @@ def choose_loader_settings(config: TrainConfig, machine: Machine, decoded: int) 
     Args:
         config: as the user gave it.
         machine: of this process.
-        decoded: bytes of all training images, decoded; 0 if they cannot be kept.
+        decoded: bytes of all training images, decoded; 0 if they cannot be cached.
     """
     reasons = {}
     workers = config.workers
@@ -97,7 +96,7 @@ def choose_loader_settings(config: TrainConfig, machine: Machine, decoded: int) 
     if config.decode != "auto":
         decode = config.decode
     elif cache != "none":
-        decode, reasons["decode"] = "full", "whole images are kept"
+        decode, reasons["decode"] = "full", "whole images are cached"
     elif not machine.gpu:
         reasons["decode"] = "the CPU decodes no more than the crop"
     elif not machine.jpeg_engines:
@@ -120,7 +119,7 @@ def _check_cache_fits(cache: str, machine: Machine, decoded: int, remedy: str) -
     if memory is None or decoded <= LARGEST * memory:
         return None
     if cache == "gpu" and not machine.gpu:
-        return UserError(f"--cache gpu without a GPU: there is none to keep images on; {remedy}")
+        return UserError(f"--cache gpu without a GPU: there is none to cache images on; {remedy}")
     return UserError(
         f"--cache {cache}: decoded, the training images take {_gigabytes(decoded)}, and {_gigabytes(memory)} are free "
         f"for each process; {remedy}"
@@ -171,18 +170,21 @@ def resolve(
         "cuda_graph": on_cuda and config.grad_accum_steps == 1 if config.cuda_graph is None else config.cuda_graph,
         "warmup_epochs": resolve_warmup(config, saved),
     }
-    if resolved["cuda_graph"] and not on_cuda:
+    _check_fits(config, len(classes), on_cuda)
+    given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return ResolvedConfig(**(given | resolved))
+
+
+def _check_fits(config: TrainConfig, num_classes: int, on_cuda: bool) -> None:
+    if config.cuda_graph and not on_cuda:
         raise UserError(
             "--cuda-graph without a GPU: there is none to launch it on; use --no-cuda-graph", on_all_ranks=True
         )
-    if resolved["num_classes"] < len(classes):
+    if config.num_classes is not None and config.num_classes < num_classes:
         raise UserError(
-            f"--num-classes {config.num_classes}: fewer than the {len(classes)} class folders; leave it out or raise "
-            "it",
+            f"--num-classes {config.num_classes}: fewer than the {num_classes} class folders; leave it out or raise it",
             on_all_ranks=True,
         )
-    given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    return ResolvedConfig(**(given | resolved))
 
 
 def resolve_amp(config: TrainConfig, env: DistEnv) -> str:

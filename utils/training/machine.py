@@ -36,14 +36,14 @@ class Machine:
 
 
 def inspect_machine(env: DistEnv) -> Machine:
-    """Look at this machine. A collective."""
+    """Look at this machine. Collective: call on every rank."""
     gpu = env.device.type == "cuda"
-    own = os.sched_getaffinity(0)
+    allowed = os.sched_getaffinity(0)
     neighbours = [
-        cores for host, cores in all_gather_object((os.uname().nodename, own), env) if host == os.uname().nodename
+        cores for host, cores in all_gather_object((os.uname().nodename, allowed), env) if host == os.uname().nodename
     ]
     return Machine(
-        cpu_threads=cpu_share(own, neighbours),
+        cpu_threads=cpu_share(allowed, neighbours),
         gpu=gpu,
         jpeg_engines=_jpeg_engines() if gpu else 0,
         gpu_memory=torch.cuda.mem_get_info(env.device)[0] if gpu else 0,
@@ -51,7 +51,7 @@ def inspect_machine(env: DistEnv) -> Machine:
     )
 
 
-def free_memory(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+def free_memory(groups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
     """Bytes that this machine, and every control group around this process, has left; page cache counts as free.
 
     https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files
@@ -60,7 +60,7 @@ def free_memory(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/s
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free = 1024 * int(lines["MemAvailable"].split()[0])
     paths: dict[str, str] = {}  # by controller; that of version 2 is ""
-    for line in own.read_text().splitlines() if own.exists() else []:
+    for line in membership.read_text().splitlines() if membership.exists() else []:
         _, controllers, path = line.split(":", 2)
         paths |= dict.fromkeys(controllers.split(","), path.strip("/"))
     for root, path, (maximum, current, inactive) in (
@@ -82,17 +82,20 @@ def free_memory(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/s
     return max(free, 0)
 
 
-def cpu_share(own: set[int], of_all: list[set[int]]) -> int:
-    """CPU threads for a process that may run on `own`, among all processes of its machine, itself included.
+def cpu_share(allowed: set[int], of_all: list[set[int]]) -> int:
+    """CPU threads for a process that may run on `allowed`, among all processes of its machine, itself included.
 
     A thread that several may use is divided between them. Slurm and numactl give each its own threads, torchrun gives
     all to all.
     """
-    return max(1, int(sum(1 / sum(thread in others for others in of_all) for thread in own) + 1e-6))
+    return max(1, int(sum(1 / sum(thread in others for others in of_all) for thread in allowed) + 1e-6))
 
 
 def all_pairs_nvlink(env: DistEnv) -> bool:
-    """Whether all ranks are on one machine and NVLink joins every two of their GPUs. A collective."""
+    """Whether all ranks are on one machine and NVLink joins every two of their GPUs.
+
+    Collective: call on every rank.
+    """
     if env.device.type != "cuda" or env.local_world_size < env.world_size:
         return False
     gpus = all_gather_object(str(torch.cuda.get_device_properties(env.device).uuid), env)

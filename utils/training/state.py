@@ -109,6 +109,26 @@ class TrainState:
         """Wall time of all launches so far."""
         return self.earlier_seconds + time.perf_counter() - self.started
 
+    def optimizer_step(self, clip_grad: float) -> None:
+        """Clip the gradients to this norm (0: do not), update the weights, then their moving average."""
+        if clip_grad > 0:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), clip_grad)
+        self._update_weights()
+        if self.ema is not None:
+            self.ema.update(self.model, step=self.step)
+
+    def _update_weights(self) -> None:
+        """In fp16 not where a gradient overflowed, which is counted without waiting for the device."""
+        if not self.scaler.is_enabled():
+            self.optimizer.step()
+            return
+        one = torch.ones((), device=self.env.device)
+        scale = self.scaler.scale(one)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.meter.count_skipped(self.scaler.scale(one) < scale)
+
     def networks(self) -> dict[str, nn.Module]:
         """The networks under their names in a checkpoint."""
         modules = (self.model, self.ema.module if self.ema is not None else None)
