@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from utils.config import TrainConfig, flag, flag_fields, validate
+from utils.config import TrainConfig, flag, flag_fields, flag_info, validate
 from utils.errors import UserError
 
 # typer carries click under a private name; BadParameter is the public way to click's common base class.
@@ -73,8 +73,8 @@ def _command_function() -> Any:
         option = typer.Option(
             *_spelling(field),
             help=_help(field),
-            rich_help_panel=field.metadata["panel"],
-            show_default=field.metadata["shown"] if field.default is not False else False,  # a switch is off
+            rich_help_panel=flag_info(field).panel,
+            show_default=flag_info(field).shown if field.default is not False else False,  # a switch is off
             callback=_load_recipe if field.name == "config" else None,
             is_eager=field.name == "config",
             **_reader(field),
@@ -96,7 +96,7 @@ def _kinds(field: dataclasses.Field[Any]) -> tuple[Any, ...]:
 def _help(field: dataclasses.Field[Any]) -> str:
     # A wide column of choices would leave no room for the text on a terminal of 80 columns.
     choices = typing.get_args(_kinds(field)[0])
-    return " ".join([field.metadata["help"], *([", ".join(choices) + "."] if choices else [])])
+    return " ".join([flag_info(field).help, *([", ".join(choices) + "."] if choices else [])])
 
 
 def _spelling(field: dataclasses.Field[Any]) -> tuple[str, ...]:
@@ -142,7 +142,7 @@ def _reader(field: dataclasses.Field[Any]) -> dict[str, Any]:
             return Path(text)
 
         return {"parser": path, "metavar": "PATH"}
-    return {"metavar": field.metadata["metavar"] or "NAME"}
+    return {"metavar": flag_info(field).metavar or "NAME"}
 
 
 def _load_recipe(context: typer.Context, path: Path | None) -> Path | None:

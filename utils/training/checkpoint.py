@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from utils.config import ResolvedConfig, TrainConfig, flag
+from utils.config import ResolvedConfig, TrainConfig, flag, flags_with_role
 from utils.data.manifest import Manifest
 from utils.distributed.collectives import gather_to_rank0
 from utils.distributed.exit import writing
@@ -29,17 +29,6 @@ _PARTS = {
     "format", "run", "saved_at", "config", "versions", "fingerprint", "classes", "normalization", "excluded_files",
     "files", "ranks", "model", "optimizer", "scaler", "epoch", "step", "best_top1", "result", "seconds",
 }  # fmt: skip
-# What decides which images come next, how they look, and what fits the saved tensors. Other flags may change.
-_FINGERPRINT_FLAGS = (
-    "arch", "num_classes", "seed", "loader", "image_size", "val_resize", "augment", "crop_scale", "hflip", "mixup",
-    "cutmix", "random_erase", "optimizer", "momentum", "weight_decay",
-)  # fmt: skip
-# Other flags that decide what is computed; a resume may change them and says so. The rest does not touch the result.
-_TOLD_FLAGS = (
-    "epochs", "lr", "warmup_epochs", "label_smoothing", "ema_decay", "clip_grad", "amp", "compile", "fused_layers",
-    "cuda_graph", "deterministic",
-)  # fmt: skip
-_TOLD_FLAGS_OF_SEVERAL = ("grad_exchange", "grad_compression")  # processes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +65,7 @@ class RunRecord:
 def fingerprint(config: ResolvedConfig, train: Manifest, val: Manifest, env: DistEnv, dali: str) -> dict[str, Any]:
     """What must be the same for a resume to be exact, each under the name that a refusal gives it."""
     uses_dali = config.loader in ("dali", "proxy")
-    flags = {flag(name): getattr(config, name) for name in _FINGERPRINT_FLAGS}
+    flags = {flag(name): getattr(config, name) for name in flags_with_role("fixed")}
     return flags | {
         "--decode": config.decode if uses_dali else None,
         "--cache": config.cache if config.loader == "dali" else None,
@@ -107,7 +96,9 @@ def check_fingerprint(path: Path, saved: dict[str, Any], now: dict[str, Any], hi
 
 def changes(saved: dict[str, Any], config: ResolvedConfig, world_size: int = 1) -> list[str]:
     """Flags that decide what is computed, and that this resume changes, as `--lr 0.5 -> 0.1`."""
-    names = _TOLD_FLAGS + (_TOLD_FLAGS_OF_SEVERAL if world_size > 1 and saved["grad_exchange"] != "auto" else ())
+    names = flags_with_role("logged")
+    if world_size > 1 and saved["grad_exchange"] != "auto":
+        names += flags_with_role("logged_if_several")
     now = config.to_dict()
     return [f"{flag(name)} {saved.get(name)} -> {now[name]}" for name in names if saved.get(name) != now[name]]
 

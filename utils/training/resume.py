@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import models
 from models import Normalization
-from utils.config import ResolvedConfig, TrainConfig, flag, require_data, validate
+from utils.config import ResolvedConfig, TrainConfig, evaluation_flags, flag, require_data, validate
 from utils.data.dali import DALI_VERSION
 from utils.data.sampler import Sampler
 from utils.data.splits import Splits, as_begun
@@ -34,10 +34,6 @@ from utils.training.output import EVALUATION
 from utils.training.state import TrainState, reshard
 
 LR_JUMP = 0.01  # share of the learning rate by which a resume may change it without a warning
-# What decides the result of an evaluation, and how much of it fits into memory.
-EVALUATION_FLAGS = (
-    "data_dir", "arch", "num_classes", "loader", "image_size", "val_resize", "amp", "batch_size", "hw_decoder_load",
-)  # fmt: skip
 
 
 def open_checkpoint(config: TrainConfig, env: DistEnv) -> tuple[Path | None, dict[str, Any]]:
@@ -107,7 +103,7 @@ def settings_of_checkpoint(
     """
     if "arch" in config.given and models.base_arch(config.arch) != models.base_arch(saved["arch"]):
         raise UserError(f"--arch {config.arch}: {path} holds {saved['arch']}, another architecture; leave --arch out")
-    values = {name: saved[name] for name in EVALUATION_FLAGS if name not in config.given}
+    values = {name: saved[name] for name in evaluation_flags() if name not in config.given}
     if values.get("data_dir") is not None:
         values["data_dir"] = Path(values["data_dir"])
     if values.get("loader") == "synthetic" and "data_dir" in config.given:
@@ -122,7 +118,7 @@ def settings_of_checkpoint(
     now = config.to_dict()
     notes = [
         f"{flag(name)} {now[name]}, its run had {saved[name]}"
-        for name in EVALUATION_FLAGS
+        for name in evaluation_flags()
         if name not in ("data_dir", "batch_size", "hw_decoder_load") and now[name] != saved[name]
     ]
     return config, notes
