@@ -17,7 +17,6 @@ from tests.conftest import ROOT
 from utils.cli import parse
 from utils.config import (
     FIRST,
-    Limit,
     TrainConfig,
     evaluation_flags,
     flag,
@@ -26,6 +25,7 @@ from utils.config import (
     flags_with_role,
 )
 from utils.errors import UserError
+from utils.limits import Limit
 
 FIELDS = flag_fields()
 # A value other than the default for every field, so that none can be forgotten on the way.

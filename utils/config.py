@@ -5,14 +5,14 @@ and the rules of a resume are derived from the fields below, so a new flag is on
 """
 
 import dataclasses
-import json
-import math
+import typing
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 from utils.errors import UserError
-from utils.files import atomic_write_text
+from utils.files import write_json
+from utils.limits import ABOVE_0, AT_LEAST_0, AT_LEAST_1, Limit
 
 FIRST, DATA, MODEL = "First run", "Data", "Model"
 OPTIMISATION, PRECISION, RUN, SWITCHES = "Optimisation", "Precision", "Run", "Switches"
@@ -31,57 +31,6 @@ _ORDER_IN_MESSAGES: dict[Role | Literal["evaluation"], tuple[str, ...]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Limit:
-    """A range of finite numbers; a side that is None is open.
-
-    Attributes:
-        minimum, maximum: bounds that are allowed themselves.
-        above, below: bounds that are not.
-        noun: what a number from `minimum` to `maximum` is, for the message.
-    """
-
-    minimum: float | None = None
-    maximum: float | None = None
-    above: float | None = None
-    below: float | None = None
-    noun: str = ""
-
-    def allows(self, value: float) -> bool:
-        """Whether `value` is in the range; False for nan and infinities."""
-        return (
-            abs(value) < math.inf
-            and (self.minimum is None or value >= self.minimum)
-            and (self.maximum is None or value <= self.maximum)
-            and (self.above is None or value > self.above)
-            and (self.below is None or value < self.below)
-        )
-
-    def check(self, name: str, value: float | None, unit: str = "") -> None:
-        """Raise UserError if the value of the flag `name` (`--lr`) is not in the range; None always is."""
-        if value is not None and not self.allows(value):
-            shown = f"{value:g}" if unit and self.maximum is not None else value
-            raise UserError(f"{name} {shown}: {self._describe(isinstance(value, float), unit)}")
-
-    def _describe(self, is_float: bool, unit: str) -> str:
-        if self.noun:
-            return f"a {self.noun}, from {self.minimum:g} to {self.maximum:g}"
-        bounded = self.maximum is not None or self.below is not None
-        parts = []
-        if self.minimum is not None:
-            parts.append(f"at least {self.minimum:g}" if bounded else f"{self.minimum:g} or more")
-        if self.above is not None:
-            parts.append(f"more than {self.above:g}")
-        if self.maximum is not None:
-            parts.append(f"at most {self.maximum:.15g}{f' {unit}' if unit else ''}")
-        if self.below is not None:
-            parts.append(f"less than {self.below:.15g}")
-        if is_float and not bounded:
-            parts.append("finite")
-        return f"must be {' and '.join(parts)}"
-
-
-AT_LEAST_0, AT_LEAST_1, ABOVE_0 = Limit(minimum=0), Limit(minimum=1), Limit(above=0)
 _AT_LEAST_8, _BELOW_1 = Limit(minimum=8), Limit(minimum=0, below=1)
 _PROBABILITY = Limit(minimum=0, maximum=1, noun="probability")
 
@@ -236,7 +185,7 @@ class TrainConfig:
 
     def save(self, path: Path) -> None:
         """Write the fields as JSON; the file is itself a valid `--config`, on a machine of the same kind."""
-        atomic_write_text(path, json.dumps(self.to_dict(), indent=2) + "\n")
+        write_json(path, self.to_dict())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -278,6 +227,12 @@ def flag_info(field: dataclasses.Field[Any]) -> FlagInfo:
     return info
 
 
+def choices(name: str) -> tuple[str, ...]:
+    """The values that a field admits, if it names them; () if not."""
+    kind: Any = TrainConfig.__dataclass_fields__[name].type
+    return typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+
+
 def flag(name: str) -> str:
     """The command-line spelling of a field: `batch_size` -> `--batch-size`."""
     return "--" + name.replace("_", "-")
@@ -298,6 +253,13 @@ def _in_order(fields: Iterable[dataclasses.Field[Any]], panels: tuple[str, ...])
     return tuple(field.name for field in sorted(fields, key=lambda field: panels.index(flag_info(field).panel)))
 
 
+def check_limits(name: str, value: Any) -> None:
+    """Raise UserError unless the value of the field `name` is within its limits."""
+    info = flag_info(TrainConfig.__dataclass_fields__[name])
+    for limit in info.limits:
+        limit.check(flag(name), value, info.unit)
+
+
 def validate(config: TrainConfig) -> None:
     """Check each value against the limits of its field, then the combinations of flags.
 
@@ -307,9 +269,7 @@ def validate(config: TrainConfig) -> None:
         UserError: naming the flag, its value and the remedy.
     """
     for field in flag_fields():
-        info = flag_info(field)
-        for limit in info.limits:
-            limit.check(flag(field.name), getattr(config, field.name), info.unit)
+        check_limits(field.name, getattr(config, field.name))
     _check_schedule_and_sizes(config)
     _check_sources(config)
     _check_cache(config)

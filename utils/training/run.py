@@ -98,7 +98,7 @@ class Run:
             self._check_ranks()
             self.last_save_error = self.nonfinite_reason()
             if self.last_save_error is not None:
-                self.log.say(
+                self.log.info(
                     f"warning: no checkpoint at step {self.state.step}: {self.last_save_error}; the one before stands"
                 )
                 return
@@ -106,7 +106,7 @@ class Run:
             loader = self.train_loader.state()
             self.last_save_error = checkpoint.save(self.state, loader, self.config, self.record, is_best)
         if self.last_save_error is not None:
-            self.log.say(
+            self.log.info(
                 f"warning: no checkpoint at step {self.state.step} ({self.last_save_error}); make room in "
                 f"{self.config.output_dir}: the next save tries again"
             )

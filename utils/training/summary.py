@@ -66,11 +66,11 @@ def log_run_summary(run: Run, splits: Splits, feed: LoaderSettings) -> None:
     if run.changes:
         facts["changed"] = ", ".join(run.changes)
     for name, fact in facts.items():
-        run.log.say(f"{name:>8}  {fact}")
+        run.log.info(f"{name:>8}  {fact}")
     for line in run.warnings:
-        run.log.say(f"warning: {line}")
+        run.log.info(f"warning: {line}")
     if is_done:
-        run.log.say(
+        run.log.info(
             f"All {config.epochs} epochs are done. To train on, start a new run from its weights: --pretrained "
             f"{config.output_dir / checkpoint.BEST} --output-dir NEW"
         )
@@ -106,7 +106,7 @@ def write_summary(run: Run) -> None:
                 f"--output-dir {config.output_dir}: {SUMMARY} could not be written ({error.strerror}); {run.again} "
                 "tries again"
             ) from error
-    run.log.say(
+    run.log.info(
         f"top-1 {summary['top1']:.2f} %  top-5 {summary['top5']:.2f} %  best top-1 {summary['best_top1']:.2f} %  "
         f"{state.seconds:.0f} s  {totals.images_per_second:,.0f} images/s\n"
         f"{describe_wait(totals.data_wait, config)}\n"
