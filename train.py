@@ -27,7 +27,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 import models
 import pipelines
-from utils.cli import parse
+from utils.cli import TRAIN
 from utils.config import ResolvedConfig, TrainConfig, require_data
 from utils.data.batch import Batch
 from utils.data.splits import Splits, check_files, describe_skipped, leave_out_bad, read_data
@@ -37,16 +37,7 @@ from utils.distributed.launcher import seconds_since_launch, terminate_torchrun
 from utils.distributed.signals import restore_defaults
 from utils.distributed.stop import StopRequest
 from utils.distributed.watchdog import shared_alarm
-from utils.errors import (
-    EXIT_DONE,
-    EXIT_FAILED,
-    EXIT_STOPPED,
-    EXIT_USER_ERROR,
-    RunFailed,
-    Stopped,
-    UserError,
-    escape_control_chars,
-)
+from utils.errors import RunFailed, Stopped, UserError
 from utils.files import atomic_write_text
 from utils.log import emit
 from utils.network.augment import Normalize
@@ -139,7 +130,7 @@ def note_first_step(run: Run) -> None:
     if run.env.device.type == "cuda":
         torch.cuda.synchronize(run.env.device)
     run.seconds_to_first_step = seconds_since_launch()
-    run.log.say(f"first step done {run.seconds_to_first_step:.1f} s after the launch")
+    run.log.info(f"first step done {run.seconds_to_first_step:.1f} s after the launch")
 
 
 def log_interval(run: Run) -> None:
@@ -171,7 +162,7 @@ def log_interval(run: Run) -> None:
 def raise_stopped(run: Run) -> NoReturn:
     """End the run after its checkpoint."""
     require_saved(run)
-    run.log.say(f"stopped by {run.stop.reason} at step {run.state.step}; {run.again} resumes here")
+    run.log.info(f"stopped by {run.stop.reason} at step {run.state.step}; {run.again} resumes here")
     if not run.stop.by_signal:
         terminate_torchrun()
     raise Stopped
@@ -319,7 +310,7 @@ def write_summary(run: Run) -> None:
                 f"--output-dir {config.output_dir}: {SUMMARY} could not be written ({error.strerror}); {run.again} "
                 "tries again"
             ) from error
-    run.log.say(
+    run.log.info(
         f"top-1 {summary['top1']:.2f} %  top-5 {summary['top5']:.2f} %  best top-1 {summary['best_top1']:.2f} %  "
         f"{state.seconds:.0f} s  {totals.images_per_second:,.0f} images/s\n"
         f"{describe_wait(totals.data_wait, config)}\n"
@@ -442,37 +433,25 @@ def train(config: TrainConfig) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line; returns the exit status."""
-    try:
-        config = parse(argv)
-        if config.evaluate:
-            evaluate_only(config)
-        else:
-            train(config)
-    except UserError as error:
-        restore_defaults()  # torchrun ends the others with SIGTERM as soon as one has ended
-        report(error)
-        return EXIT_USER_ERROR
-    except RunFailed as failure:
-        if not failure.on_all_ranks or read_launch().rank == 0:
-            print_error(str(failure))
-        return EXIT_FAILED
-    except Stopped:
-        return EXIT_STOPPED
-    return EXIT_DONE
+    return TRAIN.run(argv, lambda config: evaluate_only(config) if config.evaluate else train(config), report)
 
 
 def print_error(text: str) -> None:
-    """The one line that explains a failure."""
-    with contextlib.suppress(OSError):
-        print(f"train.py: {escape_control_chars(text)}", file=sys.stderr, flush=True)
+    """Print the one line that explains a failure."""
+    TRAIN.print_error(text)
 
 
-def report(error: UserError) -> None:
-    """One line on one rank.
+def report(error: UserError | RunFailed) -> None:
+    """Print an error on one rank, if one rank can explain it for all.
 
-    Rank 0 speaks for all where they are known to meet the same error. Where they need not (a file system that only one
-    machine cannot read), the others give rank 0 the time to speak and torchrun the time to end them, then speak too.
+    Rank 0 prints what all ranks are known to meet. What they may not all meet (a file system that only one machine
+    cannot read) is printed by the others too, after the time that rank 0 needs to print it and torchrun to end them.
     """
+    if isinstance(error, RunFailed):
+        if not error.on_all_ranks or read_launch().rank == 0:
+            print_error(str(error))
+        return
+    restore_defaults()  # torchrun ends the others with SIGTERM as soon as one has ended
     with contextlib.suppress(UserError):  # of the launch itself, which then is `error`
         if read_launch().rank != 0:
             time.sleep(5)
