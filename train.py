@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 import models
 import pipelines
-from utils.cli import parse
+from utils.cli import TRAIN
 from utils.config import ResolvedConfig, TrainConfig
 from utils.data.sampler import create_sampler
 from utils.data.splits import Splits, check_files, leave_out_bad, read_data
@@ -28,16 +28,7 @@ from utils.distributed.group import DistEnv, process_group, read_launch
 from utils.distributed.signals import restore_defaults
 from utils.distributed.stop import StopRequest
 from utils.distributed.watchdog import shared_alarm
-from utils.errors import (
-    EXIT_DONE,
-    EXIT_FAILED,
-    EXIT_STOPPED,
-    EXIT_USER_ERROR,
-    RunFailed,
-    Stopped,
-    UserError,
-    escape_control_chars,
-)
+from utils.errors import RunFailed, UserError
 from utils.log import Log
 from utils.network.augment import create_augment
 from utils.network.gradients import AMP_DTYPES, capture_stream, on_stream
@@ -168,10 +159,10 @@ def open_output(
 def processes(config: TrainConfig) -> Iterator[tuple[DistEnv, contextlib.ExitStack, StopRequest]]:
     """All processes of a run, which end together, and a stack that is closed at its end."""
     with (
-        process_group(config.device, config.timeout, print_error) as env,
+        process_group(config.device, config.timeout, TRAIN.print_error) as env,
         contextlib.ExitStack() as stack,
-        env.guard(print_error),
-        shared_alarm(env, print_error),
+        env.guard(TRAIN.print_error),
+        shared_alarm(env, TRAIN.print_error),
     ):
         stop = StopRequest(config.time_limit, env.monitor)
         stack.callback(stop.close)
@@ -209,39 +200,26 @@ def run(config: TrainConfig) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line; returns the exit status."""
-    try:
-        run(parse(argv))
-    except UserError as error:
-        restore_defaults()  # torchrun ends the others with SIGTERM as soon as one has ended
-        print_user_error(error)
-        return EXIT_USER_ERROR
-    except RunFailed as failure:
-        if not failure.on_all_ranks or read_launch().rank == 0:
-            print_error(str(failure))
-        return EXIT_FAILED
-    except Stopped:
-        return EXIT_STOPPED
-    return EXIT_DONE
+    return TRAIN.run(argv, run, report_error)
 
 
-def print_error(text: str) -> None:
-    """The one line that explains a failure."""
-    with contextlib.suppress(OSError):
-        print(f"train.py: {escape_control_chars(text)}", file=sys.stderr, flush=True)
+def report_error(error: UserError | RunFailed) -> None:
+    """Print an error on one rank, if one rank can explain it for all.
 
-
-def print_user_error(error: UserError) -> None:
-    """One line on one rank.
-
-    Rank 0 prints for all where they are known to meet the same error. Where they need not (a file system that only one
-    machine cannot read), the others give rank 0 the time to print and torchrun the time to end them, then print too.
+    Rank 0 prints what all ranks are known to meet. What they may not all meet (a file system that only one machine
+    cannot read) is printed by the others too, after the time that rank 0 needs to print it and torchrun to end them.
     """
+    if isinstance(error, RunFailed):
+        if not error.on_all_ranks or read_launch().rank == 0:
+            TRAIN.print_error(str(error))
+        return
+    restore_defaults()  # torchrun ends the others with SIGTERM as soon as one has ended
     with contextlib.suppress(UserError):  # of the launch itself, which then is `error`
         if read_launch().rank != 0:
             time.sleep(5)
             if error.on_all_ranks:
                 return
-    print_error(str(error))
+    TRAIN.print_error(str(error))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import os
 import sys
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from utils.files import atomic_write_text
+from utils.errors import escape_control_chars
+from utils.files import atomic_write_text, json_text
 
 METRICS = "metrics.jsonl"
 
@@ -23,6 +23,12 @@ def emit(text: str) -> None:
     with contextlib.suppress(OSError):
         tqdm.write(text, file=sys.stdout)
         sys.stdout.flush()
+
+
+def print_error(program: str, text: str) -> None:
+    """One line on stderr: `train.py: --lr 0.0: must be more than 0 and finite`."""
+    with contextlib.suppress(OSError):
+        print(f"{program}: {escape_control_chars(text)}", file=sys.stderr, flush=True)
 
 
 class Log:
@@ -77,8 +83,7 @@ class Log:
         """Append one object to metrics.jsonl, and its numbers to TensorBoard; JSON has null for what is not finite."""
         if not self._active:
             return
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._unwritten += json.dumps(finite, allow_nan=False) + "\n"
+        self._unwritten += json_text(values) + "\n"
         size = None
         try:
             with self._path.open("a") as file:

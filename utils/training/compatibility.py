@@ -11,7 +11,7 @@ import torch
 import torchvision
 from torch import Tensor
 
-from utils.config import ResolvedConfig, flag
+from utils.config import ResolvedConfig, flag, flags_with_role
 from utils.data.dali import DALI_VERSION
 from utils.data.sampler import Sampler
 from utils.data.splits import Splits, as_begun
@@ -24,23 +24,11 @@ from utils.training.optim import rate_at, scaled_lr
 
 LR_JUMP = 0.01  # share of the learning rate by which a resume may change it without a warning
 
-# What decides which images come next, how they look, and what fits the saved tensors. Other flags may change.
-FIXED_FLAGS = (
-    "arch", "num_classes", "seed", "loader", "image_size", "val_resize", "augment", "crop_scale", "hflip", "mixup",
-    "cutmix", "random_erase", "optimizer", "momentum", "weight_decay",
-)  # fmt: skip
-# Other flags that decide what is computed; a resume may change them and logs it. The rest does not touch the result.
-LOGGED_FLAGS = (
-    "epochs", "lr", "warmup_epochs", "label_smoothing", "ema_decay", "clip_grad", "amp", "compile", "fused_layers",
-    "cuda_graph", "deterministic",
-)  # fmt: skip
-LOGGED_FLAGS_IF_SEVERAL = ("grad_exchange", "grad_compression")  # processes
-
 
 def fingerprint(config: ResolvedConfig, splits: Splits, env: DistEnv) -> dict[str, Any]:
     """What must be the same for a resume to be exact, each under the name that a refusal gives it."""
     uses_dali = config.loader in ("dali", "proxy")
-    flags = {flag(name): getattr(config, name) for name in FIXED_FLAGS}
+    flags = {flag(name): getattr(config, name) for name in flags_with_role("fixed")}
     return flags | {
         "--decode": config.decode if uses_dali else None,
         "--cache": config.cache if config.loader == "dali" else None,
@@ -128,8 +116,9 @@ def resume_warnings(
 
 def changed_flags(before: ResolvedConfig, config: ResolvedConfig, world_size: int = 1) -> list[str]:
     """Flags that decide what is computed, and that this resume changes, as `--lr 0.5 -> 0.1`."""
-    several = world_size > 1 and before.grad_exchange != "auto"
-    names = LOGGED_FLAGS + (LOGGED_FLAGS_IF_SEVERAL if several else ())
+    names = flags_with_role("logged")
+    if world_size > 1 and before.grad_exchange != "auto":
+        names += flags_with_role("logged_if_several")
     values = [(name, getattr(before, name), getattr(config, name)) for name in names]
     return [f"{flag(name)} {old} -> {new}" for name, old, new in values if old != new]
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 import models
-from utils.config import ResolvedConfig, TrainConfig, flag, require_data, validate
+from utils.config import ResolvedConfig, TrainConfig, evaluation_flags, flag, require_data, validate
 from utils.distributed.collectives import all_gather_object, broadcast, sync_errors
 from utils.distributed.group import DistEnv
 from utils.distributed.launcher import restarted_by
@@ -21,11 +21,6 @@ from utils.training.batch_layout import layout_of, saved_layout
 from utils.training.checkpoint import BEST, Checkpoint, best_is_missing, find_checkpoints, load_newest, not_continued
 from utils.training.output import EVALUATION
 from utils.training.state import TrainState, reshard
-
-# What decides the result of an evaluation, and how much of it fits into memory.
-EVALUATION_FLAGS = (
-    "data_dir", "arch", "num_classes", "loader", "image_size", "val_resize", "amp", "batch_size", "hw_decoder_load",
-)  # fmt: skip
 
 
 def open_checkpoint(config: TrainConfig, env: DistEnv) -> Checkpoint | None:
@@ -87,7 +82,7 @@ def settings_of_checkpoint(
     """
     if "arch" in config.given and models.base_arch(config.arch) != models.base_arch(before.arch):
         raise UserError(f"--arch {config.arch}: {source} holds {before.arch}, another architecture; leave --arch out")
-    values: dict[str, Any] = {name: getattr(before, name) for name in EVALUATION_FLAGS if name not in config.given}
+    values: dict[str, Any] = {name: getattr(before, name) for name in evaluation_flags() if name not in config.given}
     if values.get("loader") == "synthetic" and "data_dir" in config.given:
         del values["loader"]
     if values.get("amp") == "fp16" and env.device.type == "cpu":
@@ -100,7 +95,7 @@ def settings_of_checkpoint(
     now, then = config.to_dict(), before.to_dict()
     notes = [
         f"{flag(name)} {now[name]}, its run had {then[name]}"
-        for name in EVALUATION_FLAGS
+        for name in evaluation_flags()
         if name not in ("data_dir", "batch_size", "hw_decoder_load") and now[name] != then[name]
     ]
     return config, notes
