@@ -1,4 +1,4 @@
-"""A meter under a clock that stands still. A module of its own, so that processes that a test starts import little."""
+"""A clock that tests set, and a meter that reads it. Apart from conftest.py, as test processes import this."""
 
 import math
 from pathlib import Path
@@ -13,7 +13,7 @@ from utils.training.metrics import Meter
 
 
 class Clock:
-    """Stands in for `time` in utils.metrics, where it goes on only when it is told to."""
+    """Replaces the module `time` in utils/training/metrics.py. It advances only by `sleep`."""
 
     now = 1000.0
 
@@ -25,7 +25,7 @@ class Clock:
 
 
 def train(meter: Meter, clock: Clock, steps: int, images: int, seconds: float, wait: float = 0.0) -> None:
-    """Steps of two batches with `images` images, `seconds` and `wait` each, all as the meter is to see them."""
+    """Steps of two batches. Each step has `images` images and takes `seconds`, of which it waits `wait` for data."""
     for _ in range(steps):
         for _ in range(2):
             with meter.waiting():
@@ -49,6 +49,6 @@ def measure_rank(rank: int, world_size: int, folder: Path) -> None:
             meter.end_step()
             found.append(meter.is_finite())
             found.append(meter.read())
-        own = meter.state_dict()
-    torch.save({"found": repr(found), "totals": own["totals"]}, folder / f"{rank}.pt")
+        totals = meter.state_dict()["totals"]
+    torch.save({"found": repr(found), "totals": totals}, folder / f"{rank}.pt")
     dist.destroy_process_group()

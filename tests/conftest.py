@@ -1,17 +1,9 @@
-"""Small real data and real launches, shared by the tests."""
+"""Small real data, flags, comparisons and fixtures for all tests."""
 
-import contextlib
 import dataclasses
-import json
 import multiprocessing.util
-import os
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +12,11 @@ import pytest
 import torch
 from PIL import Image
 
+from tests import harness
+from tests.harness import Finished, assert_refused, changed_names, list_output, read_checkpoint, read_metrics
 from utils.config import ResolvedConfig
 from utils.distributed.group import DistEnv
 
-ROOT = Path(__file__).resolve().parent.parent
 CLASSES = ("blue", "green", "red")
 TINY = (
     "--arch", "test_resnet", "--image-size", "32", "--val-resize", "36", "--workers", "1", "--log-steps", "1",
@@ -32,7 +25,7 @@ TINY = (
 
 
 def write_images(root: Path, counts: Sequence[int], seed: int = 0) -> None:
-    """JPEGs of odd sizes, one folder a class, whose classes can be told apart by colour; noise makes each unique."""
+    """JPEGs of odd sizes, one folder a class, whose colour depends on the class; noise makes each unique."""
     random = np.random.default_rng(seed)
     for label, (name, count) in enumerate(zip(CLASSES, counts, strict=True)):
         (root / name).mkdir(parents=True)
@@ -55,7 +48,7 @@ _LEVELS = 5  # of each colour
 
 
 def write_numbered(root: Path) -> Path:
-    """`NUMBERED` + 5 JPEGs of one colour each, which tells a training image's number through every crop and flip."""
+    """`NUMBERED` + 5 JPEGs of one colour each, which encodes a training image's number; no crop or flip changes it."""
     for split, count in (("train", NUMBERED), ("val", 5)):
         for number in range(count):
             colour = tuple(25 + 51 * (number // _LEVELS**power % _LEVELS) for power in range(3))
@@ -127,180 +120,46 @@ def long_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield folder
 
 
-@dataclasses.dataclass
-class Finished:
-    """What a launch left behind."""
-
-    status: int
-    out: str
-    err: str
-
-
-def command(processes: int, *of_torchrun: str, program: Path = ROOT / "train.py") -> list[str]:
-    """The launcher of train.py: plain Python, or torchrun (always, where it has flags)."""
-    if processes == 1 and not of_torchrun:
-        return [sys.executable, str(program)]
-    flags = of_torchrun or ("--standalone",)
-    return [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", *flags, str(program)]
-
-
-def environment() -> dict[str, str]:
-    """One thread per process (two cores are shared by up to four), and no GPU unless a test asks for it."""
-    return os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-
-
 @pytest.fixture
 def launch() -> Callable[..., Finished]:
-    """Run train.py to its end: `launch("--epochs", "2", processes=2)`."""
-
-    def run(
-        *flags: str | Path, processes: int = 1, timeout: float = 200, program: Path = ROOT / "train.py"
-    ) -> Finished:
-        words = [*command(processes, program=program), *map(str, flags)]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=timeout, env=environment(), check=False)
-        return Finished(done.returncode, done.stdout, done.stderr)
-
-    return run
-
-
-# Command lines of train.py one after the other in one process, which imports once: a list of lists of words comes in,
-# the exit statuses go out, what each said stands in files.
-SERIES = """
-import json, os, sys
-import train
-
-folder, commands = sys.argv[1], json.loads(sys.argv[2])
-statuses = []
-for number, words in enumerate(commands):
-    for stream, name in ((sys.stdout, "out"), (sys.stderr, "err")):
-        stream.flush()
-        file = os.open(f"{folder}/{number}.{name}", os.O_WRONLY | os.O_CREAT)
-        os.dup2(file, stream.fileno())
-        os.close(file)
-    statuses.append(train.main(words))
-    sys.stdout.flush()
-with open(f"{folder}/statuses", "w") as file:
-    json.dump(statuses, file)
-"""
+    """`harness.launch`: run train.py to its end."""
+    return harness.launch
 
 
 @pytest.fixture
-def launch_series(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Finished]]:
-    """Run train.py once for each tuple of flags, in one process, for tests of what launches leave to each other."""
-
-    def run(*commands: Sequence[Any], timeout: float = 200) -> list[Finished]:
-        folder = tmp_path_factory.mktemp("series")
-        words = json.dumps([[str(word) for word in words] for words in commands])
-        line = [sys.executable, "-c", SERIES, str(folder), words]
-        options = environment() | {"PYTHONPATH": str(ROOT)}
-        done = subprocess.run(line, capture_output=True, text=True, timeout=timeout, env=options, check=False)
-        said = [[(folder / f"{number}.{name}") for name in ("out", "err")] for number in range(len(commands))]
-        texts = [[path.read_text() if path.exists() else "" for path in paths] for paths in said]
-        assert done.returncode == 0, (done.stderr, texts)
-        statuses = json.loads((folder / "statuses").read_text())
-        return [Finished(status, *pair) for status, pair in zip(statuses, texts, strict=True)]
-
-    return run
+def launch_series() -> Callable[..., list[Finished]]:
+    """`harness.launch_series`: run train.py once for each tuple of flags, in one process."""
+    return harness.launch_series
 
 
 @pytest.fixture
 def launch_and_end() -> Callable[..., int]:
-    """Start train.py and end it with a signal once `when()` is true; returns the launcher's exit status."""
-
-    def run(
-        *flags: str | Path,
-        when: Callable[[], bool],
-        number: int = signal.SIGKILL,
-        processes: int = 1,
-        rank: int | None = None,
-    ) -> int:
-        process = subprocess.Popen([*command(processes), *map(str, flags)], env=environment())
-        try:
-            deadline = time.monotonic() + 120
-            while not when():
-                assert process.poll() is None, f"ended by itself with {process.returncode}"
-                assert time.monotonic() < deadline, "the moment to end it never came"
-                time.sleep(0.002)
-            if rank is not None:
-                os.kill(workers_of(process.pid)[rank], number)
-            elif number == signal.SIGKILL:
-                kill_tree(process.pid)
-            else:
-                process.send_signal(number)  # torchrun passes it on
-            return process.wait(timeout=60)
-        finally:
-            kill_tree(process.pid)
-            process.wait()
-
-    return run
+    """`harness.launch_and_end`: start train.py and end it with a signal."""
+    return harness.launch_and_end
 
 
-def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
+Main = Callable[[list[str]], int]
+Refused = Callable[..., Callable[..., None]]
 
 
-def kill_tree(pid: int) -> None:
-    """SIGKILL to a process and all below it; torchrun's workers have sessions of their own and would live on."""
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in task.read_text().split():
-            kill_tree(int(child))
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
+    """`refused(*flags)(*fragments)`: `main`, by default train's, must refuse the flags in these words."""
+    import train  # here, as processes of tests import this module
+
+    def refused(*flags: object, main: Main = train.main, program: str = "train.py") -> Callable[..., None]:
+        return lambda *fragments: assert_refused(call_main(main, flags, capsys), *fragments, program=program)
+
+    return refused
 
 
-def workers_of(launcher: int) -> dict[int, int]:
-    """Rank -> process id of the trainers below a launcher, as far as they have started."""
-    found: dict[int, int] = {}
-    for pid in descendants(launcher):
-        with contextlib.suppress(OSError):
-            words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            rank = [int(word[5:]) for word in words if word.startswith(b"RANK=")]
-            if rank and b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.setdefault(rank[0], pid)  # before its own children
-    return found
-
-
-def descendants(pid: int) -> list[int]:
-    """Process ids below `pid`, parents first."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            for child in map(int, task.read_text().split()):
-                found += [child, *descendants(child)]
-    return found
-
-
-def born(pid: int) -> int | None:
-    """When a process started, in the kernel's ticks; None if it is gone or waits for its parent to note its end."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "XZ" else int(fields[19])
-
-
-def identify(pids: Iterable[int]) -> dict[int, int]:
-    """Process id -> when it started, of those that live: an id alone may be another process's tomorrow."""
-    return {pid: when for pid in pids if (when := born(pid)) is not None}
-
-
-def alive(processes: dict[int, int]) -> list[int]:
-    """Which of the `processes`, as `identify` gave them, still live."""
-    return [pid for pid, when in processes.items() if born(pid) == when]
-
-
-def read_metrics(output_dir: Path) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl."""
-    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def read_checkpoint(output_dir: Path, name: str = "last.pt") -> dict[str, Any]:
-    """A checkpoint, read as the trainer does."""
-    loaded: dict[str, Any] = torch.load(output_dir / name, map_location="cpu", weights_only=True)
-    return loaded
+def call_main(main: Main, flags: Sequence[object], capsys: pytest.CaptureFixture[str]) -> Finished:
+    """A command line in this process."""
+    words = list(map(str, flags))
+    capsys.readouterr()
+    before = list_output(words)
+    status = main(words)
+    return Finished(status, *capsys.readouterr(), changed_names(before, list_output(words)))
 
 
 def assert_same(left: Any, right: Any, where: str = "") -> None:
@@ -318,3 +177,20 @@ def assert_same(left: Any, right: Any, where: str = "") -> None:
             assert_same(one, other, f"{where}/{index}")
     else:
         assert left == right, where
+
+
+def assert_same_run(whole: Path, cut: Path, name: str = "last.pt") -> None:
+    """Weights, moving average, optimizer, random state, losses and evaluations of two runs, to the last bit."""
+    expected, found = read_checkpoint(whole, name), read_checkpoint(cut, name)
+    for part in expected.keys() - {"config", "launch_ids", "run", "saved_at", "seconds", "ranks"}:
+        assert_same(expected[part], found[part], f"{name}: {part}")
+    for one, other in zip(expected["ranks"], found["ranks"], strict=True):
+        for part in ("buffers", "random"):
+            assert_same(one[part], other[part], f"{name}: {part}")
+    assert curve(whole) == curve(cut)
+
+
+def curve(folder: Path) -> list[dict[str, Any]]:
+    """The records of metrics.jsonl, without what depends on the machine."""
+    timing = ("images_per_second", "data_wait")
+    return [{name: record[name] for name in record if name not in timing} for record in read_metrics(folder)]

@@ -1,4 +1,4 @@
-"""Files named like images, of thirty kinds and more: what a data set meets in the years of its life."""
+"""Damaged, unusual and irregular files with names of images, of more than thirty kinds."""
 
 import base64
 import io
@@ -34,21 +34,21 @@ DBfS7X0gwiBmbmMv6xS2rp/ORxgS7X0gwYEu19IMIgam5jL+sUtq6fzkc//Z
 SEGMENT = {"huffman": b"\xff\xc4", "frame": b"\xff\xc0", "scan": b"\xff\xda"}  # baseline JPEG's markers
 
 
-def info(height: int = 70, width: int = 90) -> Image.Image:
-    """A picture that no encoder makes small, the same in every call."""
+def noise_image(height: int = 70, width: int = 90) -> Image.Image:
+    """An image that no encoder makes small, the same in every call."""
     size = (-(-height // 4), -(-width // 4), 3)
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)).resize((width, height))
 
 
 def encoded(kind: str = "JPEG", mode: str = "RGB", height: int = 70, width: int = 90, **options: Any) -> bytes:
-    """`picture` in a file."""
+    """Content of a file with a `noise_image`."""
     file = io.BytesIO()
-    info(height, width).convert(mode).save(file, kind, **options)
+    noise_image(height, width).convert(mode).save(file, kind, **options)
     return file.getvalue()
 
 
 def at(name: str, content: bytes) -> int:
-    """Where the first segment of that name begins."""
+    """Offset of the first segment of that name."""
     return content.index(SEGMENT[name])
 
 
@@ -136,7 +136,7 @@ UNUSUAL_NAMES = (
 
 
 def write_kinds(folder: Path) -> dict[str, Path]:
-    """A regular file for each of CONTENTS."""
+    """A regular file for each of CONTENTS; kind -> path."""
     paths = {kind: folder / f"{kind}.jpg" for kind in CONTENTS}
     for kind, path in paths.items():
         path.write_bytes(CONTENTS[kind])
@@ -144,16 +144,16 @@ def write_kinds(folder: Path) -> dict[str, Path]:
 
 
 def write_not_regular(folder: Path) -> list[Path]:
-    """What has the name of an image and cannot be opened or would never end, and a folder of such a name."""
+    """Files with names of images that cannot be opened or have no end, and a folder of such a name."""
     (folder / "folder.jpg").mkdir()
     paths = [folder / name for name in NOT_REGULAR]
-    pipe, place, endless, gone, circle = paths
+    pipe, bound, endless, gone, circle = paths
     os.mkfifo(pipe)
     # The path of a socket must be short, and may be bound from elsewhere.
     before = os.open(".", os.O_RDONLY)
     os.chdir(folder)
     with socket.socket(socket.AF_UNIX) as server:
-        server.bind(place.name)
+        server.bind(bound.name)
     os.fchdir(before)
     os.close(before)
     endless.symlink_to("/dev/zero")
@@ -163,7 +163,7 @@ def write_not_regular(folder: Path) -> list[Path]:
 
 
 def write_unusual_names(folder: Path, content: bytes) -> list[Path]:
-    """The same content under names that split, quote, encode or look like flags."""
+    """The same content under names that need quoting or encoding, or look like flags."""
     paths = [folder / name for name in UNUSUAL_NAMES]
     for path in paths:
         path.write_bytes(content)

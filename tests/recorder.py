@@ -1,8 +1,8 @@
-"""train.py with a witness: what each rank trains on, told by the pixels, goes to a file of its own.
+"""train.py that also writes which images each rank trains on, as read from their pixels, to a file for each rank.
 
     torchrun ... tests/recorder.py RECORDS FLAGS_OF_TRAIN...
 
-The images must be of `conftest.write_numbered`, whose colours are their numbers.
+The images must be those of `conftest.write_numbered`, whose colours encode their numbers.
 """
 
 import json
@@ -20,8 +20,8 @@ from utils.data.batch import Batch, TrainLoader
 from utils.training.run import Run
 
 
-class Witness:
-    """The run's own loader, and a line for each batch that it hands out."""
+class RecordingLoader:
+    """The loader of a run. Writes a line for each batch that it returns."""
 
     def __init__(self, run: Run, records: Path) -> None:
         self._loader: TrainLoader = run.train_loader
@@ -44,7 +44,7 @@ class Witness:
 
 def recorded_run(*parts: Any) -> Run:
     run = build(*parts)
-    run.train_loader = Witness(run, Path(sys.argv[1]))
+    run.train_loader = RecordingLoader(run, Path(sys.argv[1]))
     return run
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.harness import ROOT
 from utils.cli import parse
 from utils.config import (
     FIRST,

@@ -1,4 +1,4 @@
-"""Names that timm knows, heads of the right size, and weights from files of every kind."""
+"""Names that timm knows, heads of the right size, and weights from files of all formats."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_image_size_that_the_network_rejects() -> None:
 
 
 class Peculiar(nn.Module):
-    """Looks at values, which the meta device does not have; in training updates a buffer and draws random numbers."""
+    """Reads values, which the meta device does not have; in training updates a buffer and draws random numbers."""
 
     def __init__(self) -> None:
         super().__init__()

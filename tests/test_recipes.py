@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import ROOT
+from tests.harness import ROOT
 from utils.cli import parse
 from utils.config import TrainConfig
 from utils.training.optim import check_optimizer, create_optimizer

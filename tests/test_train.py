@@ -1,15 +1,14 @@
-"""Whole runs of train.py: what comes out, and that the arithmetic of a step is right."""
+"""Whole runs of train.py: their output files, and that the arithmetic of a step is right."""
 
+import contextlib
+import itertools
 import json
 import math
 import os
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,36 +16,38 @@ import pytest
 import timm
 import torch
 
-from tests.conftest import (
-    ROOT,
-    TINY,
+from tests.conftest import TINY, assert_same, write_data
+from tests.harness import (
     Finished,
-    assert_same,
-    command,
-    environment,
+    assert_refused,
+    free_port,
+    launch,
+    launch_and_end,
+    launch_series,
     read_checkpoint,
+    read_losses,
     read_metrics,
-    write_data,
+    start,
 )
-from tests.training.test_resume import EVERYTHING, PLAIN, flags_for, steps_logged, train_losses
+from tests.training.test_resume import EVERYTHING, PLAIN, flags_for, steps_logged
 from utils.files import write_json
 from utils.training.state import mean_buffers
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_41_images_for_5_epochs(data: Path, tmp_path: Path, launch: Callable[..., Finished], processes: int) -> None:
-    """No multiple of anything, and still the same number of steps on every rank: else the run would hang."""
+def test_41_images_for_5_epochs(data: Path, tmp_path: Path, processes: int) -> None:
+    """A prime number, and still the same number of steps on every rank: else the run would hang."""
     flags = ("--data-dir", data, *TINY, "--epochs", 5, "--batch-size", 4, "--output-dir", tmp_path)
     done = launch(*flags, processes=processes)
     assert done.status == 0, done.err
     assert "gradients are exchanged beside the backward pass (ddp)" in done.out, "there is no NVLink"
     steps = 41 // (4 * processes)
-    assert [step for step, _ in train_losses(tmp_path)] == list(range(1, 5 * steps + 1))
+    assert [step for step, _ in read_losses(tmp_path)] == list(range(1, 5 * steps + 1))
     assert [record["val/count"] for record in read_metrics(tmp_path) if "val/count" in record] == [41] * 5
 
 
-def test_the_files_keep_their_contract(data: Path, tmp_path: Path, launch: Callable[..., Finished]) -> None:
+def test_the_files_keep_their_contract(data: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "folder"
     flags = ("--data-dir", data, *TINY, "--epochs", 2, "--batch-size", 8, "--output-dir", out, "--ema-decay", 0.9)
     done = launch(*flags, "--tensorboard", "--log-steps", 2)
@@ -80,7 +81,7 @@ def test_the_files_keep_their_contract(data: Path, tmp_path: Path, launch: Calla
 
 
 @pytest.mark.dist
-def test_accumulation_and_ranks_are_one_large_batch(tmp_path: Path, launch: Callable[..., Finished]) -> None:
+def test_accumulation_and_ranks_are_one_large_batch(tmp_path: Path) -> None:
     """The same synthetic batch twice in a step, or on two ranks, has the gradient of once; lr follows the batch."""
     weights = {}
     for name, images, processes, extra in [
@@ -111,32 +112,24 @@ def optimizer_state(checkpoint: dict[str, Any]) -> list[dict[str, torch.Tensor]]
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("loader", ["dali", "torch"])
-def test_stop_through_torchrun(
-    data: Path,
-    tmp_path: Path,
-    launch: Callable[..., Finished],
-    launch_and_end: Callable[..., int],
-    loader: str,
-) -> None:
-    """torchrun signals the workers of a DataLoader too; the checkpoint must be written all the same."""
+def test_stop_through_torchrun(data: Path, tmp_path: Path, loader: str) -> None:
+    """torchrun signals the workers of a DataLoader too; the checkpoint is written nevertheless."""
     flags = ("--data-dir", data, *TINY, "--loader", loader, "--epochs", 40, "--batch-size", 4, "--output-dir", tmp_path)
     launch_and_end(*flags, when=steps_logged(tmp_path, 7), number=signal.SIGTERM, processes=2)
     step = read_checkpoint(tmp_path)["step"]
     assert 7 <= step < 200
-    mean = mean_buffers([own["buffers"]["model"] for own in read_checkpoint(tmp_path)["ranks"]])
+    mean = mean_buffers([rank["buffers"]["model"] for rank in read_checkpoint(tmp_path)["ranks"]])
     saved = read_checkpoint(tmp_path)["model"]
     assert_same({name: saved[name] for name in mean}, mean)
-    again = launch(*flags, "--epochs", step // 5 + 1, processes=2)
-    assert again.status == 0, again.err
-    assert f"step {step}" in again.out
+    resumed = launch(*flags, "--epochs", step // 5 + 1, processes=2)
+    assert resumed.status == 0, resumed.err
+    assert f"step {step}" in resumed.out
 
 
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("exchange", ["ddp", "flat"])
-def test_resume_is_exact_on_three_ranks(
-    data: Path, tmp_path: Path, launch: Callable[..., Finished], launch_and_end: Callable[..., int], exchange: str
-) -> None:
+def test_resume_is_exact_on_three_ranks(data: Path, tmp_path: Path, exchange: str) -> None:
     """A sum of three is rounded by its order, which follows DDP's buckets; so a network of several buckets."""
     flags = (*flags_for(data, 2, PLAIN), "--arch", "resnet18", "--epochs", 2, "--grad-exchange", exchange)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
@@ -149,86 +142,77 @@ def test_resume_is_exact_on_three_ranks(
 
 @pytest.mark.dist
 def test_slurm_without_torchrun(data: Path, tmp_path: Path) -> None:
-    """Two steps of one job at the same time, whose processes must not take each other for their own."""
+    """Two steps of one job at the same time, whose processes must not mix up the two groups."""
     flags = ("--data-dir", data, *TINY, "--epochs", 1, "--batch-size", 4)
-    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
-    job |= {"SLURM_STEP_NODELIST": "localhost"}
-    tasks = []
-    for rank in range(2):
-        for step in range(2):
-            own = {"SLURM_STEP_ID": str(step), "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
-            words = [sys.executable, ROOT / "train.py", *flags, "--seed", step, "--output-dir", tmp_path / str(step)]
-            tasks.append(subprocess.Popen(list(map(str, words)), env=environment() | job | own))
-    assert [task.wait(timeout=120) for task in tasks] == [0, 0, 0, 0]
+    job: dict[str, object] = {"SLURM_JOB_ID": os.getpid(), "SLURM_STEP_NUM_TASKS": 2, "SLURM_STEP_TASKS_PER_NODE": 2}
+    job["SLURM_STEP_NODELIST"] = "localhost"
+    with contextlib.ExitStack() as stack:
+        tasks = []
+        for rank, step in itertools.product(range(2), range(2)):
+            task = {"SLURM_STEP_ID": step, "SLURM_PROCID": rank, "SLURM_LOCALID": rank}
+            started = start(*flags, "--seed", step, "--output-dir", tmp_path / str(step), env=job | task)
+            tasks.append(stack.enter_context(started))
+        assert [task.end(120).status for task in tasks] == [0, 0, 0, 0]
     for step in range(2):
         assert json.loads((tmp_path / str(step) / "summary.json").read_text())["world_size"] == 2
         assert json.loads((tmp_path / str(step) / "config.json").read_text())["seed"] == step
 
 
-def in_own_folders(folders: Sequence[Path], flags: Sequence[object]) -> list[Finished]:
-    """train.py with a process for each folder, its working directory, as on machines that do not share their disks."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    on_all_ranks = environment() | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(len(folders))}
-    words = [sys.executable, ROOT / "train.py", *flags]
-    ranks = [
-        subprocess.Popen(
-            list(map(str, words)), cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env=on_all_ranks | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(len(folders))},
-        )
-        for rank, folder in enumerate(folders)
-    ]  # fmt: skip
-    said = [rank.communicate(timeout=120) for rank in ranks]
-    return [Finished(rank.returncode, *texts) for rank, texts in zip(ranks, said, strict=True)]
+def in_separate_folders(folders: Sequence[Path], flags: Sequence[object]) -> list[Finished]:
+    """train.py with a process for each folder, its working folder, as on machines that do not share their disks."""
+    size = len(folders)
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    with contextlib.ExitStack() as stack:
+        ranks = [
+            stack.enter_context(start(*flags, env=group | {"RANK": rank, "LOCAL_RANK": rank}, cwd=folder))
+            for rank, folder in enumerate(folders)
+        ]
+        return [rank.end(120) for rank in ranks]
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
     "what", ["checkpoint", *(pytest.param(what, marks=pytest.mark.slow) for what in ("summary", "weights"))]
 )
-def test_what_one_rank_alone_sees(data: Path, tmp_path: Path, launch: Callable[..., Finished], what: str) -> None:
-    """Files that are not on every machine: all ranks draw the same conclusion, at once."""
+def test_files_that_only_one_rank_sees(data: Path, tmp_path: Path, what: str) -> None:
+    """Files that are not on every machine: all ranks decide the same, without waiting for a timeout."""
     flags = ("--data-dir", data, *TINY, "--batch-size", 4, "--epochs", 1, "--timeout", 30, "--output-dir", "run")
-    shared, *folders = (tmp_path / name for name in ("shared", "0", "1"))
+    both, *folders = (tmp_path / name for name in ("both", "0", "1"))
     for folder in folders:
         folder.mkdir()
     if what != "weights":
-        assert launch(*flags, "--output-dir", shared, processes=2).status == 0
+        assert launch(*flags, "--output-dir", both, processes=2).status == 0
         for folder in folders:
-            shutil.copytree(shared, folder / "run")
+            shutil.copytree(both, folder / "run")
     if what == "summary":
         (folders[1] / "run" / "summary.json").unlink()
-        done = in_own_folders(folders, flags)
+        done = in_separate_folders(folders, flags)
         assert [rank.status for rank in done] == [0, 0], done
         return
     if what == "checkpoint":  # last-1.pt is of the same step, before its evaluation
         whole = (folders[1] / "run" / "last.pt").read_bytes()
         (folders[1] / "run" / "last.pt").write_bytes(whole[:1000])
-        done = in_own_folders(folders, flags)
-        said = "not the same checkpoint on all ranks; rank 1 skipped: --resume run/last.pt: damaged"
+        done = in_separate_folders(folders, flags)
+        message = "not the same checkpoint on all ranks; rank 1 skipped: --resume run/last.pt: damaged"
     else:
         torch.save(timm.create_model("test_resnet", num_classes=3).state_dict(), folders[0] / "weights.pt")
-        done = in_own_folders(folders, [*flags, "--pretrained", "weights.pt"])
-        said = "--pretrained weights.pt: no such file"
-    assert [rank.status for rank in done] == [2, 2], done
-    assert said in done[0].err
-    assert done[1].err == ""
+        done = in_separate_folders(folders, [*flags, "--pretrained", "weights.pt"])
+        message = "--pretrained weights.pt: no such file"
+    assert_refused(done[0], message)
+    assert (done[1].status, done[1].err) == (2, "")
 
 
-def test_nobody_listens(data: Path, tmp_path: Path) -> None:
-    """Standard output on a full disk: the run goes on, and ends well."""
+def test_standard_output_on_a_full_disk(data: Path, tmp_path: Path) -> None:
+    """The run continues, and ends well."""
     flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--epochs", 2, "--output-dir", tmp_path)
-    words = [*command(1), *map(str, flags)]
-    with Path("/dev/full").open("w") as full:
-        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, env=environment(), timeout=200)
-    assert (done.returncode, done.stderr) == (0, "")
+    done = launch(*flags, prefix=("bash", "-c", 'exec "$@" > /dev/full', "bash"))
+    assert (done.status, done.err) == (0, "")
     assert read_checkpoint(tmp_path)["epoch"] == 2
 
 
 @pytest.mark.parametrize("loader", ["dali", "proxy"])
 def test_a_killed_run_leaves_no_generated_files(
-    data: Path, tmp_path: Path, launch_and_end: Callable[..., int], monkeypatch: pytest.MonkeyPatch, loader: str
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loader: str
 ) -> None:
     """DALI writes the functions that it converts into the temporary folder, Python their bytecode beside them."""
     flags = (*flags_for(data, 1, ("--augment", "trivialaugment")), "--loader", loader, "--output-dir", tmp_path)
@@ -241,8 +225,8 @@ def test_a_killed_run_leaves_no_generated_files(
 
 
 @pytest.mark.slow
-def test_everything_on_trains_and_learns(data: Path, tmp_path: Path, launch: Callable[..., Finished]) -> None:
-    """Colours are easy: a run that does not learn them is broken somewhere."""
+def test_everything_on_trains_and_learns(data: Path, tmp_path: Path) -> None:
+    """Colours are easy to learn. With all features on, a run learns them."""
     flags = (*flags_for(data, 1, EVERYTHING), "--epochs", 40, "--lr", 2, "--log-steps", 5, "--mixup", 0.1)
     done = launch(*flags, "--output-dir", tmp_path)
     assert done.status == 0, done.err
@@ -250,9 +234,7 @@ def test_everything_on_trains_and_learns(data: Path, tmp_path: Path, launch: Cal
 
 
 @pytest.mark.slow
-def test_pretrained_weights_start_a_run_but_not_its_resume(
-    data: Path, tmp_path: Path, launch: Callable[..., Finished]
-) -> None:
+def test_pretrained_weights_start_a_run_but_not_its_resume(data: Path, tmp_path: Path) -> None:
     weights = tmp_path / "weights.pt"
     model = timm.create_model("test_resnet", num_classes=3)
     torch.save(model.state_dict(), weights)
@@ -262,34 +244,30 @@ def test_pretrained_weights_start_a_run_but_not_its_resume(
     assert json.loads((tmp_path / "evaluation.json").read_text())["checkpoint"] == f"pretrained {weights}"
     first = launch(*flags, "--epochs", 1, "--lr", 1e-12)
     assert first.status == 0, first.err
-    unsure = launch(*flags, "--evaluate")
-    assert unsure.status == 2
-    assert f"--resume {tmp_path}/best.pt or --resume none" in unsure.err
+    assert_refused(launch(*flags, "--evaluate"), f"--resume {tmp_path}/best.pt or --resume none")
     assert launch(*flags, "--evaluate", "--resume", "none").status == 0
     assert json.loads((tmp_path / "evaluation.json").read_text())["checkpoint"] == f"pretrained {weights}"
     trained = read_checkpoint(tmp_path)["model"]
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(trained[name], parameter.detach())
     weights.unlink()
-    again = launch(*flags, "--epochs", 2)
-    assert again.status == 0, again.err
+    resumed = launch(*flags, "--epochs", 2)
+    assert resumed.status == 0, resumed.err
 
 
-def test_what_the_best_checkpoint_of_a_folder_is(
-    data: Path, tmp_path: Path, launch_series: Callable[..., list[Finished]]
-) -> None:
+def test_what_the_best_checkpoint_of_a_folder_is(data: Path, tmp_path: Path) -> None:
     """The best of the evaluations that were made there: neither of the run before, nor of another folder."""
     flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--output-dir")
     first, second = tmp_path / "first", tmp_path / "second"
-    begun, other, later = launch_series(
+    started, other, later = launch_series(
         (*flags, first, "--epochs", 1),
         (*flags, second, "--epochs", 1, "--seed", 1),
         (*flags, second, "--resume", first / "last.pt", "--overwrite", "--epochs", 2, "--lr", 1e-12),
     )
-    assert [one.status for one in (begun, other, later)] == [0, 0, 0], later.err
+    assert [one.status for one in (started, other, later)] == [0, 0, 0], later.err
     best = read_checkpoint(second, "best.pt")
     assert (best["epoch"], best["config"]["seed"]) == (2, 0)
-    assert [record["step"] for record in read_metrics(second) if "train/loss" in record] == list(range(6, 11))
+    assert [step for step, _ in read_losses(second)] == list(range(6, 11))
     assert (first / "best.pt").exists()
     anew, evaluated = launch_series(
         (*flags, first, "--resume", "none", "--overwrite", "--epochs", 2, "--time-limit", 0.1),

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import ROOT, resolved
+from tests.conftest import resolved
+from tests.harness import ROOT
 from utils.data.formats.folder import scan_splits
 from utils.data.torch_loader import _TorchImages
 

@@ -9,17 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import (
-    ROOT,
-    TINY,
-    Finished,
-    command,
-    environment,
-    free_port,
-    kill_tree,
-    read_checkpoint,
-    read_metrics,
-)
+from tests.conftest import TINY
+from tests.harness import ROOT, Finished, command, environment, free_port, kill_tree, read_checkpoint, read_metrics
 from utils.distributed.launcher import seconds_since_launch, seconds_since_start
 
 DIES_ONCE = """

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tests.conftest import (
-    TINY,
+from tests.conftest import TINY
+from tests.harness import (
     Finished,
     alive,
     command,

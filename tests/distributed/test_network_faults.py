@@ -22,12 +22,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import (
+from tests.conftest import TINY, assert_same, write_data
+from tests.harness import (
     ROOT,
-    TINY,
     Finished,
     alive,
-    assert_same,
     descendants,
     environment,
     identify,
@@ -35,7 +34,6 @@ from tests.conftest import (
     read_checkpoint,
     read_metrics,
     workers_of,
-    write_data,
 )
 
 pytestmark = [pytest.mark.network, pytest.mark.dist, pytest.mark.timeout(900)]

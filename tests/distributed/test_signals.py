@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import command, environment
+from tests.harness import command, environment
 
 OWN = 1 << (signal.SIGUSR1 - 1)  # which Python itself does not handle
 

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, TINY, Finished, assert_same, environment, read_checkpoint, read_metrics
+from tests.conftest import TINY, assert_same
+from tests.harness import ROOT, Finished, environment, read_checkpoint, read_metrics
 
 pytestmark = [pytest.mark.slurm, pytest.mark.dist, pytest.mark.timeout(600)]
 

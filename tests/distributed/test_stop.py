@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from tests.conftest import ROOT, TINY, Finished, assert_same, read_checkpoint, read_metrics, write_data
+from tests.conftest import TINY, assert_same, write_data
+from tests.harness import ROOT, Finished, read_checkpoint, read_metrics
 from utils.distributed.group import DistEnv
 from utils.distributed.stop import StopRequest
 

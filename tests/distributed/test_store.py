@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tests.conftest import ROOT, environment, free_port
+from tests.harness import ROOT, environment, free_port
 from utils.distributed import monitor as peers_module
 from utils.distributed import store as store_module
 from utils.distributed.monitor import RankMonitor

@@ -11,17 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests import damage
-from tests.conftest import (
-    NUMBERED,
-    ROOT,
-    TINY,
-    Finished,
-    command,
-    environment,
-    read_checkpoint,
-    write_data,
-    write_numbered,
-)
+from tests.conftest import NUMBERED, TINY, write_data, write_numbered
+from tests.harness import ROOT, Finished, command, environment, read_checkpoint
 from utils.data.formats.folder import scan
 from utils.data.sampler import Sampler
 

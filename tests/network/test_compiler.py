@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-from tests.conftest import ROOT
+from tests.harness import ROOT
 from utils.network.compiler import enable_compile_cache
 
 

@@ -14,7 +14,7 @@ import torch
 from timm.layers.norm_act import BatchNormAct2d as TimmBatchNormAct2d
 from torch import Tensor, nn
 
-from tests.conftest import ROOT
+from tests.harness import ROOT
 from utils.network import fused_layers as layers
 from utils.network import fused_ops
 from utils.network.compiler import compile_network

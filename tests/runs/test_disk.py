@@ -1,20 +1,21 @@
 """A disk that fills up, and one that turns read-only, under a running train.py: no run is lost."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, TINY, assert_same, environment, read_checkpoint, read_metrics
+from tests.conftest import TINY, assert_same
+from tests.harness import launch, read_checkpoint, read_losses
 
 FLAGS = (*TINY, "--batch-size", "8", "--epochs", "30", "--lr", "0.05", "--deterministic")
 
 STATUSES = ["filling 1", "full 2", "read-only 2", "changed 0", "flickering 0"]
 
-# The disk is a tmpfs in a mount namespace: no root is needed and nothing is left behind. TRAIN is train.py's command.
+# The disk is a tmpfs in a mount namespace: no root is needed and nothing is left behind. Its words are
+# those of train.py's command line.
 SCRIPT = """
 set -u
+TRAIN=("$@")
 mount -t tmpfs -o size=30m tmpfs "$DISK"
 until_line() { until grep -q "$1" "$OUT/$2"; do kill -0 $! || exit 70; sleep 0.02; done; }
 
@@ -43,30 +44,22 @@ cp "$DISK"/* "$OUT/"
 
 @pytest.mark.slow
 def test_no_run_is_lost_to_the_disk(data: Path, tmp_path: Path) -> None:
-    disk, out, undisturbed = (tmp_path / name for name in ("disk", "out", "undisturbed"))
+    disk, out, uninterrupted = (tmp_path / name for name in ("disk", "out", "uninterrupted"))
     disk.mkdir()
     out.mkdir()
-    words = [sys.executable, str(ROOT / "train.py"), "--data-dir", str(data), *FLAGS]
-    subprocess.run([*words, "--output-dir", str(undisturbed)], check=True, env=environment(), capture_output=True)
-    script = 'TRAIN=("$@")\n' + SCRIPT
-    done = subprocess.run(
-        ["unshare", "--map-root-user", "--mount", "bash", "-c", script, "bash", *words, "--output-dir", str(disk)],
-        env=environment() | {"DISK": str(disk), "OUT": str(out)},
-        capture_output=True, text=True, check=False, timeout=280,
-    )  # fmt: skip
+    flags = ("--data-dir", data, *FLAGS, "--output-dir")
+    assert launch(*flags, uninterrupted).status == 0
+    namespace = ("unshare", "--map-root-user", "--mount", "bash", "-c", SCRIPT, "bash")
+    done = launch(*flags, disk, prefix=namespace, timeout=280, env={"DISK": disk, "OUT": out})
     texts = {path.stem: path.read_text() for path in out.glob("*.txt")}
-    assert done.stdout.split("\n")[:-1] == STATUSES, (done.stderr, texts)
+    assert done.out.splitlines() == STATUSES, (done.err, texts)
     for text in texts.values():
         assert "Traceback" not in text, text
     assert "could not be written (No space left on device)" in texts["filling"]
     assert "cannot be written (No space left on device)" in texts["full"]
     assert "cannot be written (Read-only file system)" in texts["read-only"]
     assert "warning: no checkpoint at step" in texts["flickering"]
-    mine, right = read_checkpoint(out), read_checkpoint(undisturbed)
+    mine, right = read_checkpoint(out), read_checkpoint(uninterrupted)
     for name in ("model", "optimizer", "step", "epoch"):
         assert_same(mine[name], right[name], name)
-    losses = [
-        [(record["step"], record["train/loss"]) for record in read_metrics(folder) if "train/loss" in record]
-        for folder in (out, undisturbed)
-    ]
-    assert losses[0] == losses[1]
+    assert read_losses(out) == read_losses(uninterrupted)

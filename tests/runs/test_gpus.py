@@ -1,9 +1,7 @@
-"""On two GPUs or more, compiled and as a CUDA graph: what one of them cannot show. Run by scripts/gpu_check.sh."""
+"""On two GPUs or more: compiled and captured runs, stopped, resumed and evaluated. Run by scripts/gpu_check.sh."""
 
 import json
-import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,19 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import (
-    ROOT,
-    TINY,
-    Finished,
-    assert_same,
-    command,
-    environment,
-    kill_tree,
-    read_checkpoint,
-    read_metrics,
-    workers_of,
-    write_data,
-)
+from tests.conftest import TINY, assert_same_run, write_data
+from tests.harness import launch, launch_and_end, read_checkpoint, read_losses, read_metrics, start
 from utils.training.machine import nvlink_between
 
 pytestmark = [pytest.mark.gpu, pytest.mark.gpus, pytest.mark.dist]
@@ -45,10 +32,10 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run that nobody disturbs."""
+    """Output folder of the uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole")
-    words = [*command(WORLD), "--data-dir", images, *FLAGS, "--batch-size", 4, "--output-dir", folder]
-    subprocess.run(list(map(str, words)), env=environment(), check=True, timeout=200)
+    flags = ("--data-dir", images, *FLAGS, "--batch-size", 4, "--output-dir", folder)
+    assert launch(*flags, processes=WORLD).status == 0
     return folder
 
 
@@ -63,46 +50,31 @@ def test_exchange_of_gradients_is_chosen_by_nvlink(whole: Path) -> None:
     [(signal.SIGTERM, None), (signal.SIGTERM, 1), (signal.SIGKILL, 1)],
     ids=["torchrun stopped", "rank 1 stopped", "rank 1 killed"],
 )
-def test_resume_is_exact(
-    images: Path,
-    whole: Path,
-    tmp_path: Path,
-    launch: Callable[..., Finished],
-    launch_and_end: Callable[..., int],
-    number: int,
-    rank: int | None,
-) -> None:
+def test_resume_is_exact(images: Path, whole: Path, tmp_path: Path, number: int, rank: int | None) -> None:
     flags = ("--data-dir", images, *FLAGS, "--batch-size", 4, "--output-dir", tmp_path, "--checkpoint-steps", 5)
-    when = lambda: (tmp_path / "metrics.jsonl").exists() and len(read_metrics(tmp_path)) > STEPS + 6  # noqa: E731
-    assert launch_and_end(*flags, when=when, number=number, rank=rank, processes=WORLD) == 1
+    assert launch_and_end(*flags, when=in_epoch_2(tmp_path), number=number, rank=rank, processes=WORLD) == 1
     assert 0 < read_checkpoint(tmp_path)["step"] < EPOCHS * STEPS
     done = launch(*flags, processes=WORLD)
     assert done.status == 0, done.err
     assert "resumed at epoch" in done.out
-    expected, found = read_checkpoint(whole), read_checkpoint(tmp_path)
-    for part in ("model", "model_ema", "optimizer", "step", "epoch", "result"):
-        assert_same(expected[part], found[part], part)
-    losses = [
-        [(record["step"], record["train/loss"]) for record in read_metrics(folder) if "train/loss" in record]
-        for folder in (whole, tmp_path)
-    ]
-    assert losses[0] == losses[1]
-    assert len(losses[0]) == EPOCHS * STEPS
+    assert_same_run(whole, tmp_path)
+    assert len(read_losses(whole)) == EPOCHS * STEPS
 
 
-def test_fewer_processes_go_on(
-    images: Path, tmp_path: Path, launch: Callable[..., Finished], launch_and_end: Callable[..., int]
-) -> None:
+def in_epoch_2(folder: Path) -> Callable[[], bool]:
+    return lambda: (folder / "metrics.jsonl").exists() and len(read_metrics(folder)) > STEPS + 6
+
+
+def test_fewer_processes_resume(images: Path, tmp_path: Path) -> None:
     flags = ("--data-dir", images, *FLAGS, "--output-dir", tmp_path)
-    when = lambda: (tmp_path / "metrics.jsonl").exists() and len(read_metrics(tmp_path)) > STEPS + 6  # noqa: E731
+    when = in_epoch_2(tmp_path)
     assert launch_and_end(*flags, "--batch-size", 4, when=when, number=signal.SIGTERM, processes=WORLD) == 1
     done = launch(*flags, processes=WORLD // 2)
     assert done.status == 0, done.err
-    steps = [record["step"] for record in read_metrics(tmp_path) if "train/loss" in record]
-    assert steps == list(range(1, EPOCHS * STEPS + 1))
+    assert [step for step, _ in read_losses(tmp_path)] == list(range(1, EPOCHS * STEPS + 1))
 
 
-def test_evaluation_is_the_same_on_any_number(images: Path, whole: Path, launch: Callable[..., Finished]) -> None:
+def test_evaluation_is_the_same_on_any_number(images: Path, whole: Path) -> None:
     results = []
     for processes in sorted({1, WORLD // 2, WORLD}):
         flags = ("--data-dir", images, *FLAGS, "--batch-size", 4, "--output-dir", whole, "--evaluate", "--amp", "none")
@@ -122,14 +94,14 @@ from utils.network.gradients import ForwardBackward
 
 compute = ForwardBackward.__call__
 
-def on_rank_1_later(self, images, targets, micro):
+def late_on_rank_1(self, images, targets, micro):
     if os.environ["RANK"] == "1":
         time.sleep(1000)
     loss = compute(self, images, targets, micro)
     Path(sys.argv[sys.argv.index("--output-dir") + 1], "launched").touch()
     return loss
 
-ForwardBackward.__call__ = on_rank_1_later
+ForwardBackward.__call__ = late_on_rank_1
 sys.exit(train.main(sys.argv[1:]))
 """
 
@@ -139,35 +111,20 @@ sys.exit(train.main(sys.argv[1:]))
     [(signal.SIGTERM, "flat"), (signal.SIGKILL, "flat"), (signal.SIGTERM, "ddp")],
     ids=["stop", "kill", "stop ddp"],
 )
-def test_who_has_compiled_first_hears(images: Path, tmp_path: Path, number: int, exchange: str) -> None:
-    """Its passes wait on the GPU for the others, more of them than the GPU's queue takes.
+def test_a_rank_that_has_compiled_first_is_stopped(images: Path, tmp_path: Path, number: int, exchange: str) -> None:
+    """Its kernels wait on the GPU for the other ranks, more of them than the GPU's queue takes.
 
-    Gradients alone take trees here, as in a network of machines; among two GPUs these are no way of their own.
+    NCCL uses trees for gradients only, as between machines.
     """
-    script = tmp_path / "slow_train.py"
-    script.write_text(COMPILES_FOR_LONG)
     flags = (
         "--data-dir", images, *FLAGS, "--arch", "efficientnet_b0", "--batch-size", 4, "--output-dir", tmp_path,
         "--grad-exchange", exchange,
     )  # fmt: skip
-    err = tmp_path / "err"
-    with err.open("w") as file:
-        process = subprocess.Popen(
-            [*command(WORLD, program=script), *map(str, flags)],
-            stderr=file, env=environment() | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-            | {"NCCL_ALGO": "allreduce:tree;broadcast:ring"},
-        )  # fmt: skip
-    try:
-        deadline = time.monotonic() + 240
-        while not (tmp_path / "launched").exists():
-            assert process.poll() is None, err.read_text()
-            assert time.monotonic() < deadline, "rank 0 never compiled"
-            time.sleep(0.1)
+    env = {"NCCL_ALGO": "allreduce:tree;broadcast:ring"}
+    with start(*flags, program=COMPILES_FOR_LONG, processes=WORLD, env=env) as started:
+        started.wait_for((tmp_path / "launched").exists, timeout=240)
         time.sleep(5)  # now it waits
-        ranks = workers_of(process.pid)
+        ranks = started.ranks()
         assert sorted(ranks) == list(range(WORLD))
-        os.kill(process.pid if number == signal.SIGTERM else ranks[1], number)
-        assert process.wait(25) == 1, "torchrun kills after 30 s who has not heard"
-    finally:
-        kill_tree(process.pid)
-        process.wait()
+        started.send(number, started.pid if number == signal.SIGTERM else ranks[1])
+        assert started.end(25).status == 1, "after 30 s torchrun kills what has not stopped"

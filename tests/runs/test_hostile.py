@@ -1,4 +1,4 @@
-"""Three hundred command lines and recipes that nobody should write: each is refused in one line, or runs."""
+"""Three hundred random command lines and recipes of strange values: each is refused in one line, or runs."""
 
 import random
 from pathlib import Path
@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import train
-from tests.conftest import TINY
-from tests.runs.test_refusals import assert_refused
+from tests.conftest import TINY, call_main
+from tests.harness import assert_refused
 
 RUN = (*TINY, "--batch-size", "4", "--epochs", "1", "--max-bad-steps", "0")
 CASES = 300
@@ -88,10 +88,9 @@ def test_refused_in_one_line_or_runs(
     monkeypatch.chdir(tmp_path)
     flags = draw(number, tmp_path)
     torch.set_num_threads(1)
-    status = train.main([*RUN, "--data-dir", str(data), "--output-dir", str(tmp_path / "run"), *flags])
-    written = capsys.readouterr()
-    print(flags, status)
-    if status in (0, 143):  # the latter is what --time-limit asks for
-        assert "Traceback" not in written.err
+    done = call_main(train.main, [*RUN, "--data-dir", data, "--output-dir", tmp_path / "run", *flags], capsys)
+    print(flags, done.status)
+    if done.status in (0, 143):  # the latter is what --time-limit asks for
+        assert "Traceback" not in done.err
     else:
-        assert_refused(status, *written)
+        assert_refused(done)

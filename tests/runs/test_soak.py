@@ -1,19 +1,19 @@
-"""Hundreds of epochs: memory, handles and threads stay what they were.
+"""Hundreds of epochs: memory, open files and threads do not grow.
 
-SOAK_OUTPUT=FOLDER keeps what was measured there, as soak.json and soak.png.
+SOAK_OUTPUT=FOLDER writes the measurements to soak.json and soak.png there.
 """
 
 import json
 import os
 import statistics
-import subprocess
 import time
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pytest
 
-from tests.conftest import TINY, command, descendants, environment, kill_tree
+from tests.conftest import TINY
+from tests.harness import Started, start
 
 EPOCHS, EARLY = 300, 20
 FLAGS = (*TINY, "--lr", "0.01", "--batch-size", "4", "--epochs", str(EPOCHS), "--augment", "trivialaugment",
@@ -22,7 +22,7 @@ GROWTH = {"memory": 16, "handles": 0, "threads": 0, "shared files": 0}  # allowe
 
 
 def measure(worker: int) -> dict[str, float]:
-    """What one process holds now; memory without the files that it maps, MiB."""
+    """What one process holds now. Memory is in MiB, without mapped files."""
     folder = Path(f"/proc/{worker}")
     status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
     return {
@@ -33,17 +33,14 @@ def measure(worker: int) -> dict[str, float]:
     }
 
 
-def watch(process: subprocess.Popen[bytes], metrics: Path) -> dict[int, list[dict[str, float]]]:
+def watch(started: Started, metrics: Path) -> dict[int, list[dict[str, float]]]:
     """Measurements of every worker, by epoch, until the run ends."""
     found: dict[int, list[dict[str, float]]] = {}
-    while process.poll() is None:
+    while started.process.poll() is None:
         time.sleep(0.05)
         records = metrics.read_text().count("val/top1") if metrics.exists() else 0
         if records and records not in found:
-            workers = [
-                pid for pid in descendants(process.pid) if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
-            ]
-            found[records] = [measure(worker) for worker in sorted(workers)[:2]]
+            found[records] = [measure(pid) for _, pid in sorted(started.ranks().items())]
     return found
 
 
@@ -64,16 +61,9 @@ def plot(found: dict[int, list[dict[str, float]]], path: Path) -> None:
 @pytest.mark.timeout(1800)
 def test_nothing_grows(data: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
-    process = subprocess.Popen(
-        [*command(2), "--data-dir", str(data), *FLAGS, "--output-dir", str(output)], env=environment(),
-        stdout=subprocess.DEVNULL,
-    )  # fmt: skip
-    try:
-        found = watch(process, output / "metrics.jsonl")
-    finally:
-        if process.poll() is None:
-            kill_tree(process.pid)
-    assert process.wait() == 0
+    with start("--data-dir", data, *FLAGS, "--output-dir", output, processes=2) as started:
+        found = watch(started, output / "metrics.jsonl")
+        assert started.end().status == 0
     found = {epoch: each for epoch, each in found.items() if len(each) == 2}
     if "SOAK_OUTPUT" in os.environ:
         folder = Path(os.environ["SOAK_OUTPUT"])

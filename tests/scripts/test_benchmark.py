@@ -14,7 +14,8 @@ import pytest
 from PIL import Image
 
 from scripts import benchmark, performance
-from tests.conftest import ROOT, SOCKETS_ARE_ELSEWHERE, environment, write_images
+from tests.conftest import SOCKETS_ARE_ELSEWHERE, write_images
+from tests.harness import ROOT, environment
 from utils.benchmark.report import COLOURS
 
 LOADERS = ("dali_fused", "dali_full", "torch", "timm")

@@ -14,8 +14,9 @@ import pytest
 
 from scripts import check_dataset
 from tests import damage
-from tests.conftest import ROOT, TINY, Finished, alive, descendants, environment, identify, write_data
+from tests.conftest import TINY, write_data
 from tests.data.test_verification import dali_accepts
+from tests.harness import ROOT, Finished, alive, descendants, environment, identify
 from utils.data.decoding import decoder_of
 from utils.data.verification import load_manifest
 

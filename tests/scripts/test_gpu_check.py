@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, environment
+from tests.harness import ROOT, environment
 
 
 @pytest.mark.dist

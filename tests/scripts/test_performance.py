@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from scripts import launcher, performance
-from tests.conftest import ROOT, alive, descendants, environment, identify, kill_tree
+from tests.harness import ROOT, alive, descendants, environment, identify, kill_tree
 
 TINY = ("--arch", "test_resnet", "--image-size", "32", "--batch-size", "4", "--device", "cpu")
 # A benchmark with a worker that is deaf to what its parent hears, and a temporary folder.

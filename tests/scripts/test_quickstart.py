@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, environment, kill_tree
+from tests.harness import ROOT, environment, kill_tree
 
 ENVIRONMENT = environment() | {"BRISK_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
 QUICKSTART = str(ROOT / "scripts" / "quickstart.sh")

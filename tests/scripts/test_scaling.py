@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from scripts.scaling import gpus_of_round, link_images
-from tests.conftest import ROOT, descendants, environment
+from tests.harness import ROOT, descendants, environment
 from utils.data.formats.folder import scan_splits
 
 FLAGS = "--arch test_resnet --image-size 32 --val-resize 36 --workers 1 --device cpu"

@@ -13,16 +13,8 @@ from timm.utils.model_ema import ModelEmaV3
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
-from tests.conftest import (
-    NUMBERED,
-    ROOT,
-    TINY,
-    Finished,
-    assert_same,
-    read_metrics,
-    resolved,
-    write_numbered,
-)
+from tests.conftest import NUMBERED, TINY, assert_same, resolved, write_numbered
+from tests.harness import ROOT, Finished, read_metrics
 from tests.training.checkpoints import checkpoint_of
 from utils.config import BATCH_SIZE, TrainConfig
 from utils.data.sampler import permutation

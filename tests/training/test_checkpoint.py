@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
-from tests.conftest import ROOT, TINY, Finished, assert_same, environment, read_checkpoint, read_metrics, resolved
+from tests.conftest import TINY, assert_same, resolved
+from tests.harness import ROOT, Finished, environment, read_checkpoint, read_metrics
 from tests.training.checkpoints import RECORD, checkpoint_of
 from utils.config import TrainConfig
 from utils.distributed.group import DistEnv

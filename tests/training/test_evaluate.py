@@ -12,7 +12,8 @@ from torch import nn
 
 import models
 import pipelines
-from tests.conftest import TINY, Finished, resolved
+from tests.conftest import TINY, resolved
+from tests.harness import Finished
 from utils.data.formats.folder import scan_splits
 from utils.distributed.group import DistEnv
 from utils.training.evaluate import evaluate

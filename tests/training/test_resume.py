@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import TINY, Finished, assert_same, read_checkpoint, read_metrics
+from tests.conftest import TINY, assert_same
+from tests.harness import Finished, read_checkpoint, read_metrics
 
 EPOCHS, STEPS = 4, 5  # 41 images, a global batch of 8
 PLAIN: tuple[str, ...] = ("--workers", "2")

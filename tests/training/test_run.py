@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, TINY, environment, read_checkpoint, read_metrics
+from tests.conftest import TINY
+from tests.harness import ROOT, environment, read_checkpoint, read_metrics
 from utils.data.formats.folder import scan_splits
 from utils.data.manifest import Manifest
 from utils.data.splits import InitialFiles, apply_exclusions

@@ -1,0 +1,390 @@
+"""Starts train.py and other programs as users do, watches and ends their processes, and reads what they left."""
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+TRAIN = ROOT / "train.py"
+
+
+def tracked_files(*patterns: str) -> list[Path]:
+    """Files of the project that git tracks or would track, by patterns such as `*.py`, which cross folders."""
+    words = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard", *patterns]
+    names = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split("\0")
+    return sorted(path for path in {ROOT / name for name in names if name} if path.is_file())
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A program that has ended.
+
+    Attributes:
+        written: names in its --output-dir that were created, changed or removed.
+    """
+
+    status: int
+    out: str
+    err: str
+    written: frozenset[str] = frozenset()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Starting
+
+
+def command(program: Path | str = TRAIN, processes: int = 1, torchrun: Sequence[str] = ()) -> list[str]:
+    """The words that start a program: a file, or the text of a Python program. Under torchrun, if that has flags."""
+    is_text = isinstance(program, str)
+    if processes == 1 and not torchrun:
+        python = [sys.executable] if is_text or Path(program).suffix == ".py" else []
+        return [*python, *(["-c"] if is_text else []), str(program)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
+    launcher += torchrun or ("--standalone",)
+    return [*launcher, *(["--no-python", sys.executable, "-u", "-c"] if is_text else []), str(program)]
+
+
+def environment(changes: Mapping[str, object] | None = None) -> dict[str, str]:
+    """This process's variables, changed: None removes one. One thread a process, as several share few cores."""
+    chosen = {"OMP_NUM_THREADS": "1", "COLUMNS": "200"} | dict(changes or {})
+    others = {name: value for name, value in os.environ.items() if name not in chosen}
+    return others | {name: str(value) for name, value in chosen.items() if value is not None}
+
+
+class Started:
+    """A program that runs. At the end of the `with` block it is killed, with all that it has started.
+
+    Args:
+        words: the whole command line.
+        environ: all its variables.
+        cwd: its working folder.
+    """
+
+    def __init__(self, words: Sequence[str], environ: dict[str, str], cwd: Path | None = None) -> None:
+        self._list_output = partial(list_output, words, cwd)
+        self._before = self._list_output()
+        self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 -- closed at the end
+        self._seen: dict[int, int] = {}
+        self.process = subprocess.Popen(words, stdout=self._out, stderr=self._err, env=environ, cwd=cwd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self._out.close()
+        self._err.close()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def out(self) -> str:
+        """Standard output so far."""
+        return _content(self._out.fileno())
+
+    @property
+    def err(self) -> str:
+        """Standard error so far."""
+        return _content(self._err.fileno())
+
+    def reaches(self, when: Callable[[], bool], timeout: float = 200) -> bool:
+        """Wait until `when()`; False if the program ends before.
+
+        Raises:
+            AssertionError: neither happens within `timeout` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        while not when():
+            if self.process.poll() is not None:
+                return False
+            assert time.monotonic() < deadline, f"waited {timeout} s\n{self.out}{self.err}"
+            time.sleep(0.001)
+        return True
+
+    def wait_for(self, when: Callable[[], bool], timeout: float = 200) -> None:
+        """Wait until `when()`, which must come before the program ends."""
+        assert self.reaches(when, timeout), f"ended by itself with {self.process.poll()}\n{self.out}{self.err}"
+
+    def descendants(self) -> list[int]:
+        """Process ids below the program; from now on they are known, though their parents may end."""
+        found = descendants(self.pid)
+        self._seen |= identify(found)
+        return found
+
+    def ranks(self) -> dict[int, int]:
+        """Rank -> process id of the trainers that torchrun has started so far."""
+        found: dict[int, int] = {}
+        for pid in self.descendants():
+            with contextlib.suppress(OSError):
+                for word in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                    if word.startswith(b"RANK="):
+                        found.setdefault(int(word[5:]), pid)  # before its own children, which inherit it
+        return found
+
+    def send(self, number: int, *pids: int) -> None:
+        """Send a signal to some processes, to `pid` or below it."""
+        self.descendants()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def end(self, timeout: float = 200) -> Finished:
+        """Wait for the program's end.
+
+        Raises:
+            subprocess.TimeoutExpired: it runs for longer than `timeout` seconds.
+        """
+        status = self.process.wait(timeout)
+        return Finished(status, self.out, self.err, changed_names(self._before, self._list_output()))
+
+    def check_nothing_left(self, timeout: float = 10) -> None:
+        """Every process that was seen below the program ends within `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while left := alive(self._seen):
+            assert time.monotonic() < deadline, [Path(f"/proc/{pid}/cmdline").read_text() for pid in left]
+            time.sleep(0.1)
+
+    def kill(self) -> None:
+        """SIGKILL to the program and all processes below it, also those whose parents have ended."""
+        if self.process.poll() is None:
+            kill_tree(self.pid)
+        for pid in alive(self._seen):
+            kill_tree(pid)
+        self.process.wait()
+
+
+def _content(file: int) -> str:
+    """All of an open file. The offset, which the writing process shares, stays."""
+    return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
+
+
+def start(
+    *flags: object,
+    program: Path | str = TRAIN,
+    processes: int = 1,
+    torchrun: Sequence[str] = (),
+    prefix: Sequence[object] = (),
+    env: Mapping[str, object] | None = None,
+    cwd: Path | None = None,
+) -> Started:
+    """Start a program, train.py by default: `with start("--epochs", 2, processes=2) as started:`.
+
+    Args:
+        flags: of the program.
+        program: a file, or the text of a Python program, which can import all of the project.
+        processes: of a torchrun; 1 without flags of torchrun is a plain process.
+        torchrun: its flags, instead of --standalone.
+        prefix: words of a command that starts the program, such as `ip netns exec NAME`.
+        env: variables that differ from this process's, as in `environment`.
+        cwd: its working folder.
+    """
+    words = [*map(str, prefix), *command(program, processes, torchrun), *map(str, flags)]
+    if isinstance(program, str):
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        env = {"PYTHONPATH": os.pathsep.join(paths), **(env or {})}
+    return Started(words, environment(env), cwd)
+
+
+def launch(*flags: object, timeout: float = 200, **options: Any) -> Finished:
+    """Run a program to its end: `launch("--epochs", 2, processes=2)`. Takes what `start` takes."""
+    with start(*flags, **options) as started:
+        return started.end(timeout)
+
+
+def launch_and_end(
+    *flags: object, when: Callable[[], bool], number: int = signal.SIGKILL, rank: int | None = None, **options: Any
+) -> int:
+    """Start a program and end it, or one of its ranks, with a signal once `when()`; returns the exit status."""
+    with start(*flags, **options) as started:
+        started.wait_for(when)
+        if rank is not None:
+            started.send(number, started.ranks()[rank])
+        elif number == signal.SIGKILL:
+            started.kill()
+        else:
+            started.send(number, started.pid)  # torchrun passes it on
+        return started.process.wait(60)
+
+
+# Command lines of train.py one after the other in one process, which imports once: a list of lists of words comes in,
+# each one's exit status and changed files go out, its standard output and error are in files.
+_SERIES = """
+import json, os, sys
+import train
+from tests.harness import changed_names, list_output
+
+folder, commands = sys.argv[1], json.loads(sys.argv[2])
+results = []
+for number, words in enumerate(commands):
+    for stream, name in ((sys.stdout, "out"), (sys.stderr, "err")):
+        stream.flush()
+        file = os.open(f"{folder}/{number}.{name}", os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, stream.fileno())
+        os.close(file)
+    before = list_output(words)
+    status = train.main(words)
+    results.append((status, sorted(changed_names(before, list_output(words)))))
+    sys.stdout.flush()
+with open(f"{folder}/results", "w") as file:
+    json.dump(results, file)
+"""
+
+
+def launch_series(*commands: Sequence[object], timeout: float = 200) -> list[Finished]:
+    """Run train.py once for each tuple of flags, in one process, for tests of what launches leave to each other."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, words = Path(name), json.dumps([[str(word) for word in words] for words in commands])
+        done = launch(folder, words, program=_SERIES, timeout=timeout)
+        texts = [path.read_text() for path in sorted(folder.glob("*.*"))]
+        assert done.status == 0, (done.err, texts)
+        return [
+            Finished(
+                status, (folder / f"{number}.out").read_text(), (folder / f"{number}.err").read_text(), frozenset(n)
+            )
+            for number, (status, n) in enumerate(json.loads((folder / "results").read_text()))
+        ]
+
+
+def free_port() -> int:
+    """A port of this machine that no process listens on."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Process trees
+
+
+def descendants(pid: int) -> list[int]:
+    """Process ids below `pid`, parents first."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, task.read_text().split()):
+                found += [child, *descendants(child)]
+    return found
+
+
+def kill_tree(pid: int) -> None:
+    """SIGKILL to a process and all below it; torchrun's workers have sessions of their own and would survive it."""
+    for each in reversed([pid, *descendants(pid)]):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat behind the name; none if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process has been stopped by SIGSTOP."""
+    return _stat(pid)[:1] == ["T"]
+
+
+def start_time(pid: int) -> int | None:
+    """When a process started, in the kernel's ticks; None if it is gone or a zombie."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields and fields[0] not in "XZ" else None
+
+
+def identify(pids: Iterable[int]) -> dict[int, int]:
+    """Process id -> when it started, of those that are alive. The system gives an id to another process later."""
+    return {pid: when for pid in pids if (when := start_time(pid)) is not None}
+
+
+def alive(processes: dict[int, int]) -> list[int]:
+    """Which of the `processes`, as `identify` gave them, are still alive."""
+    return [pid for pid, when in processes.items() if start_time(pid) == when]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a program left
+
+
+def read_metrics(output_dir: Path) -> list[dict[str, Any]]:
+    """The records of metrics.jsonl."""
+    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def read_losses(output_dir: Path) -> list[tuple[int, float]]:
+    """Step and training loss of every interval in metrics.jsonl."""
+    return [(record["step"], record["train/loss"]) for record in read_metrics(output_dir) if "train/loss" in record]
+
+
+def read_checkpoint(output_dir: Path, name: str = "last.pt") -> dict[str, Any]:
+    """A checkpoint, read as the trainer does."""
+    loaded: dict[str, Any] = torch.load(output_dir / name, map_location="cpu", weights_only=True)
+    return loaded
+
+
+def list_output(words: Sequence[str], cwd: Path | None = None) -> dict[str, tuple[int, ...]]:
+    """Name -> inode, size and time of the files in a command line's --output-dir."""
+    folders = [value for flag, value in itertools.pairwise(words) if flag == "--output-dir"]
+    found: dict[str, tuple[int, ...]] = {}
+    with contextlib.suppress(OSError, IndexError):
+        for entry in os.scandir(Path(cwd or "", folders[-1])):
+            stat = entry.stat(follow_symlinks=False)
+            found[entry.name] = (stat.st_ino, stat.st_size, stat.st_mtime_ns) if entry.is_file() else ()
+    return found
+
+
+def changed_names(before: dict[str, tuple[int, ...]], after: dict[str, tuple[int, ...]]) -> frozenset[str]:
+    """Names that are in one listing only, or not the same in both."""
+    return frozenset(name for name, _ in before.items() ^ after.items())
+
+
+def error_line(done: Finished, program: str = "train.py") -> str:
+    """The one line that says why a program ended. torchrun may add a report; there is no traceback of ours."""
+    ours = [line for line in done.err.splitlines() if line.startswith(f"{program}: ")]
+    assert len(ours) == done.err.count(f"{program}: ") == 1, done.err
+    assert "main(sys.argv[1:])" not in done.err, done.err  # the root of any traceback of train.py
+    return ours[0]
+
+
+def assert_refused(
+    done: Finished,
+    *fragments: str,
+    program: str = "train.py",
+    processes: int = 1,
+    written: Iterable[str] = (),
+) -> None:
+    """A mistake of the user: exit status 2, one line that holds the fragments, nothing printed and nothing written.
+
+    Args:
+        done: what was refused. Under torchrun each rank's exit status is 2; torchrun reports that, and ends with 1.
+        fragments: of the line.
+        program: whose name the line begins with.
+        processes: of torchrun; 1 without it.
+        written: names of the files in --output-dir that may be written nevertheless.
+    """
+    line = error_line(done, program)
+    for fragment in fragments:
+        assert fragment in line, f"{fragment!r} is not in {line!r}"
+    if processes == 1:
+        assert (done.status, done.err) == (2, f"{line}\n")
+    else:
+        assert done.status == 1
+        assert "exitcode  : 2" in done.err
+    assert done.out == ""
+    assert done.written <= set(written)

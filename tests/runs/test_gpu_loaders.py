@@ -1,0 +1,125 @@
+"""On a real GPU: the batches that the loaders return. Run by scripts/gpu_check.sh."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+import pipelines
+from tests.conftest import resolved
+from utils.config import ResolvedConfig
+from utils.data.formats.folder import scan_splits
+from utils.data.manifest import synthetic
+from utils.data.sampler import Sampler
+from utils.distributed.group import DistEnv
+from utils.network.augment import BatchAugment, Normalize
+
+pytestmark = pytest.mark.gpu
+
+POLICIES = ("none", "autoaugment", "randaugment", "trivialaugment")
+
+
+def config_for(loader: str, **values: object) -> ResolvedConfig:
+    base = resolved(
+        batch_size=8, image_size=32, val_resize=36, workers=2, decode="fused", hw_decoder_load=0.65, prefetch=4
+    )
+    return dataclasses.replace(base, **({"loader": loader} | values))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("loader", "decode", "augment"),
+    [("dali", decode, augment) for decode in ("fused", "full") for augment in POLICIES]
+    + [("torch", "fused", "none"), ("proxy", "fused", "none"), ("synthetic", "fused", "none")],
+)
+def test_first_batch_is_on_the_gpu_in_channels_last(
+    data: Path, gpu: DistEnv, loader: str, decode: str, augment: str
+) -> None:
+    config = config_for(loader, decode=decode, augment=augment)
+    train, _ = scan_splits(data)
+    sampler = Sampler(len(train), config.batch_size)
+    stream = pipelines.create_train_loader(config, train, sampler, gpu)
+    images, targets = next(stream)
+    assert images.shape == (8, 3, 32, 32)
+    assert images.dtype == torch.uint8
+    assert images.device == gpu.device
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    assert targets.dtype == torch.int64
+    assert targets.device == gpu.device
+    if loader != "synthetic":
+        assert targets.tolist() == train.labels[sampler.indices(0)].tolist()
+    assert images.float().std() > 10, "an image, not a blank"
+    stream.close()
+
+
+def test_a_batch_is_not_overwritten_before_the_device_has_read_it(data: Path, gpu: DistEnv) -> None:
+    """The host drops each batch while the kernels that read it still wait; DALI must not write over it."""
+    train, _ = scan_splits(data)
+    config, sampler = config_for("dali"), Sampler(len(train), 8)
+    sums = []
+    for lag in (0, 20_000_000):  # cycles, about 10 ms
+        stream = pipelines.create_train_loader(config, train, sampler, gpu)
+        found = torch.zeros(100, dtype=torch.int64, device=gpu.device)
+        for step in range(100):
+            batch = next(stream)
+            torch.cuda._sleep(lag)  # type: ignore[no-untyped-call]
+            found[step] = batch.images.long().sum()
+            del batch
+            if lag == 0:
+                torch.cuda.synchronize()
+        sums.append(found.tolist())
+    assert sums[0] == sums[1]
+
+
+@pytest.mark.parametrize("mix", [{"mixup": 0.2}, {"cutmix": 1.0}])
+def test_mixed_batches_stay_in_channels_last(gpu: DistEnv, mix: dict[str, float]) -> None:
+    config = config_for("synthetic", **mix)
+    normalize = Normalize((0.5,) * 3, (0.5,) * 3, torch.bfloat16, gpu.device)
+    batch = next(pipelines.create_train_loader(config, synthetic(64, 10), Sampler(64, 8), gpu))
+    images, targets = BatchAugment(config, normalize, 10, gpu.device)(*batch)
+    assert images.dtype == torch.bfloat16
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    assert targets.shape == (8, 10)
+
+
+@pytest.mark.parametrize(("decode", "cache"), [("fused", "none"), ("full", "none"), ("full", "gpu"), ("full", "host")])
+@pytest.mark.parametrize("augment", POLICIES)
+def test_dali_continues_bit_for_bit(data: Path, gpu: DistEnv, decode: str, cache: str, augment: str) -> None:
+    config = config_for("dali", decode=decode, cache=cache, augment=augment)
+    train, _ = scan_splits(data)
+    sampler = Sampler(len(train), config.batch_size)
+    stream = pipelines.create_train_loader(config, train, sampler, gpu)
+    for _ in range(3):
+        next(stream)
+    state = stream.state()
+    expected = [next(stream).images.cpu() for _ in range(6)]  # across the end of an epoch of 5 batches
+    resumed = pipelines.create_train_loader(config, train, sampler, gpu, 3, state)
+    for index, images in enumerate(expected):
+        assert torch.equal(next(resumed).images.cpu(), images), index
+
+
+def test_cached_images_are_those_of_the_files(data: Path, gpu: DistEnv) -> None:
+    train, _ = scan_splits(data)
+    files, on_gpu, on_host = (
+        pipelines.create_train_loader(
+            config_for("dali", decode="full", cache=cache), train, Sampler(len(train), 8), gpu
+        )
+        for cache in ("none", "gpu", "host")
+    )
+    for _ in range(11):  # two epochs
+        (images, targets), cached, other = next(files), next(on_gpu), next(on_host)
+        assert torch.equal(cached.images, other.images)
+        assert targets.tolist() == cached.targets.tolist() == other.targets.tolist()
+        # Which decoder takes an image depends on its batch, and they round differently.
+        assert (images.int() - cached.images.int()).abs().float().mean() < 1
+
+
+def test_validation_images_are_torchvisions(data: Path, gpu: DistEnv) -> None:
+    _, val = scan_splits(data)
+    ours, theirs = (
+        torch.cat([batch.images.cpu() for batch in pipelines.create_val_loader(config_for(name), val, gpu)])
+        for name in ("dali", "torch")
+    )
+    assert len(ours) == len(theirs) == len(val)
+    difference = (ours.int() - theirs.int()).abs().float()
+    assert difference.mean() < 1.5  # GPU decoders round differently; another crop would be tens off

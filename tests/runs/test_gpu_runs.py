@@ -1,0 +1,127 @@
+"""On a real GPU: whole runs, their exact resume, and how they end. Run by scripts/gpu_check.sh."""
+
+import itertools
+import json
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import damage
+from tests.conftest import TINY, assert_same, write_data
+from tests.harness import error_line, launch, launch_and_end, read_checkpoint, read_losses, read_metrics
+from utils.training.machine import nvlink_between
+
+pytestmark = pytest.mark.gpu
+
+FLAGS = tuple(word if word != "cpu" else "cuda" for word in TINY)
+
+STARTS_CUDA = """
+import ctypes, json, os, sys
+import train
+driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+before = driver.cuDeviceGetCount(ctypes.byref(count))
+from utils.distributed.group import process_group
+with process_group("cuda", 60):
+    after = driver.cuDeviceGetCount(ctypes.byref(count))
+    json.dump([before, after, os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]], sys.stdout)
+"""
+
+
+def test_cuda_starts_with_the_queues_that_the_loader_needs() -> None:
+    done = launch(program=STARTS_CUDA, env={"CUDA_DEVICE_MAX_CONNECTIONS": None})
+    assert done.status == 0, done.err
+    not_initialized, success = 3, 0  # CUDA_ERROR_NOT_INITIALIZED: an import that starts CUDA keeps it at 8 queues
+    assert json.loads(done.out) == [not_initialized, success, "32"]
+
+
+def test_gpus_are_joined_by_nvlink_as_nvidia_smi_says() -> None:
+    uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+    assert nvlink_between(uuids[:1]), "the driver's library knows this GPU"
+    assert not nvlink_between([uuids[0], "00000000-0000-0000-0000-000000000000"])
+    matrix = subprocess.run(["nvidia-smi", "topo", "-p2p", "n"], capture_output=True, text=True, check=True).stdout
+    joined = [line.split()[1:] for line in matrix.splitlines() if re.match(r"\s*GPU\d.*\bX\b", line)]
+    for one, other in itertools.combinations(range(len(uuids)), 2):
+        assert nvlink_between([uuids[one], uuids[other]]) == (joined[one][other] == "OK")
+
+
+WAITS_FOR_THE_DEVICE = """
+import sys, timm, train
+
+def wait(module, images):
+    images[0].sum().item()
+
+@timm.models.register_model
+def waiting_net(**options):
+    net = timm.create_model("test_resnet", **options)
+    net.register_forward_pre_hook(wait)
+    return net
+
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+def test_network_that_cannot_be_captured_is_refused_with_the_remedy(data: Path, tmp_path: Path) -> None:
+    """In a process of its own, as torch's random number generator is not usable after a capture that failed."""
+    flags = [*FLAGS, "--data-dir", data, "--output-dir", tmp_path / "out", "--arch", "waiting_net", "--no-compile"]
+    flags += ["--epochs", 1, "--batch-size", 8]
+    done = launch(*flags, "--cuda-graph", program=WAITS_FOR_THE_DEVICE)
+    assert done.status == 2, done.err
+    assert re.search(r"--cuda-graph: .* use --no-cuda-graph", error_line(done))
+    assert launch(*flags, "--no-cuda-graph", program=WAITS_FOR_THE_DEVICE).status == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "extra"),
+    [
+        (signal.SIGKILL, ("--no-compile",)),
+        (signal.SIGTERM, ("--no-compile", "--amp", "fp16", "--augment", "trivialaugment", "--mixup", "0.2")),
+        (signal.SIGTERM, ("--compile", "--clip-grad", "1", "--ema-decay", "0.9", "--cache", "gpu")),
+    ],
+    ids=["killed-bf16", "stopped-fp16", "stopped-compiled"],
+)
+def test_resume_in_mid_epoch_is_exact(data: Path, tmp_path: Path, extra: tuple[str, ...], number: int) -> None:
+    flags = ("--data-dir", data, *FLAGS, "--deterministic", "--batch-size", "4", "--epochs", "3", *extra)
+    assert launch(*flags, "--output-dir", tmp_path / "whole").status == 0
+    cut = tmp_path / "cut"
+    when = lambda: (cut / "metrics.jsonl").exists() and len(read_metrics(cut)) >= 14  # noqa: E731
+    launch_and_end(*flags, "--output-dir", cut, "--checkpoint-steps", "3", when=when, number=number)
+    done = launch(*flags, "--output-dir", cut)
+    assert done.status == 0, done.err
+    assert "resumed at epoch 2" in done.out
+    whole, resumed = read_checkpoint(tmp_path / "whole"), read_checkpoint(cut)
+    for name in ("model", "optimizer", "scaler", "step"):
+        assert_same(whole[name], resumed[name], name)
+    assert read_losses(tmp_path / "whole") == read_losses(cut)
+
+
+@pytest.mark.parametrize(
+    ("arch", "message"),
+    [
+        ("test_convnext", r"at step \d+, lr .*: fp16 gradients overflow at any scale of the loss; use --amp bf16"),
+        ("test_resnet", r"at step 5: running statistics are not finite, as activations overflowed; use --amp bf16"),
+    ],
+)
+def test_fp16_that_overflows_without_end_ends_the_run(data: Path, tmp_path: Path, arch: str, message: str) -> None:
+    flags = ("--amp", "fp16", "--lr", 1e6, "--max-bad-steps", 1000, "--epochs", 20, "--batch-size", 8, "--no-compile")
+    done = launch("--data-dir", data, *FLAGS, "--arch", arch, *flags, "--output-dir", tmp_path)
+    assert done.status == 1, done.err
+    assert re.search(message, error_line(done))
+
+
+@pytest.mark.parametrize("extra", [("--decode", "fused"), ("--decode", "full"), ("--cache", "gpu")], ids=" ".join)
+@pytest.mark.parametrize("kind", ["text", "cut in the middle"])
+def test_a_bad_file_is_named_or_skipped(tmp_path: Path, kind: str, extra: tuple[str, ...]) -> None:
+    root = write_data(tmp_path / "data")
+    path = root / "train" / "green" / "spoiled.jpg"
+    path.write_bytes(damage.CONTENTS[kind])
+    flags = ("--data-dir", root, *FLAGS, "--no-compile", "--batch-size", "4", "--epochs", "2", *extra)
+    done = launch(*flags, "--output-dir", tmp_path / "error")
+    assert done.status == 2, done.err
+    assert error_line(done).startswith(f"train.py: rank 0: {path}: ")
+    done = launch(*flags, "--output-dir", tmp_path / "skip", "--bad-files", "skip")
+    assert done.status == 0, done.err
+    assert "1 of 42 train files (green 1)" in done.out

@@ -1,0 +1,157 @@
+"""On a real GPU: the captured training step, and the exchange of gradients. Run by scripts/gpu_check.sh."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.training.test_optim import BAD_SCALE, OPTIMIZERS, check_skipped_first_step, fp16_losses, fp16_state
+from utils.distributed.group import DistEnv
+from utils.network.gradients import ForwardBackward, GraphedForwardBackward, capture_stream, on_stream
+from utils.network.parallel import FlatAllReduce
+
+pytestmark = pytest.mark.gpu
+
+
+def network(dropout: float) -> nn.Sequential:
+    """The same weights each time; batch norm, which a graph's warm-up would change if it were not undone."""
+    torch.manual_seed(0)
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(dropout), nn.Linear(16, 10)]
+    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), *head)
+    return net.to(memory_format=torch.channels_last).to("cuda")
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    """NCCL with this process alone."""
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("how", ["ddp", "flat"])
+def test_exchange_of_gradients_is_captured(group: None, how: str) -> None:
+    stream, disabled = capture_stream(torch.device("cuda", 0)), torch.amp.GradScaler("cuda", enabled=False)
+    plain, inner = network(dropout=0), network(dropout=0)
+    captured: nn.Module = inner
+    exchange = FlatAllReduce(inner.parameters(), torch.bfloat16) if how == "flat" else None
+    if how == "ddp":
+        with on_stream(stream):
+            captured = DistributedDataParallel(inner, device_ids=[0], gradient_as_bucket_view=True)
+        captured.register_comm_hook(None, bf16_compress_hook)
+    steps: dict[nn.Module, ForwardBackward | GraphedForwardBackward] = {
+        plain: ForwardBackward(plain, nn.CrossEntropyLoss(), disabled, torch.float32, 1),
+        inner: GraphedForwardBackward(
+            ForwardBackward(captured, nn.CrossEntropyLoss(), disabled, torch.float32, 1, exchange), stream
+        ),
+    }
+    images, targets = torch.randn(4, 8, 3, 24, 24, device="cuda"), torch.randint(0, 10, (4, 8), device="cuda")
+    for batch, target in zip(images, targets, strict=True):
+        for step in steps.values():
+            step(batch, target, 0)
+        for ours, theirs in zip(inner.parameters(), plain.parameters(), strict=True):
+            assert ours.grad is not None
+            assert theirs.grad is not None
+            # Of bf16's precision, which only the exchange, within the graph, can have caused.
+            assert torch.equal(ours.grad, ours.grad.bfloat16().float())
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-2, atol=1e-4)
+
+
+def test_replayed_step_that_overflows_is_skipped() -> None:
+    net, scaler = network(dropout=0), torch.amp.GradScaler("cuda", init_scale=256.0)
+    gradients = ForwardBackward(net, nn.CrossEntropyLoss(), scaler, torch.float16, accum_steps=1)
+    step = GraphedForwardBackward(gradients, capture_stream(torch.device("cuda", 0)))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    images, targets = torch.randn(8, 3, 24, 24, device="cuda").half(), torch.randint(0, 10, (8,), device="cuda")
+    for factor, scale, moves in ((1, 256.0, True), (torch.inf, 128.0, False), (1, 128.0, True)):
+        before = [parameter.detach().clone() for parameter in net.parameters()]
+        step(images * factor, targets, 0)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == scale
+        assert all(map(torch.equal, before, net.parameters())) != moves
+
+
+@pytest.mark.parametrize("amp", [torch.float32, torch.bfloat16, torch.float16])
+def test_captured_training_is_the_plain_one(amp: torch.dtype) -> None:
+    plain, captured = network(dropout=0), network(dropout=0)
+    images = torch.randn(5, 8, 3, 24, 24, device="cuda", dtype=amp)
+    targets = torch.randint(0, 10, (5, 8), device="cuda")
+    losses: list[list[float]] = []
+    for net, graph in ((plain, False), (captured, True)):
+        scaler = torch.amp.GradScaler("cuda", enabled=amp == torch.float16)
+        gradients = ForwardBackward(net, nn.CrossEntropyLoss(), scaler, amp, accum_steps=1)
+        step = GraphedForwardBackward(gradients, capture_stream(torch.device("cuda", 0))) if graph else gradients
+        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+        losses.append([])
+        for batch, target in zip(images, targets, strict=True):
+            loss = step(batch.contiguous(memory_format=torch.channels_last), target, 0)
+            scaler.step(optimizer)
+            scaler.update()
+            losses[-1].append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert len(set(losses[0])) == 5
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(captured.state_dict()[name], value, rtol=1e-2, atol=1e-3, msg=name)
+    counted = captured.state_dict()["1.num_batches_tracked"]
+    assert counted == 5, "the warm-up's batches must not count"
+
+
+def test_capture_draws_no_random_numbers_and_replays_draw_new_ones() -> None:
+    net = network(dropout=0.5)
+    gradients = ForwardBackward(
+        net, nn.CrossEntropyLoss(), torch.amp.GradScaler("cuda", enabled=False), torch.float32, 1
+    )
+    step = GraphedForwardBackward(gradients, capture_stream(torch.device("cuda", 0)))
+    images, targets = torch.randn(8, 3, 24, 24, device="cuda"), torch.randint(0, 10, (8,), device="cuda")
+    torch.manual_seed(1)
+    first = [step(images, targets, 0).item() for _ in range(4)]
+    torch.manual_seed(1)
+    repeated = [step(images, targets, 0).item() for _ in range(4)]
+    assert len(set(first)) == 4
+    assert first == repeated
+
+
+def test_signals_are_handled_while_a_capture_waits_for_the_device() -> None:
+    stream = capture_stream(torch.device("cuda", 0))
+    busy: dict[str, list[bool]] = {"at a pass": [], "at the signal": []}
+
+    class Observed(nn.Linear):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            if not torch.cuda.is_current_stream_capturing():
+                busy["at a pass"].append(not stream.query())
+            return super().forward(images)
+
+    def exchange() -> None:  # as on a rank that waits two seconds for the others
+        if len(busy["at a pass"]) == 1:
+            torch.cuda._sleep(4_000_000_000)  # type: ignore[no-untyped-call]
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+
+    before = signal.signal(signal.SIGALRM, lambda number, frame: busy["at the signal"].append(not stream.query()))
+    try:
+        scaler = torch.amp.GradScaler("cuda", enabled=False)
+        gradients = ForwardBackward(Observed(8, 3).cuda(), nn.CrossEntropyLoss(), scaler, torch.float32, 1, exchange)
+        targets = torch.zeros(4, dtype=torch.int64, device="cuda")
+        GraphedForwardBackward(gradients, stream)(torch.rand(4, 8, device="cuda"), targets, 0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert busy["at a pass"][1:] == [False, False], "each pass waits for the one before"
+    assert busy["at the signal"] == [True]
+
+
+@pytest.mark.parametrize(("name", "fused"), OPTIMIZERS)
+def test_a_first_step_that_overflows_leaves_no_trace(
+    gpu: DistEnv, monkeypatch: pytest.MonkeyPatch, name: str, fused: bool
+) -> None:
+    """A step that is replayed gives the same bits. An update that is not fused may round otherwise."""
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    losses = check_skipped_first_step(gpu, name, fused)
+    assert losses == check_skipped_first_step(gpu, name, fused, graph=True)
+    assert losses == pytest.approx(fp16_losses(fp16_state(gpu, name, False, BAD_SCALE)), rel=1e-2)

@@ -1,0 +1,200 @@
+"""Checkpoints and weights that are damaged, foreign or of another run: refused in one line, nothing is written."""
+
+import functools
+import io
+import os
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import train
+from tests.conftest import TINY, Refused
+from tests.harness import launch
+from tests.runs.conftest import SHORT
+from utils.training.checkpoint import FORMAT
+
+
+def saved(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+class Malicious:
+    """Makes a folder when it is unpickled without `weights_only`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+CHECKPOINTS: dict[str, bytes] = {
+    "empty": b"",
+    "text": b"this is no checkpoint\n",
+    "long text": b"this is no checkpoint\n" * 1000,
+    "truncated": saved({"format": 1, "model": torch.zeros(100)})[:-200],
+    "half": saved({"format": 1, "model": torch.zeros(100)})[:100],
+    "zip of nothing": b"PK\x05\x06" + bytes(18),
+    "JPEG": b"\xff\xd8\xff\xe0" + bytes(100),
+}
+FOREIGN: dict[str, Any] = {
+    "weights": {"fc.weight": torch.zeros(3)},
+    "list": [1, 2],
+    "tensor": torch.zeros(3),
+    "next format": {"format": FORMAT + 1},
+    "format of no number": {"format": torch.zeros(3)},
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_damaged_file(refused: Refused, good: list[str], tmp_path: Path, name: str) -> None:
+    path = tmp_path / "damaged.pt"
+    path.write_bytes(CHECKPOINTS[name])
+    refused(*good, "--resume", path)(f"--resume {path}:", "not a readable checkpoint", "give another file")
+    refused(*good, "--resume", path, "--evaluate")(f"--resume {path}:", "not a readable checkpoint")
+    refused(*good, "--pretrained", path)(f"--pretrained {path}:", "not a readable weights file")
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_file_of_something_else(refused: Refused, good: list[str], tmp_path: Path, name: str) -> None:
+    path = tmp_path / "foreign.pt"
+    path.write_bytes(saved(FOREIGN[name]))
+    refused(*good, "--resume", path)(f"--resume {path}:", "not a checkpoint of this version", f"--pretrained {path}")
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "in a checkpoint"])
+def test_malicious_pickle_is_not_run(refused: Refused, good: list[str], tmp_path: Path, wrapped: bool) -> None:
+    victim, path = tmp_path / "made-by-the-pickle", tmp_path / "malicious.pt"
+    malicious = Malicious(victim)
+    path.write_bytes(saved({"format": 1, "x": malicious}) if wrapped else pickle.dumps(malicious, protocol=2))
+    refused(*good, "--resume", path)(f"--resume {path}:", "not a readable checkpoint", "give another file")
+    refused(*good, "--pretrained", path)(f"--pretrained {path}:", "not a readable weights file")
+    assert not victim.exists()
+    read = functools.partial(torch.load, weights_only=False) if wrapped else pickle.load
+    with path.open("rb") as file:
+        read(file)
+    assert victim.is_dir()  # without `weights_only` it works
+
+
+def test_weights_that_do_not_fit(refused: Refused, good: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "weights.pt"
+    path.write_bytes(saved({"fc.weight": torch.zeros(3, 3), "other": torch.zeros(1)}))
+    refused(*good, "--pretrained", path)(
+        f"--pretrained {path}:", "does not fit", "weights missing", "give the architecture of these weights"
+    )
+
+
+def test_folder_as_checkpoint_or_weights(refused: Refused, good: list[str], tmp_path: Path) -> None:
+    refused(*good, "--resume", tmp_path)(f"--resume {tmp_path}:", "no such checkpoint", "give an existing file")
+    refused(*good, "--pretrained", tmp_path)(f"--pretrained {tmp_path}:", "no such file", "give a weights file")
+
+
+def test_tag_that_timm_does_not_know(refused: Refused, good: list[str]) -> None:
+    refused(*good, "--arch", "resnet18.no_such_tag")("--arch resnet18.no_such_tag:", "the closest are resnet18.")
+
+
+@pytest.fixture(scope="module")
+def finished_run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Output folder of one epoch, trained with `SHORT`."""
+    output = tmp_path_factory.mktemp("finished") / "run"
+    assert train.main([*SHORT, "--data-dir", str(data), "--output-dir", str(output)]) == 0
+    return output
+
+
+OTHER_RUNS: dict[str, tuple[str, ...]] = {
+    "--seed 7": ("--seed: 0 then, 7 now",),
+    "--seed 7 --hflip 0": ("--seed: 0 then, 7 now; --hflip: 0.5 then, 0.0 now",),
+    "--arch test_vit": ("--arch: test_resnet then, test_vit now",),
+    "--cache host": ("--cache: none then, host now",),
+    "--loader torch": ("--loader: dali then, torch now", "DALI version: "),
+    "--num-classes 5": ("--num-classes: 3 then, 5 now",),
+    "--ema-decay 0.9": ("--ema-decay",),
+}
+
+
+@pytest.mark.parametrize("flags", OTHER_RUNS)
+def test_checkpoint_of_another_run(refused: Refused, data: Path, finished_run: Path, flags: str) -> None:
+    check = refused(*SHORT, "--data-dir", data, "--output-dir", finished_run, *flags.split())
+    check(f"--resume {finished_run}/last.pt:", "another run", *OTHER_RUNS[flags], "another --output-dir")
+
+
+@pytest.mark.parametrize(
+    ("flags", "fragments"),
+    [
+        (
+            "--batch-size 2",
+            ("--batch-size 2:", "1 process x 4 images, a global batch of 4", "on 1 process give --batch-size 4"),
+        ),
+        ("--grad-accum-steps 2", ("--batch-size 4:", "x --grad-accum-steps 2 give --batch-size 2 or leave it out")),
+        ("--grad-accum-steps 3", ("1 process x --grad-accum-steps 3: cannot share", "lower --grad-accum-steps")),
+    ],
+)
+def test_checkpoint_of_another_global_batch(
+    refused: Refused, data: Path, finished_run: Path, flags: str, fragments: tuple[str, ...]
+) -> None:
+    check = refused(*SHORT, "--data-dir", data, "--output-dir", finished_run, *flags.split())
+    check(*fragments, "start anew with another --output-dir")
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_checkpoint_of_other_files(
+    refused: Refused, data: Path, finished_run: Path, tmp_path: Path, split: str
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(data, other)
+    next((other / split / "blue").iterdir()).unlink()
+    check = refused(*SHORT, "--data-dir", other, "--output-dir", finished_run)
+    check(f"--resume {finished_run}/last.pt:", f"(files of {split}/: ", " then, ", " now)")
+
+
+def test_checkpoint_without_bad_files(refused: Refused, data: Path, tmp_path: Path) -> None:
+    """`--bad-files skip` is all that is missing."""
+    shutil.copytree(data, tmp_path / "data")
+    (tmp_path / "data" / "train" / "blue" / "text.jpg").write_text("no image")
+    (tmp_path / "data" / "train" / "blue" / "text.txt").write_text("not even by its name")
+    flags = (*SHORT, "--data-dir", tmp_path / "data", "--output-dir", tmp_path / "out")
+    done = launch(*flags, "--bad-files", "skip")
+    assert done.status == 0, done.err
+    assert "\n ignored  in train/ 1 file .txt\n" in done.out
+    check = refused(*flags, "--epochs", "2")
+    check("(files of train/: ", "give --bad-files skip, without whose bad files it ran, or restore")
+
+
+def test_evaluation_by_another_architecture(refused: Refused, data: Path, finished_run: Path) -> None:
+    check = refused(*TINY, "--data-dir", data, "--output-dir", finished_run, "--evaluate", "--arch", "test_vit")
+    check("--arch test_vit:", f"{finished_run}/best.pt holds test_resnet, another architecture; leave --arch out")
+
+
+def test_evaluation_on_other_classes(refused: Refused, data: Path, finished_run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(data, other)
+    for split in ("train", "val"):
+        (other / split / "blue").rename(other / split / "violet")
+    check = refused(*TINY, "--data-dir", other, "--output-dir", finished_run, "--evaluate")
+    check(f"--data-dir {other}:", "its classes are not those of", f"{finished_run}/best.pt")
+
+
+def test_checkpoint_with_a_flipped_bit(refused: Refused, good: list[str], finished_run: Path, tmp_path: Path) -> None:
+    content = bytearray((finished_run / "last.pt").read_bytes())
+    content[len(content) // 2] ^= 1  # within a weight, which torch.load would read as another number
+    path = tmp_path / "flipped.pt"
+    path.write_bytes(content)
+    refused(*good, "--resume", path)(f"--resume {path}:", "not a readable checkpoint", "give another file")
+
+
+@pytest.mark.parametrize("missing", ["fingerprint", "model", "optimizer", "ranks", "classes"])
+@pytest.mark.parametrize("evaluate", [(), ("--evaluate",)], ids=["train", "evaluate"])
+def test_checkpoint_that_lacks_a_part(
+    refused: Refused, good: list[str], finished_run: Path, tmp_path: Path, missing: str, evaluate: tuple[str, ...]
+) -> None:
+    path = tmp_path / "partial.pt"
+    checkpoint = torch.load(finished_run / "last.pt", weights_only=True)
+    del checkpoint[missing]
+    torch.save(checkpoint, path)
+    refused(*good, "--resume", path, *evaluate)(f"--resume {path}:", "not a checkpoint of this version")

@@ -1,0 +1,87 @@
+"""Refusals of whole processes, plain and under torchrun."""
+
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.conftest import SOCKETS_ARE_ELSEWHERE, TINY
+from tests.harness import assert_refused, launch
+from tests.runs.conftest import SHORT
+
+
+@pytest.mark.parametrize(
+    ("flags", "fragments"),
+    [
+        ((), ("--data-dir is missing", "train/ and val/")),
+        (("--batchsize", "4"), ("--batchsize", "--batch-size")),
+        (("--data-dir", "{data}", "--arch", "resnet5o"), ("--arch resnet5o:", "resnet50")),
+        (
+            ("--data-dir", "{data}", *SHORT, "--output-dir", "{tmp}", "--resume", "{tmp}/damaged.pt"),
+            ("--resume {tmp}/damaged.pt:", "not a readable checkpoint"),
+        ),
+    ],
+    ids=["no flags", "unknown flag", "arch", "damaged checkpoint"],
+)
+def test_process(data: Path, tmp_path: Path, flags: tuple[str, ...], fragments: tuple[str, ...]) -> None:
+    (tmp_path / "damaged.pt").write_bytes(b"\x80 damaged")
+    words = {"data": data, "tmp": tmp_path}
+    done = launch(*(flag.format_map(words) for flag in flags), timeout=60)
+    assert_refused(done, *(fragment.format_map(words) for fragment in fragments))
+
+
+@pytest.mark.parametrize(
+    ("flags", "fragments"),
+    [
+        (("--device", "cuda"), ("--device cuda:", "no usable GPU", "use --device cpu")),
+        (("--device", "auto", "--amp", "fp16"), ("--amp fp16", "without a GPU", "use --amp none or bf16")),
+        (("--device", "auto", "--cuda-graph"), ("--cuda-graph", "without a GPU", "use --no-cuda-graph")),
+        (
+            ("--device", "auto", "--cuda-graph", "--grad-accum-steps", "2"),
+            ("--cuda-graph", "--grad-accum-steps 2", "use --no-cuda-graph"),
+        ),
+    ],
+    ids=["cuda", "fp16", "graph", "graph-accumulated"],
+)
+def test_process_without_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    good: list[str],
+    flags: tuple[str, ...],
+    fragments: tuple[str, ...],
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # also holds on a machine with GPUs
+    done = launch(*good, *flags, timeout=60)
+    assert_refused(done, *fragments)
+
+
+@pytest.mark.parametrize("loader", ["torch", "proxy", "dali"])
+def test_too_long_a_path_for_the_sockets_of_workers(good: list[str], long_temporary_folder: Path, loader: str) -> None:
+    done = launch(*good, "--loader", loader, timeout=60)
+    if loader == "dali" or SOCKETS_ARE_ELSEWHERE:
+        assert (done.status, done.err) == (0, "")
+    else:
+        workers = f"workers of --loader {loader} cannot open sockets there"
+        assert_refused(done, f"TMPDIR {long_temporary_folder}: {workers}", "AF_UNIX", "a short path")
+    assert list(long_temporary_folder.iterdir()) == []
+
+
+@pytest.mark.dist
+def test_torchrun_more_processes_than_images(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        (tmp_path / split / "only").mkdir(parents=True)
+        Image.new("RGB", (40, 40)).save(tmp_path / split / "only" / "one.jpg")
+    flags = (*TINY, "--batch-size", "1", "--data-dir", tmp_path, "--output-dir", tmp_path / "run")
+    done = launch(*flags, processes=2, timeout=60)
+    assert_refused(done, f"--data-dir {tmp_path}:", "1 training images for 2 processes", "start at most 1", processes=2)
+
+
+@pytest.mark.dist
+def test_torchrun_where_rank_0_alone_is_refused(good: list[str]) -> None:
+    done = launch(*good, "--output-dir", "/proc/brisk", processes=2, timeout=60)
+    assert_refused(done, "--output-dir /proc/brisk:", "cannot be written", "give another", processes=2)
+
+
+@pytest.mark.dist
+def test_torchrun_before_the_process_group(good: list[str]) -> None:
+    done = launch(*good, "--batch-size", "0", processes=2, timeout=60)
+    assert_refused(done, "--batch-size 0:", "must be 1 or more", processes=2)

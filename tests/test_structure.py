@@ -1,0 +1,70 @@
+"""Sizes of files and functions, what a file's first line says, and that tests mirror the code."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.harness import ROOT, tracked_files
+
+MAX_FILE_LINES, MAX_TRAIN_LINES, MAX_FUNCTION_LINES = 400, 250, 50
+PYTHON = tracked_files("*.py")
+MODULES = [path for path in PYTHON if path.parent == ROOT or ROOT / "utils" in path.parents]
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=name_of)
+def test_a_file_is_short(path: Path) -> None:
+    limit = MAX_TRAIN_LINES if path == ROOT / "train.py" else MAX_FILE_LINES
+    assert len(path.read_text().splitlines()) <= limit
+
+
+def long_functions(source: str) -> Iterator[str]:
+    """Name and length of the functions over the limit, from `def` to the last line."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
+            length = node.end_lineno - node.lineno + 1
+            if length > MAX_FUNCTION_LINES:
+                yield f"{node.name}: {length} lines"
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=name_of)
+def test_a_function_is_short(path: Path) -> None:
+    assert list(long_functions(path.read_text())) == []
+
+
+def test_a_long_function_is_found() -> None:
+    body = "        x = 1\n" * (MAX_FUNCTION_LINES - 1)
+    assert list(long_functions(f"class A:\n    @cached\n    def f(self):\n{body}")) == []
+    assert list(long_functions(f"class A:\n    def f(self):\n{body}        y = 1\n")) == ["f: 51 lines"]
+    assert list(long_functions(f"if x:\n    async def f():\n{body}        y = 1\n")) == ["f: 51 lines"]
+
+
+def has_first_line(source: str) -> bool:
+    """Whether a module is empty or begins with a docstring whose first line is a sentence."""
+    first, _, rest = (ast.get_docstring(ast.parse(source), clean=False) or "").partition("\n")
+    return source == "" or (first.endswith(".") and (rest == "" or rest.startswith("\n")))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_the_first_line_says_what_a_file_is_for(path: Path) -> None:
+    assert has_first_line(path.read_text())
+
+
+def test_a_wrong_first_line_is_found() -> None:
+    assert has_first_line('"""One sentence."""\nx = 1\n')
+    assert has_first_line('"""One sentence.\n\nMore.\n"""\n')
+    for source in ("x = 1\n", '"""No sentence"""\n', '"""\nLater.\n"""\n', '"""One that goes\non.\n"""\n'):
+        assert not has_first_line(source)
+
+
+def test_tests_mirror_utils() -> None:
+    """Besides whole runs and scripts."""
+    rooms = {path.parent.name for path in tracked_files("utils/*/__init__.py") if path.parent.parent == ROOT / "utils"}
+    folders = {path.relative_to(ROOT / "tests").parts[0] for path in tracked_files("tests/*/*.py")}
+    assert folders - {"runs", "scripts"} == rooms
+    assert rooms >= {"data", "distributed", "network", "training", "benchmark"}
