@@ -79,7 +79,7 @@ def measure(cases: Sequence[Case], run: Run, windows: int, window_seconds: float
     """
     device = run.env.device
     run.state.model.train()
-    with tqdm(total=(windows + 1) * len(cases), unit="window", disable=None, hard_exit=False) as bar:
+    with tqdm(total=(windows + 1) * len(cases), unit="window", disable=None, leave=False) as bar:
 
         def measure_once(case: Case, steps: int) -> Window:
             bar.set_description(case.name)
