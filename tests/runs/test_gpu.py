@@ -33,6 +33,7 @@ from utils.data.sampler import Sampler
 import pipelines
 from tests import damage
 from tests.conftest import ROOT, TINY, Finished, assert_same, read_checkpoint, read_metrics, write_data
+from tests.contract import assert_keys
 from tests.training.test_optim import BAD_SCALE, OPTIMIZERS, check_skipped_first_step, fp16_losses, fp16_state
 from utils.config import ResolvedConfig
 from utils.distributed.group import DistEnv
@@ -376,6 +377,7 @@ def test_resume_in_mid_epoch_is_exact(
     whole, resumed = read_checkpoint(tmp_path / "whole"), read_checkpoint(cut)
     for name in ("model", "optimizer", "scaler", "step"):
         assert_same(whole[name], resumed[name], name)
+    assert_keys("metrics.jsonl", read_metrics(cut)[0], "train, fp16" if "fp16" in extra else "train")
     losses = [[record.get("train/loss") for record in read_metrics(folder)] for folder in (tmp_path / "whole", cut)]
     assert losses[0] == losses[1]
 

@@ -19,6 +19,7 @@ from utils.training.checkpoint import load_newest
 from utils.training.checkpoint import version_changes
 
 from tests.conftest import TINY, Finished, read_checkpoint, read_metrics, write_data
+from tests.contract import assert_keys
 from utils.config import TrainConfig
 from utils.errors import UserError
 
@@ -94,8 +95,11 @@ def test_what_a_run_starts_from(data: Path, tmp_path: Path, launch_series: Serie
         ("--evaluate", *weights, "--output-dir", tmp_path / "evaluated", "--workers", 1),
         ("--evaluate", *weights, "--output-dir", tmp_path / "not", "--workers", 1, "--no-pretrained-ema"),
         ("--evaluate", *weights, "--data-dir", renamed, "--output-dir", tmp_path / "wrong", "--workers", 1),
+        ("--evaluate", "--output-dir", source, "--workers", 1),
     )
-    assert [one.status for one in done] == [0] * 8 + [2], [one.err for one in done]
+    assert [one.status for one in done] == [0] * 8 + [2, 0], [one.err for one in done]
+    assert_keys("evaluation.json", evaluation(tmp_path / "evaluated"), "pretrained")
+    assert_keys("evaluation.json", evaluation(source), "checkpoint, EMA")
     said = [next(line.split(None, 1)[1] for line in one.out.splitlines() if " start " in line) for one in done[:6]]
     assert said[1] == f"EMA weights of {source}/last.pt, head kept (the same 3 classes)"
     assert said[2] == f"weights of {source}/last.pt, head kept (the same 3 classes)"
