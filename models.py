@@ -118,7 +118,7 @@ def read_weights(path: Path, ema: bool | None = None) -> Weights:
             content = content if isinstance(content, dict) else {}
             has_ema = any(name in content for name in EMA_NAMES)
             use_ema = has_ema if ema is None else ema
-            tensors = timm.load_state_dict(str(path), use_ema=use_ema, weights_only=True)
+            tensors = timm.models.load_state_dict(str(path), use_ema=use_ema, weights_only=True)
     except Exception as error:
         reason = getattr(error, "strerror", None) or type(error).__name__
         raise UserError(

@@ -17,6 +17,7 @@ import timm
 import torch
 
 from tests.conftest import TINY, assert_same, write_data
+from tests.contract import assert_keys
 from tests.harness import (
     Finished,
     assert_refused,
@@ -56,16 +57,14 @@ def test_the_files_keep_their_contract(data: Path, tmp_path: Path) -> None:
     records = read_metrics(out)
     train = [record for record in records if "train/loss" in record]
     assert [record["step"] for record in train] == [2, 4, 5, 7, 9, 10]
-    assert all(
-        record.keys() == {"epoch", "step", "train/loss", "lr", "images_per_second", "data_wait"} for record in train
-    )
+    for record in train:
+        assert_keys("metrics.jsonl", record, "train")
     assert all(0 <= record["data_wait"] <= 1 for record in train)
     evaluations = [record for record in records if "val/top1" in record]
     assert [(record["epoch"], record["step"]) for record in evaluations] == [(1, 5), (2, 10)]
-    assert {"val/top1", "val/top5", "val/loss", "val/count", "val/ema_top1"} <= evaluations[0].keys()
+    assert_keys("metrics.jsonl", evaluations[0], "evaluation, EMA")
     summary = json.loads((out / "summary.json").read_text())
-    keys = ["top1", "top5", "best_top1", "epochs", "images_per_second", "data_wait", "seconds", "world_size", "arch"]
-    assert set(keys) <= summary.keys()
+    assert_keys("summary.json", summary, "with EMA")
     assert summary["top1"] == evaluations[-1]["val/top1"]
     best = max(max(record["val/top1"], record["val/ema_top1"]) for record in evaluations)
     assert summary["best_top1"] == best
@@ -73,7 +72,9 @@ def test_the_files_keep_their_contract(data: Path, tmp_path: Path) -> None:
     assert summary["images_per_second"] > 0
     assert summary["timed_steps"] == 8, "all but the first interval"
     assert "images/s and data wait cover 8 of 10 steps: not each launch's first" in done.out
-    assert json.loads((out / "config.json").read_text())["arch"] == "test_resnet"
+    config = json.loads((out / "config.json").read_text())
+    assert_keys("config.json", config)
+    assert config["arch"] == "test_resnet"
     assert list((out / "tensorboard").iterdir())
     for fact in ("0.37 M parameters", "41 train, 41 val", "0.015625 = 0.5 x 8 / 256", "DALI", "CPU, float32"):
         assert fact in done.out
@@ -265,6 +266,8 @@ def test_what_the_best_checkpoint_of_a_folder_is(data: Path, tmp_path: Path) -> 
         (*flags, second, "--resume", first / "last.pt", "--overwrite", "--epochs", 2, "--lr", 1e-12),
     )
     assert [one.status for one in (started, other, later)] == [0, 0, 0], later.err
+    assert_keys("metrics.jsonl", read_metrics(second)[-1], "evaluation")
+    assert_keys("summary.json", json.loads((second / "summary.json").read_text()), "without EMA")
     best = read_checkpoint(second, "best.pt")
     assert (best["epoch"], best["config"]["seed"]) == (2, 0)
     assert [step for step, _ in read_losses(second)] == list(range(6, 11))
@@ -279,6 +282,7 @@ def test_what_the_best_checkpoint_of_a_folder_is(data: Path, tmp_path: Path) -> 
     notes = "note: --image-size 48, its run had 32\nnote: --val-resize 54, its run had 36"
     assert notes in evaluated.out, evaluated.err
     found = json.loads((first / "evaluation.json").read_text())
+    assert_keys("evaluation.json", found, "checkpoint")
     assert (found["checkpoint"], found["image_size"], found["val_resize"]) == (f"{first}/last.pt", 48, 54)
 
 

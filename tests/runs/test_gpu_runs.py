@@ -12,6 +12,7 @@ import torch
 
 from tests import damage
 from tests.conftest import TINY, assert_same, write_data
+from tests.contract import assert_keys
 from tests.harness import error_line, launch, launch_and_end, read_checkpoint, read_losses, read_metrics
 from utils.training.machine import nvlink_between
 
@@ -96,6 +97,7 @@ def test_resume_in_mid_epoch_is_exact(data: Path, tmp_path: Path, extra: tuple[s
     for name in ("model", "optimizer", "scaler", "step"):
         assert_same(whole[name], resumed[name], name)
     assert read_losses(tmp_path / "whole") == read_losses(cut)
+    assert_keys("metrics.jsonl", read_metrics(cut)[0], "train, fp16" if "fp16" in extra else "train")
 
 
 @pytest.mark.parametrize(

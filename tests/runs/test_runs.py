@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 
 from tests.conftest import TINY, write_data
+from tests.contract import assert_keys
 from tests.harness import Finished, assert_refused, launch_series, read_checkpoint, read_metrics
 from utils.config import TrainConfig
 from utils.errors import UserError
@@ -89,6 +90,7 @@ def test_what_a_run_starts_from(data: Path, tmp_path: Path) -> None:
         ("--evaluate", *weights, "--output-dir", evaluated, "--workers", 1),
         ("--evaluate", *weights, "--output-dir", evaluated_plain, "--workers", 1, "--no-pretrained-ema"),
         ("--evaluate", *weights, "--data-dir", renamed, "--output-dir", tmp_path / "7", "--workers", 1),
+        ("--evaluate", "--output-dir", source, "--workers", 1),
     )
     assert [run.status for run in done[:7]] == [0] * 7, [run.err for run in done]
     assert first_lines(done[:5]) == [
@@ -101,6 +103,8 @@ def test_what_a_run_starts_from(data: Path, tmp_path: Path) -> None:
     trained = read_checkpoint(source)
     torch.testing.assert_close(read_checkpoint(plain)["model"]["fc.weight"], trained["model"]["fc.weight"])
     assert not torch.equal(read_checkpoint(ema)["model"]["fc.weight"], trained["model_ema"]["fc.weight"])
+    assert_keys("evaluation.json", evaluation(evaluated), "pretrained")
+    assert_keys("evaluation.json", evaluation(source), "checkpoint, EMA")
     expected, names = read_metrics(source)[-1], ("loss", "weights")
     for folder, key, origin in ((evaluated, "val/ema_loss", "EMA weights"), (evaluated_plain, "val/loss", "weights")):
         result = evaluation(folder)

@@ -15,6 +15,7 @@ from PIL import Image
 
 from scripts import benchmark, performance
 from tests.conftest import SOCKETS_ARE_ELSEWHERE, write_images
+from tests.contract import assert_keys
 from tests.harness import ROOT, environment
 from utils.benchmark.report import COLOURS
 
@@ -52,6 +53,7 @@ def numbers(value: Any) -> Iterator[float]:
 def test_json_has_every_measurement(finished: tuple[dict[str, Any], Path, str]) -> None:
     result, _, _ = finished
     assert all(math.isfinite(number) and number >= 0 for number in numbers(result))
+    assert_keys("benchmark.json", result)
     assert result["kept"] is True
     assert any("--cache auto" in line for line in result["warnings"])
     for name, kind in {
@@ -63,19 +65,14 @@ def test_json_has_every_measurement(finished: tuple[dict[str, Any], Path, str]) 
         "where_dali_wins": list, "where_dali_loses": list, "warnings": list, "verdict": dict,
     }.items():  # fmt: skip
         assert type(result[name]) is kind, name
-    assert set(result["alone"]) == {"files", *LOADERS}
-    assert set(result["training"]) == {"synthetic", *LOADERS}
     for rate in (*result["alone"].values(), *result["training"].values()):
         assert len(rate["windows"]) == 5
         assert 0 < rate["min"] <= rate["median"] <= rate["max"]
         assert (rate["min"], rate["median"], rate["max"]) == (
             min(rate["windows"]), sorted(rate["windows"])[2], max(rate["windows"])
         )  # fmt: skip
-    for name in ("data_wait", "cpu_seconds_per_1000_images", "cpu_cores_busy", "first_batch_seconds"):
-        assert set(result[name]) == set(LOADERS), name
     assert all(seconds > 0 for seconds in result["cpu_seconds_per_1000_images"].values())
     assert set(result["gpu_memory_mb"].values()) == {None}
-    assert set(result["versions"]) == {"torch", "dali", "timm", "torchvision", "python"}
 
 
 def test_table_of_several_runs(finished: tuple[dict[str, Any], Path, str], tmp_path: Path) -> None:

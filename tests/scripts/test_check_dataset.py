@@ -15,6 +15,7 @@ import pytest
 from scripts import check_dataset
 from tests import damage
 from tests.conftest import TINY, write_data
+from tests.contract import CONTRACT, assert_keys
 from tests.data.test_verification import dali_accepts
 from tests.harness import ROOT, Finished, alive, descendants, environment, identify
 from utils.data.decoding import decoder_of
@@ -65,6 +66,9 @@ def test_any_tree_with_bad_and_suspicious_files(tmp_path: Path, capsys: pytest.C
     out = tmp_path / "out"
     done = check(tmp_path / "tree", "--output-dir", out, "--rows", "100")
     assert (done.status, done.err) == (1, "")
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert {"keys": sorted(manifest), "fields": manifest["fields"]} == CONTRACT["files"]["manifest.json"]
+    assert_keys("bad_files.json", json.loads((out / "bad_files.json").read_text()))
     bad = named_bad(out)
     assert set(bad) == {str(path.relative_to(tmp_path / "tree")) for path in [*names, *irregular]}
     assert bad["of/any/depth/two\nlines.jpg"] == "no image that DALI reads"

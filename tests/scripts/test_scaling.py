@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from scripts.scaling import gpus_of_round, link_images
+from tests.contract import assert_keys
 from tests.harness import ROOT, descendants, environment
 from utils.data.formats.folder import scan_splits
 
@@ -57,6 +58,7 @@ def test_table_and_files(data: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out" / "scaling.json").read_text())
+    assert_keys("scaling.json", found)
     one, two = found["points"]
     assert (one["processes"], two["processes"]) == (1, 2)
     assert len(one["rates"]) == len(two["rates"]) == 3
