@@ -17,28 +17,27 @@ from typing import Any
 
 import nvidia.dali as dali
 import torch
-import torch.utils.data
 from nvidia.dali import fn, types
 from nvidia.dali.types import BatchInfo
 from torch import Tensor
 
 from utils.config import ResolvedConfig
 from utils.data.batch import Batch, TrainLoader, ValLoader
-from utils.data.cache import CACHED, _decoded, _DecodedImages
+from utils.data.cache import CACHED, ImageCache, cached_images
 from utils.data.dali import (
     NUM_PIPELINES,
-    _dali_device,
-    _decoder_options,
-    _on_device,
-    _pipeline_options,
-    _remove_generated_files,
-    _run,
+    dali_device,
+    decoder_options,
+    on_device,
+    pipeline_options,
+    remove_generated_files,
+    run_pipeline,
 )
-from utils.data.decode_pool import _identify_bad_file
+from utils.data.decode_pool import identify_bad_file
 from utils.data.manifest import Manifest
 from utils.data.policies import RATIO, apply_policy
 from utils.data.proxy_loader import ProxyTrainLoader
-from utils.data.reader import _encoded, _FileReader
+from utils.data.reader import BatchReader, encoded_images
 from utils.data.sampler import Sampler, shard
 from utils.data.synthetic import SyntheticTrainLoader, SyntheticValLoader
 from utils.data.torch_loader import TorchTrainLoader, TorchValLoader
@@ -88,7 +87,7 @@ def _random_crops(source: Any, config: ResolvedConfig, device: str) -> Any:
     Mirroring is a resize of the crop from right to left: fn.flip would launch a kernel for every image.
     """
     area, ratio = [config.crop_scale, 1.0], list(RATIO)
-    decoder = _decoder_options(config, device)
+    decoder = decoder_options(config, device)
     mirror = fn.cast(fn.random.coin_flip(probability=config.hflip), dtype=types.FLOAT)
     if config.decode == "fused":
         images = fn.decoders.image_random_crop(source, random_area=area, random_aspect_ratio=ratio, **decoder)
@@ -118,10 +117,10 @@ def _train_images(source: Any, config: ResolvedConfig, device: str) -> Any:
 def train_pipeline(source: Callable[[BatchInfo], Any], config: ResolvedConfig, device: str) -> Any:
     """Random crop, flip and auto-augment of the images in `source`: uint8 NHWC images, int64 (N, 1) targets.
 
-    `source` gives encoded files, as `_FileReader`, or decoded images, as `_DecodedImages`, by `config.cache`.
+    `source` gives encoded files, as `BatchReader`, or decoded images, as `ImageCache`, by `config.cache`.
     """
-    images, targets = _decoded(source, config, device) if config.cache in CACHED else _encoded(source)
-    return _train_images(images, config, device), _on_device(targets, device)
+    images, targets = cached_images(source, config, device) if config.cache in CACHED else encoded_images(source)
+    return _train_images(images, config, device), on_device(targets, device)
 
 
 @dali.pipeline_def(exec_dynamic=True, enable_conditionals=True)  # type: ignore[untyped-decorator]
@@ -133,7 +132,7 @@ def proxy_pipeline(config: ResolvedConfig, device: str) -> Any:
 @dali.pipeline_def(exec_dynamic=True)  # type: ignore[untyped-decorator]
 def val_pipeline(source: Callable[[BatchInfo], Any], config: ResolvedConfig, device: str) -> Any:
     """Resize of the shorter side and centre crop, in torchvision's exact geometry: uint8 NHWC, int64 (N, 1)."""
-    jpegs, targets = _encoded(source)
+    jpegs, targets = encoded_images(source)
     images = fn.decoders.image(
         jpegs,
         device="mixed" if device == "gpu" else "cpu",
@@ -154,7 +153,7 @@ def val_pipeline(source: Callable[[BatchInfo], Any], config: ResolvedConfig, dev
     anchor = fn.stack(_half_to_even(height - config.image_size), _half_to_even(width - config.image_size))
     size = [config.image_size, config.image_size]
     images = fn.slice(images, anchor, size, axis_names="HW", normalized_anchor=False, normalized_shape=False)
-    return images, _on_device(targets, device)
+    return images, on_device(targets, device)
 
 
 def _half_to_even(margin: Any) -> Any:
@@ -182,9 +181,9 @@ class DaliTrainLoader:
         self._origin = first_batch if state is None else int(state["origin"])
         self._taken = first_batch - self._origin
         self._device = env.device
-        self._naming = functools.partial(_identify_bad_file, config, manifest, env)
+        self._identify_bad_file = functools.partial(identify_bad_file, config, manifest, env)
         self._sampler = sampler
-        self._images = _DecodedImages(config, manifest, env) if config.cache in CACHED else None
+        self._images = ImageCache(config, manifest, env) if config.cache in CACHED else None
         blobs = [None] * NUM_PIPELINES if state is None else state["dali"]
         self._pipelines = [
             self._create_pipeline(config, manifest, sampler, env, turn, blob) for turn, blob in enumerate(blobs)
@@ -208,27 +207,27 @@ class DaliTrainLoader:
         seed = derive_seed(Stream.DALI, config.seed, env.rank, turn, self._origin // sampler.batches_per_step)
         images = self._images
         if images is None:
-            reader = _FileReader(
+            reader = BatchReader(
                 manifest, lambda number: sampler.indices(first + number * NUM_PIPELINES), config, taken
             )
-            source = lambda info: reader.take(info.iteration)  # noqa: E731
+            source = lambda info: reader.read(info.iteration)  # noqa: E731
         else:
             source = lambda info: images[sampler.indices(first + info.iteration * NUM_PIPELINES)]  # noqa: E731
         pipeline = train_pipeline(
             source,
             config,
-            _dali_device(env),
+            dali_device(env),
             checkpoint=None if blob is None else bytes(blob.numpy()),
-            **_pipeline_options(config, env) | {"seed": seed},
+            **pipeline_options(config, env) | {"seed": seed},
         )
         pipeline.build()
-        _remove_generated_files()
+        remove_generated_files()
         return pipeline
 
     def __next__(self) -> Batch:
         pipeline = self._pipelines[self._taken % len(self._pipelines)]
-        with self._naming(map(self._sampler.indices, itertools.count(self._origin + self._taken))):
-            batch = _run(pipeline, self._device)
+        with self._identify_bad_file(map(self._sampler.indices, itertools.count(self._origin + self._taken))):
+            batch = run_pipeline(pipeline, self._device)
         self._taken += 1
         return batch
 
@@ -249,19 +248,19 @@ class DaliValLoader:
         batches = [indices[at : at + config.batch_size] for at in range(0, len(indices), config.batch_size)]
         self._batches = batches
         self._device = env.device
-        self._naming = functools.partial(_identify_bad_file, config, manifest, env)
+        self._identify_bad_file = functools.partial(identify_bad_file, config, manifest, env)
         if batches:
-            reader = _FileReader(manifest, lambda position: batches[position % len(batches)], config)
+            reader = BatchReader(manifest, lambda position: batches[position % len(batches)], config)
             self._pipeline = val_pipeline(
-                lambda info: reader.take(info.iteration),  # reads ahead into the next pass
+                lambda info: reader.read(info.iteration),  # reads ahead into the next pass
                 config,
-                _dali_device(env),
-                **_pipeline_options(config, env),
+                dali_device(env),
+                **pipeline_options(config, env),
             )
             self._pipeline.build()
 
     def __iter__(self) -> Iterator[Batch]:
         for number in range(len(self._batches)):
-            with self._naming(itertools.islice(self._batches, number, None)):
-                batch = _run(self._pipeline, self._device)
+            with self._identify_bad_file(itertools.islice(self._batches, number, None)):
+                batch = run_pipeline(self._pipeline, self._device)
             yield batch

@@ -30,7 +30,7 @@ import pipelines
 from utils.cli import parse
 from utils.config import ResolvedConfig, TrainConfig, require_data
 from utils.data.batch import Batch
-from utils.data.splits import Splits, check_files, describe_skipped, leave_out_bad, read_data
+from utils.data.splits import Splits, check_files, describe_exclusions, exclude_bad_files, read_data
 from utils.distributed.collectives import all_gather_object, broadcast, sync_errors
 from utils.distributed.group import DistEnv, process_group, read_launch
 from utils.distributed.launcher import seconds_since_launch, terminate_torchrun
@@ -269,7 +269,7 @@ def evaluate_checkpoint(
         found = evaluate(model, loader, normalize, len(val), env, AMP_DTYPES[config.amp])
         result |= {("" if name == "model" else "ema_") + key: value for key, value in found.items()}
     if env.is_main:
-        if skipped := describe_skipped(config, splits):
+        if skipped := describe_exclusions(config, splits):
             emit(f"skipped {skipped}")
         for line in [*notes, *([note] if note else [])]:
             emit(f"note: {line}")
@@ -397,7 +397,7 @@ def evaluate_only(config: TrainConfig) -> None:
         resolved = resolve(config, splits["val"].classes, env, feed, saved)
         check_files(resolved, splits, env)
         prepare_output(resolved, env)
-        splits = leave_out_bad(resolved, splits, env, saved)
+        splits = exclude_bad_files(resolved, splits, env, saved)
         evaluate_checkpoint(resolved, splits, env, path, saved, notes)
 
 
@@ -423,7 +423,7 @@ def train(config: TrainConfig) -> None:
         prepare_output(resolved, env)
         if not locked:
             lock_output(resolved, env, stack)
-        splits = leave_out_bad(resolved, listed, env, saved)
+        splits = exclude_bad_files(resolved, listed, env, saved)
         run = create_run(resolved, splits, listed, env, stack, stop, started, path, saved)
         del saved  # memory for the whole run otherwise
         log_run_summary(run, splits, feed)

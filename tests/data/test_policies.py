@@ -27,8 +27,8 @@ import pipelines
 from tests.conftest import resolved
 from utils.config import ResolvedConfig
 from utils.data import policies
-from utils.data.dali import _remove_generated_files
-from utils.data.torch_loader import _torch_train_transform
+from utils.data.dali import remove_generated_files
+from utils.data.torch_loader import torch_train_transform
 
 ImageInfo = NDArray[np.uint8]  # (H, W, 3)
 Step = tuple[str, int, int]  # torchvision's operation, bin of its magnitude, sign
@@ -85,14 +85,14 @@ def by_dali(pictures: list[ImageInfo], policy: str, runs: int = 1) -> list[Image
         batch_size=len(pictures), num_threads=2, device_id=None, seed=0, prefetch_queue_depth=1,
     )  # fmt: skip
     pipeline.build()
-    _remove_generated_files()
+    remove_generated_files()
     batches = (pipeline.run()[0] for _ in range(runs))
     return [np.array(images.at(index)) for images in batches for index in range(len(pictures))]
 
 
 def by_torchvision(pictures: list[ImageInfo], policy: str) -> list[ImageInfo]:
     """The pictures, augmented as `--loader torch` does."""
-    transform = _torch_train_transform(config_for(policy, pictures[0].shape[0]))
+    transform = torch_train_transform(config_for(policy, pictures[0].shape[0]))
     torch.manual_seed(0)
     return [transform(Image.fromarray(one)).permute(1, 2, 0).numpy() for one in pictures]
 
@@ -155,7 +155,7 @@ def one_operation(operation: Any, inputs: list[Any], bins: int) -> list[ImageInf
 
     made = pipeline(prefetch_queue_depth=1)
     made.build()
-    _remove_generated_files()
+    remove_generated_files()
     images = made.run()[0]
     return [np.array(images.at(index)) for index in range(len(inputs[0]))]
 

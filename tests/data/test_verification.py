@@ -18,12 +18,12 @@ import pipelines
 from tests import damage
 from tests.conftest import resolved, write_images
 from utils.data import verification as inspection
-from utils.data.decode_pool import FileReport, inspect
+from utils.data.decode_pool import FileReport, decode_files
 from utils.data.decoding import Decoder, ImageInfo, dali_decode, decoder_of, has_end
 from utils.data.formats.folder import scan, stat_file
 from utils.data.manifest import FileEntry
 from utils.data.sampler import Sampler
-from utils.data.torch_loader import _TorchImages
+from utils.data.torch_loader import TorchImages
 from utils.data.verification import load_manifest, suspicious, verify_dataset
 from utils.distributed.group import DistEnv
 from utils.errors import BadFile, UserError
@@ -54,7 +54,7 @@ def kinds(tmp_path: Path) -> dict[str, Path]:
 
 
 def judged_good(kinds: dict[str, Path], decoder: Decoder) -> dict[str, bool]:
-    found = dict(inspect([str(path) for path in kinds.values()], decoder.decode, 2))
+    found = dict(decode_files([str(path) for path in kinds.values()], decoder.decode, 2))
     return {kind: found[str(path)].bad is None for kind, path in kinds.items()}
 
 
@@ -69,7 +69,7 @@ def test_bad_is_what_dali_rejects(kinds: dict[str, Path]) -> None:
 def test_bad_for_the_torch_loader_is_what_pillow_rejects(kinds: dict[str, Path], cpu: DistEnv) -> None:
     manifest = scan(kinds["PNG"].parents[2], "val", skip_bad=True)
     config = resolved(loader="torch", image_size=32, val_resize=36, workers=1, batch_size=1)
-    images = _TorchImages(config, manifest, train=False)
+    images = TorchImages(config, manifest, train=False)
     accepted = {"empty": False}
     for index, name in enumerate(manifest.files):
         kind = name[len("a/") : -len(".jpg")]
@@ -136,7 +136,7 @@ def test_a_cut_jpeg_is_found_whatever_the_crop(tmp_path: Path, cpu: DistEnv, loa
 
 def test_what_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
     paths = damage.write_not_regular(tmp_path)
-    found = dict(inspect([str(path) for path in paths], dali_decode, 2))
+    found = dict(decode_files([str(path) for path in paths], dali_decode, 2))
     assert {Path(path).name for path, record in found.items() if record.bad} == set(damage.NOT_REGULAR)
     assert found[str(paths[0])].bad == "not a regular file"
     assert found[str(paths[3])].bad == "cannot be read (No such file or directory)"
@@ -151,7 +151,7 @@ def _picky(content: bytes) -> ImageInfo:
 def test_a_file_that_kills_its_decoder_is_bad_and_the_others_are_not(tmp_path: Path) -> None:
     for index in range(40):
         (tmp_path / f"{index:03}.jpg").write_bytes(b"die" if index in (17, 18, 31) else b"live")
-    found = dict(inspect([str(path) for path in sorted(tmp_path.iterdir())], _picky, 2))
+    found = dict(decode_files([str(path) for path in sorted(tmp_path.iterdir())], _picky, 2))
     assert len(found) == 40
     assert sorted(Path(path).name for path, record in found.items() if record.bad) == ["017.jpg", "018.jpg", "031.jpg"]
     assert "ends the process" in str(found[str(tmp_path / "017.jpg")].bad)

@@ -247,7 +247,7 @@ def settings(name: str, run: Run) -> ResolvedConfig:
 def reading_threads(workers: int) -> int:
     """Threads that read files for DALI's training loader, which has `workers` CPU threads that decode.
 
-    They mostly wait, so their number decides what a disk with a high latency delivers; `pipelines._FileReader` sets it
+    They mostly wait, so their number decides what a disk with a high latency delivers; `pipelines.BatchReader` sets it
     for each of the pipelines.
     """
     shares = [max(1, (workers + turn) // NUM_PIPELINES) for turn in range(NUM_PIPELINES)]

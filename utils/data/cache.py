@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import nvidia.dali as dali
 import torch
-import torch.utils.data
 from numpy.typing import NDArray
 from nvidia.dali import fn, types
 from nvidia.dali.types import BatchInfo
@@ -16,10 +15,10 @@ from torch.utils.dlpack import from_dlpack
 from tqdm import tqdm
 
 from utils.config import ResolvedConfig
-from utils.data.dali import _dali_device, _decoder_options, _on_device, _outputs, _pipeline_options
-from utils.data.decode_pool import _identify_bad_file
+from utils.data.dali import dali_device, decoder_options, on_device, pipeline_options, pipeline_outputs
+from utils.data.decode_pool import identify_bad_file
 from utils.data.manifest import Manifest
-from utils.data.reader import _encoded, _FileReader
+from utils.data.reader import BatchReader, encoded_images
 from utils.distributed.group import DistEnv
 
 CACHED = ("gpu", "host")  # values of --cache with which images are decoded once
@@ -29,11 +28,11 @@ CHUNK = 2**28  # bytes; torch rounds pinned memory up to a power of two
 @dali.pipeline_def(exec_dynamic=True)  # type: ignore[untyped-decorator]
 def decode_pipeline(source: Callable[[BatchInfo], Any], config: ResolvedConfig, device: str) -> Any:
     """Whole images, uint8 HWC of their own sizes, and their targets."""
-    jpegs, targets = _encoded(source)
-    return fn.decoders.image(jpegs, **_decoder_options(config, device)), targets
+    jpegs, targets = encoded_images(source)
+    return fn.decoders.image(jpegs, **decoder_options(config, device)), targets
 
 
-class _DecodedImages:
+class ImageCache:
     """All training images, decoded once, in the memory that `config.cache` names.
 
     They are decoded in the order of the manifest, so that their pixels do not depend on where a run was interrupted.
@@ -54,15 +53,15 @@ class _DecodedImages:
             np.arange(at, min(at + config.batch_size, len(manifest)))
             for at in range(0, len(manifest), config.batch_size)
         ]
-        reader = _FileReader(manifest, lambda position: batches[position % len(batches)], config)
+        reader = BatchReader(manifest, lambda position: batches[position % len(batches)], config)
         pipeline = decode_pipeline(
-            lambda info: reader.take(info.iteration), config, _dali_device(env), **_pipeline_options(config, env)
+            lambda info: reader.read(info.iteration), config, dali_device(env), **pipeline_options(config, env)
         )
         pipeline.build()
         bar = tqdm(batches, "decoding", unit="batch", hard_exit=False, disable=None if env.is_main else True)
         for number, _ in enumerate(bar):
-            with _identify_bad_file(config, manifest, env, itertools.islice(batches, number, None)):
-                self._append(_outputs(pipeline, env.device)[0], config)
+            with identify_bad_file(config, manifest, env, itertools.islice(batches, number, None)):
+                self._append(pipeline_outputs(pipeline, env.device)[0], config)
         if env.device.type == "cuda":
             torch.cuda.synchronize(env.device)
 
@@ -87,8 +86,8 @@ class _DecodedImages:
         return [self._images[index] for index in indices], self._labels[indices]
 
 
-def _decoded(source: Callable[[BatchInfo], Any], config: ResolvedConfig, device: str) -> tuple[Any, Any]:
-    """Decoded images on `device` and targets on the CPU, as `_DecodedImages` gives them."""
+def cached_images(source: Callable[[BatchInfo], Any], config: ResolvedConfig, device: str) -> tuple[Any, Any]:
+    """Decoded images on `device` and targets on the CPU, as `ImageCache` gives them."""
     where = "gpu" if config.cache == "gpu" else "cpu"
     images = fn.external_source(
         source=lambda info: source(info)[0],
@@ -103,4 +102,4 @@ def _decoded(source: Callable[[BatchInfo], Any], config: ResolvedConfig, device:
     targets = fn.external_source(
         source=lambda info: source(info)[1], batch=True, batch_info=True, dtype=types.INT64, ndim=1
     )
-    return _on_device(images, device) if where == "cpu" else images, targets
+    return on_device(images, device) if where == "cpu" else images, targets

@@ -55,7 +55,7 @@ class FileReport(NamedTuple):
     warning: str = ""
 
 
-def inspect(
+def decode_files(
     paths: Sequence[str], decode: Callable[[bytes], ImageInfo], workers: int
 ) -> Generator[tuple[str, FileReport]]:
     """Decode the files in `workers` processes; they come as they are ready."""
@@ -67,7 +67,7 @@ def inspect(
             while running or (left and not lost):
                 with contextlib.suppress(BrokenProcessPool):  # the running ones say so too
                     while left and not lost and len(running) < 2 * workers:
-                        running[pool.submit(_inspect_files, left[0], decode)] = left[0]
+                        running[pool.submit(_decode_chunk, left[0], decode)] = left[0]
                         left.popleft()
                 for done in wait(running, return_when=FIRST_COMPLETED).done:
                     chunk = running.pop(done)
@@ -77,13 +77,13 @@ def inspect(
                         yield from done.result()
         # A process was killed, by a file or for want of memory, and took the pool's other files with it.
         for path in itertools.chain.from_iterable(lost):
-            yield _inspect_alone(path, decode)
+            yield _decode_alone(path, decode)
 
 
-def _inspect_alone(path: str, decode: Callable[[bytes], ImageInfo]) -> tuple[str, FileReport]:
+def _decode_alone(path: str, decode: Callable[[bytes], ImageInfo]) -> tuple[str, FileReport]:
     with _pool(1) as pool:
         try:
-            return pool.submit(_inspect_files, [path], decode).result()[0]
+            return pool.submit(_decode_chunk, [path], decode).result()[0]
         except BrokenProcessPool:
             _, size, mtime, _ = stat_file(path)
             return path, FileReport(size, mtime, "its decoding ends the process (a crash, or no memory left)")
@@ -113,11 +113,11 @@ def _start_worker(parent: int) -> None:
     os.close(messages)
 
 
-def _inspect_files(paths: Sequence[str], decode: Callable[[bytes], ImageInfo]) -> list[tuple[str, FileReport]]:
-    return [(path, _inspect_file(path, decode)) for path in paths]
+def _decode_chunk(paths: Sequence[str], decode: Callable[[bytes], ImageInfo]) -> list[tuple[str, FileReport]]:
+    return [(path, _decode_file(path, decode)) for path in paths]
 
 
-def _inspect_file(path: str, decode: Callable[[bytes], ImageInfo]) -> FileReport:
+def _decode_file(path: str, decode: Callable[[bytes], ImageInfo]) -> FileReport:
     _, size, mtime, bad = stat_file(path)
     if bad is not None:
         return FileReport(size, mtime, bad)
@@ -131,10 +131,11 @@ def _inspect_file(path: str, decode: Callable[[bytes], ImageInfo]) -> FileReport
     except DecodeError as error:
         messages = _take_messages()
         return FileReport(size, mtime, f"{error} ({messages[0]})" if messages else str(error))
-    return FileReport(size, mtime, None, *info, _digest(content), "; ".join(_take_messages()))
+    return FileReport(size, mtime, None, *info, content_digest(content), "; ".join(_take_messages()))
 
 
-def _digest(content: bytes) -> str:
+def content_digest(content: bytes) -> str:
+    """Digest of a file's content, 32 hex digits."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
@@ -149,7 +150,7 @@ def _take_messages() -> list[str]:
 
 
 @contextlib.contextmanager
-def _identify_bad_file(
+def identify_bad_file(
     config: ResolvedConfig, manifest: Manifest, env: DistEnv, upcoming: Iterable[NDArray[np.int64]]
 ) -> Iterator[None]:
     """Around the next batch: what fails for a bad file among the `upcoming` images, a batch each, names that file.
@@ -166,7 +167,7 @@ def _identify_bad_file(
         ahead = itertools.islice(upcoming, 2 + READ_AHEAD + NUM_PIPELINES * config.prefetch)
         paths = [manifest.path(int(index)) for indices in ahead for index in indices]
         deadline = time.monotonic() + BAD_FILE_SEARCH_TIMEOUT
-        with contextlib.closing(inspect(paths, decoder_of(config.loader).decode, config.workers)) as stream:
+        with contextlib.closing(decode_files(paths, decoder_of(config.loader).decode, config.workers)) as stream:
             for path, found in stream:
                 if found.bad is not None:
                     raise BadFile(path, found.bad, env.rank) from error

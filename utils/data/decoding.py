@@ -82,7 +82,7 @@ def _codec(process: int) -> Any:
     return nvimgcodec.Decoder(device_id=CPU_ONLY_DEVICE, max_num_cpu_threads=1, backends=backends)
 
 
-def _check_end(content: bytes) -> None:
+def check_end(content: bytes) -> None:
     """Raise DecodeError for a JPEG that was cut off, by the verdict of `dali_decode`."""
     if not has_end(content):
         dali_decode(content)
@@ -97,7 +97,7 @@ def pillow_decode(content: bytes) -> ImageInfo:
     try:
         with Image.open(io.BytesIO(content)) as file:
             codec = (file.format or "").lower()
-            image = _upright(file)
+            image = upright_rgb(file)
     except PIL.UnidentifiedImageError:
         raise DecodeError("no image that Pillow reads") from None
     except Exception as error:
@@ -105,7 +105,7 @@ def pillow_decode(content: bytes) -> ImageInfo:
     return ImageInfo(codec, image.width, image.height)
 
 
-def _upright(file: Image.Image) -> Image.Image:
+def upright_rgb(file: Image.Image) -> Image.Image:
     """RGB and turned as its EXIF data ask, as DALI decodes."""
     image = ImageOps.exif_transpose(file)
     # Grey of 16 bits, which convert() would clip; a mode "I" of other formats may have 32.

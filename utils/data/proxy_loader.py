@@ -14,17 +14,17 @@ from torch import Tensor
 
 from utils.config import ResolvedConfig
 from utils.data.batch import Batch
-from utils.data.dali import _dali_device, _pipeline_options, _remove_generated_files
-from utils.data.decode_pool import _identify_bad_file
-from utils.data.decoding import END, _check_end
+from utils.data.dali import dali_device, pipeline_options, remove_generated_files
+from utils.data.decode_pool import identify_bad_file
+from utils.data.decoding import END, check_end
 from utils.data.manifest import Manifest
 from utils.data.sampler import Sampler
-from utils.data.workers import _BatchSampler, _label, _shutdown_workers_now, _worker_options, safe_fork
+from utils.data.workers import BatchSampler, label_tensor, safe_fork, shutdown_workers, worker_options
 from utils.distributed.group import DistEnv
 from utils.seed import Stream, derive_seed
 
 
-class _ProxyImages(torch.utils.data.Dataset[tuple[Any, Tensor]]):
+class ProxyImages(torch.utils.data.Dataset[tuple[Any, Tensor]]):
     """File names, handed to the DALI server by each worker, and labels: int64 ()."""
 
     def __init__(self, manifest: Manifest, proxy: Any) -> None:
@@ -37,8 +37,8 @@ class _ProxyImages(torch.utils.data.Dataset[tuple[Any, Tensor]]):
             file.seek(-len(END), os.SEEK_END)
             if file.read() != END:
                 file.seek(0)
-                _check_end(file.read())
-        return self.proxy(np.frombuffer(os.fsencode(path), dtype=np.uint8)), _label(self.manifest, index)
+                check_end(file.read())
+        return self.proxy(np.frombuffer(os.fsencode(path), dtype=np.uint8)), label_tensor(self.manifest, index)
 
 
 class ProxyTrainLoader:
@@ -66,7 +66,7 @@ class ProxyTrainLoader:
 
     def __next__(self) -> Batch:
         upcoming = map(self._sampler.indices, itertools.count(self._next))
-        with _identify_bad_file(self._config, self._manifest, self._env, upcoming):
+        with identify_bad_file(self._config, self._manifest, self._env, upcoming):
             batch = next(self._batches)
         self._next += 1
         return batch
@@ -78,24 +78,24 @@ class ProxyTrainLoader:
             pipeline = self._epoch_pipeline(epoch, batch - epoch * self._sampler.batches_per_epoch)
             server = proxy.DALIServer(pipeline, deterministic=self._config.deterministic)
             try:
-                yield from self._epoch(server, _BatchSampler(self._sampler, batch, last))
+                yield from self._epoch(server, BatchSampler(self._sampler, batch, last))
             finally:
                 self._stopping.submit(server.stop_thread)
             batch = last
 
     def _epoch_pipeline(self, epoch: int, batch: int) -> Any:
         seed = derive_seed(Stream.PROXY, self._config.seed, self._env.rank, epoch, batch)
-        options = _pipeline_options(self._config, self._env) | {"seed": seed}
-        pipeline = self._create_pipeline(self._config, _dali_device(self._env), **options)
-        _remove_generated_files()
+        options = pipeline_options(self._config, self._env) | {"seed": seed}
+        pipeline = self._create_pipeline(self._config, dali_device(self._env), **options)
+        remove_generated_files()
         return pipeline
 
-    def _epoch(self, server: Any, order: _BatchSampler) -> Iterator[Batch]:
+    def _epoch(self, server: Any, order: BatchSampler) -> Iterator[Batch]:
         loader = proxy.DataLoader(
             server,
-            _ProxyImages(self._manifest, server.proxy),
+            ProxyImages(self._manifest, server.proxy),
             batch_sampler=order,
-            **(_worker_options(self._config, self._env) | {"pin_memory": False}),  # there is no image to pin
+            **(worker_options(self._config, self._env) | {"pin_memory": False}),  # there is no image to pin
         )
         with safe_fork():
             batches = iter(loader)
@@ -104,7 +104,7 @@ class ProxyTrainLoader:
             for images, targets in batches:
                 yield Batch(images.permute(0, 3, 1, 2), targets.to(self._env.device, non_blocking=True))
         finally:
-            _shutdown_workers_now(batches)
+            shutdown_workers(batches)
 
     def state(self) -> dict[str, Any]:
         return {}

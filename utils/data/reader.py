@@ -11,7 +11,7 @@ from nvidia.dali import fn, types
 from nvidia.dali.types import BatchInfo
 
 from utils.config import ResolvedConfig
-from utils.data.decoding import END, _check_end
+from utils.data.decoding import END, check_end
 from utils.data.manifest import Manifest
 
 READ_THREADS = 4  # at least, of each reader; they mostly wait for the disk
@@ -32,7 +32,7 @@ class _Files:
         return self._table[indices], self._lengths[indices, None], self._labels[indices, None]
 
 
-class _FileReader:
+class BatchReader:
     """Source of encoded images: a pipeline of its own reads ahead; each call takes the next batch.
 
     The operators of one pipeline share its threads. Files read there wait behind the decoding of the batch before,
@@ -60,7 +60,7 @@ class _FileReader:
         )
         self._pipeline.build()
 
-    def take(self, position: int) -> tuple[Any, Any]:
+    def read(self, position: int) -> tuple[Any, Any]:
         """Bytes and targets of the batch at `position`, which must be the next.
 
         Raises:
@@ -74,12 +74,12 @@ class _FileReader:
         if tails.is_dense_tensor():  # else one is shorter than its tail would be
             suspects = np.flatnonzero((tails.as_array() != tuple(END)).any(axis=1))
         for index in suspects:
-            _check_end(files.at(int(index)).tobytes())
+            check_end(files.at(int(index)).tobytes())
         return files, targets
 
 
-def _encoded(source: Callable[[BatchInfo], Any]) -> tuple[Any, Any]:
-    """Encoded files and targets of a batch, as `_FileReader` gives them."""
+def encoded_images(source: Callable[[BatchInfo], Any]) -> tuple[Any, Any]:
+    """Encoded files and targets of a batch, as `BatchReader` gives them."""
     jpegs, targets = fn.external_source(
         source=source,
         num_outputs=2,

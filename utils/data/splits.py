@@ -31,7 +31,7 @@ def read_data(config: TrainConfig) -> Splits:
     return dict(zip(names, folder.scan_splits(config.data_dir, skip_bad), strict=True))
 
 
-def leave_out_bad(config: ResolvedConfig, splits: Splits, env: DistEnv, saved: dict[str, Any]) -> Splits:
+def exclude_bad_files(config: ResolvedConfig, splits: Splits, env: DistEnv, saved: dict[str, Any]) -> Splits:
     """`--bad-files skip`: the manifests without the files that the loader cannot read. A collective.
 
     Every file is decoded once, by all ranks together; what was found is kept in the output folder, for the next launch
@@ -78,7 +78,7 @@ def apply_exclusions(
         saved: a checkpoint; if it is of another data set, so is the result.
         split: train or val.
     """
-    begun = as_begun(listed, saved["excluded_files"][split], bad)
+    begun = initial_manifest(listed, saved["excluded_files"][split], bad)
     if begun.fingerprint != saved["fingerprint"][f"files of {split}/"]:
         return kept
     if split == "train":
@@ -86,7 +86,7 @@ def apply_exclusions(
     return dataclasses.replace(begun.without(bad), fingerprint=begun.fingerprint)
 
 
-def as_begun(listed: Manifest, excluded_files: Sequence[str], bad: Mapping[str, str] | None = None) -> Manifest:
+def initial_manifest(listed: Manifest, excluded_files: Sequence[str], bad: Mapping[str, str] | None = None) -> Manifest:
     """The images with which a run began that has been without the files `excluded_files`; `bad` has their reasons."""
     reasons = bad or {}
     return (
@@ -96,7 +96,7 @@ def as_begun(listed: Manifest, excluded_files: Sequence[str], bad: Mapping[str, 
     )
 
 
-def describe_skipped(config: ResolvedConfig, splits: Splits) -> str:
+def describe_exclusions(config: ResolvedConfig, splits: Splits) -> str:
     """How many files were left out, in all and of each class; "" for none."""
     parts = []
     for split, manifest in splits.items():

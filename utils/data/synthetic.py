@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.utils.data
 
 from utils.config import ResolvedConfig
 from utils.data.batch import Batch

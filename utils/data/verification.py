@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from utils.data.decode_pool import FileReport, _digest, inspect
+from utils.data.decode_pool import FileReport, content_digest, decode_files
 from utils.data.decoding import Decoder
 from utils.data.manifest import FileEntry, Manifest
 from utils.distributed.collectives import all_gather_object, broadcast, gather_to_rank0, raise_on_all_ranks
@@ -86,7 +86,7 @@ def verify_dataset(
     shown = env.is_main and len(pending) > 0
     with (
         tqdm(total=len(pending), desc="scanning", unit="file", disable=None if shown else True) as bar,
-        contextlib.closing(inspect(share, decoder.decode, workers)) as stream,
+        contextlib.closing(decode_files(share, decoder.decode, workers)) as stream,
     ):
         while any(all_gather_object(left, env)):
             fresh = list(_for_seconds(stream, ROUND_SECONDS if env.world_size > 1 else BAR_SECONDS))
@@ -222,7 +222,7 @@ def compare_contents(
     for index in changed:
         if before[index] and not now[index] and time.monotonic() < deadline:
             with contextlib.suppress(OSError):  # whoever decodes it will say what is wrong with it
-                now[index] = _number(_digest(Path(manifest.path(int(index))).read_bytes()))
+                now[index] = _number(content_digest(Path(manifest.path(int(index))).read_bytes()))
         if not (before[index] and now[index]):
             unsure.append(index)
         elif before[index] != now[index]:

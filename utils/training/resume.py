@@ -18,7 +18,7 @@ from models import Normalization
 from utils.config import ResolvedConfig, TrainConfig, flag, require_data, validate
 from utils.data.dali import DALI_VERSION
 from utils.data.sampler import Sampler
-from utils.data.splits import Splits, as_begun
+from utils.data.splits import Splits, initial_manifest
 from utils.data.verification import compare_contents, content_digests, load_digests
 from utils.distributed.collectives import all_gather_object, broadcast, sync_errors
 from utils.distributed.group import DistEnv
@@ -212,7 +212,7 @@ def describe_files(
     known = load_digests(config.output_dir) if env.is_main else {}
     with sync_errors(env):
         for split, manifest in listed.items() if env.is_main else ():
-            begun = as_begun(manifest, excluded_files[split])
+            begun = initial_manifest(manifest, excluded_files[split])
             digests = content_digests(begun, known, split)
             if saved and saved["fingerprint"][f"files of {split}/"] == begun.fingerprint:
                 before = {name: values.numpy() for name, values in saved["files"][split].items()}

@@ -6,7 +6,7 @@ from utils.config import TrainConfig, flag
 from utils.data import manifest as dataset
 from utils.data.cache import CACHED
 from utils.data.dali import DALI_VERSION
-from utils.data.splits import Splits, describe_skipped
+from utils.data.splits import Splits, describe_exclusions
 from utils.errors import RunFailed
 from utils.files import write_json
 from utils.training import checkpoint
@@ -58,7 +58,7 @@ def log_run_summary(run: Run, splits: Splits, feed: LoaderSettings) -> None:
     if feed.reasons and config.loader != "synthetic":
         chosen = (f"{flag(name)} {getattr(config, name)}: {reason}" for name, reason in feed.reasons.items())
         facts["chosen"] = "; ".join(chosen)
-    if skipped := describe_skipped(config, splits):
+    if skipped := describe_exclusions(config, splits):
         facts["skipped"] = skipped
     ignored = {split: dataset.describe_ignored(manifest) for split, manifest in splits.items()}
     if told := "; ".join(f"in {split}/ {what}" for split, what in ignored.items() if what):
