@@ -1,12 +1,12 @@
-"""Folder of images -> iterable of Batch(images, targets). DALI is spoken only here and in utils/policies.py.
-
-Every loader reads the images that `Sampler` names, so all of them see the same order, on any number of ranks, and
-can start at any batch of a run. What differs is who decodes: DALI (`dali`), DALI behind torch's DataLoader workers
-(`proxy`), Pillow and torchvision in those workers (`torch`), or nobody (`synthetic`).
+"""DALI's graphs for training and validation, the loaders that run them, and the factories of all loaders.
 
     train = create_train_loader(config, manifest, sampler, env, first_batch, state)
     batch = next(train)                 # endless; train.state() continues after this batch, bit for bit
     for batch in create_val_loader(config, manifest, env): ...   # every image once over all ranks
+
+Every loader reads the images that `Sampler` names. So all have the same order, on any number of ranks, and can start
+at any batch of a run. They differ in what decodes: DALI (`dali`), a DALI server behind torch's DataLoader workers
+(`proxy`), Pillow and torchvision in those workers (`torch`), or nothing (`synthetic`).
 """
 
 import dataclasses
@@ -15,8 +15,10 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import nvidia.dali as dali
 import torch
+from numpy.typing import NDArray
 from nvidia.dali import fn, types
 from nvidia.dali.types import BatchInfo
 from torch import Tensor
@@ -37,7 +39,7 @@ from utils.data.decode_pool import identify_bad_file
 from utils.data.manifest import Manifest
 from utils.data.policies import RATIO, apply_policy
 from utils.data.proxy_loader import ProxyTrainLoader
-from utils.data.reader import BatchReader, encoded_images
+from utils.data.reader import BatchReader, encoded_images, requested_images
 from utils.data.sampler import Sampler, shard
 from utils.data.synthetic import SyntheticTrainLoader, SyntheticValLoader
 from utils.data.torch_loader import TorchTrainLoader, TorchValLoader
@@ -60,7 +62,7 @@ def create_train_loader(
         manifest: training split.
         sampler: order of the images.
         env: this process.
-        first_batch: batches of the whole run that this rank has taken already.
+        first_batch: batches of the whole run that this rank has already trained on.
         state: `TrainLoader.state()` of the checkpoint to continue, for the random draws of the augmentation.
     """
     if config.loader == "synthetic":
@@ -73,7 +75,7 @@ def create_train_loader(
 
 
 def create_val_loader(config: ResolvedConfig, manifest: Manifest, env: DistEnv) -> ValLoader:
-    """Validation loader; `proxy` validates through plain DALI, which is as exact and has nothing to resume."""
+    """The validation loader that `config.loader` names; `proxy` validates with plain DALI."""
     if config.loader == "synthetic":
         return SyntheticValLoader(config, manifest, env)
     if config.loader == "torch":
@@ -82,7 +84,7 @@ def create_val_loader(config: ResolvedConfig, manifest: Manifest, env: DistEnv) 
 
 
 def _random_crops(source: Any, config: ResolvedConfig, device: str) -> Any:
-    """uint8 HWC (image_size, image_size, 3): random resized crop of encoded (or cached) images, mirrored at random.
+    """Random resized crops of encoded or cached images, mirrored at random: uint8 HWC (image_size, image_size, 3).
 
     Mirroring is a resize of the crop from right to left: fn.flip would launch a kernel for every image.
     """
@@ -117,7 +119,7 @@ def _train_images(source: Any, config: ResolvedConfig, device: str) -> Any:
 def train_pipeline(source: Callable[[BatchInfo], Any], config: ResolvedConfig, device: str) -> Any:
     """Random crop, flip and auto-augment of the images in `source`: uint8 NHWC images, int64 (N, 1) targets.
 
-    `source` gives encoded files, as `BatchReader`, or decoded images, as `ImageCache`, by `config.cache`.
+    `source` gives encoded images, as `BatchReader`, or decoded ones, as `ImageCache`, by `config.cache`.
     """
     images, targets = cached_images(source, config, device) if config.cache in CACHED else encoded_images(source)
     return _train_images(images, config, device), on_device(targets, device)
@@ -125,8 +127,8 @@ def train_pipeline(source: Callable[[BatchInfo], Any], config: ResolvedConfig, d
 
 @dali.pipeline_def(exec_dynamic=True, enable_conditionals=True)  # type: ignore[untyped-decorator]
 def proxy_pipeline(config: ResolvedConfig, device: str) -> Any:
-    """The images of `train_pipeline`, for a DALIServer that is fed by torch's DataLoader workers."""
-    return _train_images(fn.io.file.read(fn.external_source(name="paths", no_copy=True)), config, device)
+    """The images of `train_pipeline`, for a DALI server that torch's DataLoader workers send requests to."""
+    return _train_images(requested_images(), config, device)
 
 
 @dali.pipeline_def(exec_dynamic=True)  # type: ignore[untyped-decorator]
@@ -139,7 +141,7 @@ def val_pipeline(source: Callable[[BatchInfo], Any], config: ResolvedConfig, dev
         output_type=types.RGB,
         jpeg_fancy_upsampling=True,
     )
-    # torchvision's Resize truncates the longer side, its CenterCrop rounds half to even; DALI's own do neither.
+    # torchvision's Resize truncates the longer side, its CenterCrop rounds half to even; DALI's ops do neither.
     shape = images.shape(dtype=types.INT32)
     height, width = shape[0], shape[1]
     shorter = dali.math.min(height, width)
@@ -164,8 +166,8 @@ def _half_to_even(margin: Any) -> Any:
 class DaliTrainLoader:
     """DALI reads, decodes and augments; resumes bit for bit.
 
-    Two pipelines, each with half of the threads, take turns: one fills the decoders while the other waits for the last
-    images of its batch (docs/decisions/0007).
+    Two pipelines with half of the threads each make every other batch: one fills the decoders while the other waits
+    for the last images of its batch (docs/decisions/0007).
     """
 
     def __init__(
@@ -177,16 +179,16 @@ class DaliTrainLoader:
         first_batch: int,
         state: dict[str, Any] | None,
     ) -> None:
-        # DALI counts batches from where its own checkpoints began, which need not be the start of the run.
+        # DALI counts batches from the origin of its own checkpoints, which need not be the start of the run.
         self._origin = first_batch if state is None else int(state["origin"])
-        self._taken = first_batch - self._origin
+        self._position = first_batch - self._origin  # batches since the origin
         self._device = env.device
         self._identify_bad_file = functools.partial(identify_bad_file, config, manifest, env)
         self._sampler = sampler
-        self._images = ImageCache(config, manifest, env) if config.cache in CACHED else None
+        self._cache = ImageCache(config, manifest, env) if config.cache in CACHED else None
         blobs = [None] * NUM_PIPELINES if state is None else state["dali"]
         self._pipelines = [
-            self._create_pipeline(config, manifest, sampler, env, turn, blob) for turn, blob in enumerate(blobs)
+            self._create_pipeline(config, manifest, sampler, env, number, blob) for number, blob in enumerate(blobs)
         ]
 
     def _create_pipeline(
@@ -195,26 +197,28 @@ class DaliTrainLoader:
         manifest: Manifest,
         sampler: Sampler,
         env: DistEnv,
-        turn: int,
+        number: int,
         blob: Tensor | None,
     ) -> Any:
-        """The pipeline that makes batches `turn`, `turn + TURNS`, ... since the origin; `blob` is its checkpoint."""
-        workers, prefetch = (config.workers + turn) // NUM_PIPELINES, -(-config.prefetch // NUM_PIPELINES)
+        """Pipeline of batches `number`, `number + NUM_PIPELINES`, ... since the origin; `blob` is its checkpoint."""
+        workers, prefetch = (config.workers + number) // NUM_PIPELINES, -(-config.prefetch // NUM_PIPELINES)
         config = dataclasses.replace(config, workers=max(1, workers), prefetch=prefetch)
-        first = self._origin + turn
-        taken = -((turn - self._taken) // NUM_PIPELINES)  # by this pipeline
-        # The step is not 0 in a run that goes on in another layout: the draws of its start must not come again.
-        seed = derive_seed(Stream.DALI, config.seed, env.rank, turn, self._origin // sampler.batches_per_step)
-        images = self._images
-        if images is None:
-            reader = BatchReader(
-                manifest, lambda number: sampler.indices(first + number * NUM_PIPELINES), config, taken
-            )
-            source = lambda info: reader.read(info.iteration)  # noqa: E731
+        first = self._origin + number
+        iterations = -((number - self._position) // NUM_PIPELINES)  # that this pipeline has already run
+        # The step is not 0 in a run that continues in another layout: the draws of its start must not be repeated.
+        seed = derive_seed(Stream.DALI, config.seed, env.rank, number, self._origin // sampler.batches_per_step)
+
+        def indices(iteration: int) -> NDArray[np.int64]:
+            return sampler.indices(first + iteration * NUM_PIPELINES)
+
+        source: Callable[[int], Any]
+        if self._cache is None:
+            source = BatchReader(manifest, indices, config, iterations).read
         else:
-            source = lambda info: images[sampler.indices(first + info.iteration * NUM_PIPELINES)]  # noqa: E731
+            cache = self._cache  # a pipeline that refers to this loader would live until a garbage collection
+            source = lambda iteration: cache[indices(iteration)]  # noqa: E731
         pipeline = train_pipeline(
-            source,
+            lambda info: source(info.iteration),
             config,
             dali_device(env),
             checkpoint=None if blob is None else bytes(blob.numpy()),
@@ -225,19 +229,19 @@ class DaliTrainLoader:
         return pipeline
 
     def __next__(self) -> Batch:
-        pipeline = self._pipelines[self._taken % len(self._pipelines)]
-        with self._identify_bad_file(map(self._sampler.indices, itertools.count(self._origin + self._taken))):
+        pipeline = self._pipelines[self._position % NUM_PIPELINES]
+        with self._identify_bad_file(map(self._sampler.indices, itertools.count(self._origin + self._position))):
             batch = run_pipeline(pipeline, self._device)
-        self._taken += 1
+        self._position += 1
         return batch
 
     def state(self) -> dict[str, Any]:
-        # As tensors, because bytes are not among the types that weights_only loading admits everywhere.
+        # As tensors, because weights_only loading does not accept bytes everywhere.
         blobs = [torch.frombuffer(bytearray(pipeline.checkpoint()), dtype=torch.uint8) for pipeline in self._pipelines]
         return {"dali": blobs, "origin": self._origin}
 
     def close(self) -> None:
-        del self._pipelines, self._images
+        del self._pipelines, self._cache
 
 
 class DaliValLoader:

@@ -44,10 +44,11 @@ from utils.benchmark.verdict import TITLES, Measurements, diagnose
 from utils.cli import USAGE_ERROR, number_option
 from utils.config import BATCH_SIZE, TrainConfig, validate
 from utils.data import manifest as dataset
+from utils.data.cache import decoded_bytes
 from utils.data.dali import DALI_VERSION
-from utils.data.decoding import decoded_bytes
 from utils.data.formats import folder
 from utils.data.manifest import Manifest
+from utils.data.reader import open_image
 from utils.data.workers import check_sockets
 from utils.distributed.group import DistEnv, process_group, read_launch
 from utils.distributed.stop import StopRequest
@@ -92,8 +93,7 @@ def read_images(data_dir: Path) -> Manifest:
 def repeat(manifest: Manifest, least: int) -> Manifest:
     """The manifest's files again and again, until there are `least`."""
     times = math.ceil(least / len(manifest))
-    labels, sizes, mtimes = (np.tile(values, times) for values in (manifest.labels, manifest.sizes, manifest.mtimes))
-    return dataclasses.replace(manifest, files=manifest.files * times, labels=labels, sizes=sizes, mtimes=mtimes)
+    return manifest.select(np.tile(np.arange(len(manifest)), times))
 
 
 def sample_images(manifest: Manifest, count: int = 256) -> tuple[float, float, float]:
@@ -107,9 +107,10 @@ def sample_images(manifest: Manifest, count: int = 256) -> tuple[float, float, f
     for index in chosen:
         with (
             contextlib.suppress(OSError, ValueError, Image.DecompressionBombError),  # the loaders tell of bad files
-            Image.open(manifest.path(index)) as image,
+            open_image(manifest.record(index)) as file,
+            Image.open(file) as image,
         ):
-            sizes.append((*image.size, os.path.getsize(manifest.path(index))))
+            sizes.append((*image.size, manifest.sizes[index]))
     if not sizes:
         raise UserError(f"--data-dir {manifest.root}: none of {len(chosen)} files is an image that Pillow can read")
     width, height, size = np.mean(sizes, axis=0)

@@ -32,7 +32,7 @@ if __name__ == "__main__":
 import typer
 from matplotlib.figure import Figure
 
-from utils.data.formats.folder import is_image
+from utils.data.codecs import is_image
 from utils.errors import EXIT_USER_ERROR, UserError, escape_control_chars
 
 LOADERS = ("dali", "proxy", "torch", "synthetic")

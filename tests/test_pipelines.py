@@ -156,7 +156,7 @@ def test_torch_continues_bit_for_bit(data: Path, cpu: DistEnv, augment: str) -> 
 
 def test_epochs_and_ranks_are_augmented_differently(data: Path, cpu: DistEnv) -> None:
     one = scan_splits(data)[0]
-    one = dataclasses.replace(one, files=one.files[:1] * 8, labels=one.labels[:1].repeat(8))
+    one = one.select(np.zeros(8, dtype=np.int64))
     for loader in ("dali", "torch"):
         images = []
         for rank in range(2):
@@ -235,7 +235,7 @@ def test_grey_of_16_bits_is_seen_alike_by_both(tmp_path: Path, cpu: DistEnv, nam
 
 def test_flip_probability(data: Path, cpu: DistEnv) -> None:
     one = scan_splits(data)[0]
-    one = dataclasses.replace(one, files=one.files[:1] * 8, labels=one.labels[:1].repeat(8))
+    one = one.select(np.zeros(8, dtype=np.int64))
     for loader in ("dali", "torch"):
         crops = {}
         for hflip in (0.0, 1.0):

@@ -37,6 +37,7 @@ from utils.benchmark.measure import (
 from utils.benchmark.report import COLOURS
 from utils.benchmark.verdict import Verdict, diagnose
 from utils.data.batch import Batch, TrainLoader
+from utils.data.formats.folder import FileTable
 from utils.data.manifest import Manifest
 from utils.distributed.group import DistEnv
 from utils.errors import Stopped, UserError
@@ -276,7 +277,7 @@ def test_timm_feeds_the_step_with_normalised_images(opened: Callable[..., tuple[
 def test_files_reader_reads(opened: Callable[..., tuple[Run, Manifest]]) -> None:
     run, manifest = opened()
     reader = FilesReader(manifest, run.sampler, readers=2, first_batch=3)
-    expected = [sum(Path(manifest.path(i)).stat().st_size for i in run.sampler.indices(b)) for b in (3, 4)]
+    expected = [sum(manifest.sizes[run.sampler.indices(b)]) for b in (3, 4)]
     assert [next(reader), next(reader)] == expected
     reader.close()
 
@@ -285,7 +286,7 @@ def test_a_file_that_is_gone_does_not_end_the_reading(
     opened: Callable[..., tuple[Run, Manifest]], tmp_path: Path
 ) -> None:
     run, manifest = opened()
-    gone = dataclasses.replace(manifest, root=tmp_path / "gone")
+    gone = dataclasses.replace(manifest, images=FileTable(tmp_path / "gone", manifest.table().names))
     reader = FilesReader(gone, run.sampler, readers=1, first_batch=0)
     assert next(reader) == 0
     reader.close()
@@ -321,10 +322,10 @@ def pool_threads() -> int:
 def test_either_layout(data: Path, plain: bool) -> None:
     images = benchmark.read_images(data / "train" if plain else data)
     assert len(images) == 41
-    assert Path(images.path(0)).is_file()
+    assert Path(images.record(0).name).is_file()
     repeated = benchmark.repeat(images, 100)
-    assert len(repeated) == len(repeated.files) == 123
-    assert [repeated.path(at) for at in (0, 41)] == [images.path(0)] * 2
+    assert len(repeated) == len(repeated.names()) == 123
+    assert [repeated.record(at) for at in (0, 41)] == [images.record(0)] * 2
     assert np.array_equal(repeated.labels[41:82], images.labels)
 
 
@@ -434,7 +435,7 @@ def test_too_long_a_path_for_the_sockets_of_workers(data: Path, tmp_path: Path, 
 
 def test_a_loader_that_fails_does_not_hide(opened: Callable[..., tuple[Run, Manifest]], tmp_path: Path) -> None:
     run, manifest = opened()
-    broken = dataclasses.replace(manifest, root=tmp_path / "gone")
+    broken = dataclasses.replace(manifest, images=FileTable(tmp_path / "gone", manifest.table().names))
     for name in ("dali-fused", "torch"):
         with pytest.raises(Exception, match="gone"):
             open_loader(name, run, broken)

@@ -35,7 +35,7 @@ from utils.data.batch import Batch, TrainLoader
 from utils.data.dali import NUM_PIPELINES
 from utils.data.manifest import Manifest
 from utils.data.policies import RATIO
-from utils.data.reader import READ_THREADS
+from utils.data.reader import READ_THREADS, open_image, read_image
 from utils.data.sampler import Sampler
 from utils.data.workers import safe_fork
 from utils.errors import Stopped
@@ -62,7 +62,7 @@ class _Reader:
         return len(self.manifest)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        return open(self.manifest.path(index), "rb"), int(self.manifest.labels[index])
+        return open_image(self.manifest.record(index)), int(self.manifest.labels[index])
 
 
 class TimmLoader:
@@ -123,8 +123,8 @@ class _Bytes(torch.utils.data.Dataset[int]):
         self.manifest = manifest
 
     def __getitem__(self, index: int) -> int:
-        with contextlib.suppress(OSError), open(self.manifest.path(index), "rb", buffering=0) as file:
-            return len(file.read())
+        with contextlib.suppress(OSError):
+            return len(read_image(self.manifest.record(index)))
         return 0
 
 
@@ -300,7 +300,7 @@ def measure(cases: Sequence[Case], run: Run, windows: int, window_seconds: float
     """
     device = run.env.device
     run.state.model.train()
-    with tqdm(total=(windows + 1) * len(cases), unit="window", disable=None, hard_exit=False) as bar:
+    with tqdm(total=(windows + 1) * len(cases), unit="window", disable=None, leave=False) as bar:
 
         def turn(case: Case, steps: int) -> Window:
             bar.set_description(case.name)

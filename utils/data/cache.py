@@ -1,6 +1,9 @@
-"""Images that are decoded once and kept in memory."""
+"""Training images that are decoded once and cached in memory, and how much memory they need."""
 
+import contextlib
 import itertools
+import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from nvidia.dali import fn, types
 from nvidia.dali.types import BatchInfo
+from PIL import Image
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 from tqdm import tqdm
@@ -18,11 +22,30 @@ from utils.config import ResolvedConfig
 from utils.data.dali import dali_device, decoder_options, on_device, pipeline_options, pipeline_outputs
 from utils.data.decode_pool import identify_bad_file
 from utils.data.manifest import Manifest
-from utils.data.reader import BatchReader, encoded_images
+from utils.data.reader import BatchReader, encoded_images, open_image
 from utils.distributed.group import DistEnv
 
 CACHED = ("gpu", "host")  # values of --cache with which images are decoded once
 CHUNK = 2**28  # bytes; torch rounds pinned memory up to a power of two
+
+
+def decoded_bytes(manifest: Manifest, sample: int = 256) -> int:
+    """Bytes that all images of `manifest` need as uint8 RGB, estimated from `sample` of them; 0 for synthetic data."""
+    if manifest.images is None:
+        return 0
+    chosen = random.Random(0).sample(range(len(manifest)), min(sample, len(manifest)))
+    sizes = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # a size is read, nothing is decoded
+        for index in chosen:
+            # A bad file does not count; whoever decodes it reports it.
+            with (
+                contextlib.suppress(OSError, ValueError, Image.DecompressionBombError),
+                open_image(manifest.record(index)) as file,
+                Image.open(file) as image,
+            ):
+                sizes.append(3 * image.width * image.height)
+    return round(len(manifest) * sum(sizes) / len(sizes)) if sizes else 0
 
 
 @dali.pipeline_def(exec_dynamic=True)  # type: ignore[untyped-decorator]
@@ -36,18 +59,22 @@ class ImageCache:
     """All training images, decoded once, in the memory that `config.cache` names.
 
     They are decoded in the order of the manifest, so that their pixels do not depend on where a run was interrupted.
+    `cache[indices]` gives a list of DALI tensors, uint8 HWC, and their targets, int64 (N, 1).
 
     Args:
         config: resolved; `cache` is gpu or host.
-        manifest: the files.
+        manifest: the images.
         env: this process.
+
+    Raises:
+        BadFile: an image cannot be decoded.
     """
 
     def __init__(self, config: ResolvedConfig, manifest: Manifest, env: DistEnv) -> None:
         self._labels = manifest.labels[:, None]
         self._device = env.device
         self._chunks: list[Tensor] = []
-        self._free = torch.empty(0, dtype=torch.uint8)  # what is left of the newest chunk
+        self._free = torch.empty(0, dtype=torch.uint8)  # the unused part of the newest chunk
         self._images: list[Any] = []  # DALI's views of the chunks
         batches = [
             np.arange(at, min(at + config.batch_size, len(manifest)))
@@ -58,7 +85,7 @@ class ImageCache:
             lambda info: reader.read(info.iteration), config, dali_device(env), **pipeline_options(config, env)
         )
         pipeline.build()
-        bar = tqdm(batches, "decoding", unit="batch", hard_exit=False, disable=None if env.is_main else True)
+        bar = tqdm(batches, "decoding", unit="batch", leave=False, disable=None if env.is_main else True)
         for number, _ in enumerate(bar):
             with identify_bad_file(config, manifest, env, itertools.islice(batches, number, None)):
                 self._append(pipeline_outputs(pipeline, env.device)[0], config)
@@ -78,23 +105,23 @@ class ImageCache:
                     pin_memory=not on_gpu and self._device.type == "cuda",
                 )
                 self._chunks.append(self._free)
-            place, self._free = self._free[: image.numel()].view(image.shape), self._free[image.numel() :]
-            place.copy_(image)
-            self._images.append(wrap(place if on_gpu else place.numpy(), "HWC"))
+            cached, self._free = self._free[: image.numel()].view(image.shape), self._free[image.numel() :]
+            cached.copy_(image)
+            self._images.append(wrap(cached if on_gpu else cached.numpy(), "HWC"))
 
     def __getitem__(self, indices: NDArray[np.int64]) -> tuple[list[Any], NDArray[np.int64]]:
         return [self._images[index] for index in indices], self._labels[indices]
 
 
 def cached_images(source: Callable[[BatchInfo], Any], config: ResolvedConfig, device: str) -> tuple[Any, Any]:
-    """Decoded images on `device` and targets on the CPU, as `ImageCache` gives them."""
-    where = "gpu" if config.cache == "gpu" else "cpu"
+    """Graph op: decoded images on `device` and targets on the CPU, as `ImageCache` gives them."""
+    memory = "gpu" if config.cache == "gpu" else "cpu"
     images = fn.external_source(
         source=lambda info: source(info)[0],
         batch=True,
         batch_info=True,
         no_copy=True,
-        device=where,
+        device=memory,
         dtype=types.UINT8,
         ndim=3,
         layout="HWC",
@@ -102,4 +129,4 @@ def cached_images(source: Callable[[BatchInfo], Any], config: ResolvedConfig, de
     targets = fn.external_source(
         source=lambda info: source(info)[1], batch=True, batch_info=True, dtype=types.INT64, ndim=1
     )
-    return on_device(images, device) if where == "cpu" else images, targets
+    return on_device(images, device) if memory == "cpu" else images, targets

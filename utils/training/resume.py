@@ -222,7 +222,7 @@ def describe_files(
                 if len(unsure):
                     lines.append(
                         f"{len(unsure):,} {split} file{'s' if len(unsure) > 1 else ''} changed since the checkpoint, "
-                        f"by time, not by size ({begun.files[unsure[0]]}{', ...' if len(unsure) > 1 else ''})"
+                        f"by time, not by size ({begun.name(unsure[0])}{', ...' if len(unsure) > 1 else ''})"
                     )
             files[split] = {"mtimes": torch.from_numpy(begun.mtimes), "digests": torch.from_numpy(digests)}
     return files, lines
