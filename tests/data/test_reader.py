@@ -5,9 +5,9 @@ import contextlib
 import dataclasses
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 import pipelines
 from tests import damage
-from tests.conftest import resolved
+from tests.conftest import resolved, write_images
 from tests.test_imports import FILES, name_of, room_of
 from utils.data.batch import Batch
 from utils.data.cache import decoded_bytes
@@ -164,6 +164,47 @@ def test_a_bad_image_has_the_name_that_its_format_gives_it(
     config = resolved(loader=loader, image_size=32, val_resize=36, batch_size=8)
     with pytest.raises(BadFile, match=f"store:{stored.name(3)}: no image that"):
         list(pipelines.create_val_loader(config, stored, cpu))
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def replace_by_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("damage_file", "reason"),
+    [
+        (empty, "an empty file"),
+        (remove, "cannot be read (No such file or directory)"),
+        (cut, "a jpeg that DALI cannot decode"),
+        (replace_by_folder, "not a regular file"),
+    ],
+)
+@pytest.mark.parametrize("cache", ["none", "host"])
+def test_a_file_that_turns_bad_after_the_listing_is_named(
+    tmp_path: Path, cpu: DistEnv, damage_file: Callable[[Path], None], reason: str, cache: Literal["none", "host"]
+) -> None:
+    write_images(tmp_path / "train", (2, 2, 2))
+    manifest = scan(tmp_path, "train")
+    path = Path(manifest.record(3).name)
+    damage_file(path)
+    config = resolved(image_size=32, batch_size=6, decode="full", cache=cache)
+    with pytest.raises(BadFile) as caught:
+        next(pipelines.create_train_loader(config, manifest, Sampler(6, 6), cpu))
+    assert caught.value.path == str(path)
+    assert caught.value.reason.startswith(reason)
 
 
 def test_batches_are_the_bytes_of_the_files(data: Path) -> None:

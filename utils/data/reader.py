@@ -25,6 +25,9 @@ from utils.data.manifest import FileEntry, Manifest
 
 READ_THREADS = 4  # at least, of each reader; they mostly wait for the disk
 READ_AHEAD = 2  # batches of files, besides those that are being decoded
+# Whether DALI reads local files with plain I/O instead of mapping them. 256 JPEGs of 109 KB in the page cache take
+# 8.0 ms instead of 17.7 on two cores: a mapping costs page faults and a lock that all threads of the process share.
+DONT_USE_MMAP = True
 
 
 def stat_image(record: Record) -> FileEntry:
@@ -156,4 +159,4 @@ def read_pipeline(source: Callable[[BatchInfo], Any]) -> Any:
 
 
 def _read_files(paths: Any) -> Any:
-    return fn.io.file.read(paths)
+    return fn.io.file.read(paths, dont_use_mmap=DONT_USE_MMAP)
