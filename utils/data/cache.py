@@ -38,7 +38,7 @@ def decoded_bytes(manifest: Manifest, sample: int = 256) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # a size is read, nothing is decoded
         for index in chosen:
-            # A bad file does not count; whoever decodes it reports it.
+            # Bad files are not counted; the loader that decodes them reports them.
             with (
                 contextlib.suppress(OSError, ValueError, Image.DecompressionBombError),
                 open_image(manifest.record(index)) as file,

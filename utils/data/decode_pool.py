@@ -82,7 +82,7 @@ def decode_files(records: Iterable[Record], decode: _Decode, workers: int) -> Ge
                         lost.append(finished)
                     else:
                         yield from done.result()
-        # A process was killed, by a file or for want of memory, and the pool's other files are lost with it.
+        # A process was killed, by a file or because memory ran out, and the files of the whole pool are lost.
         for image in itertools.chain.from_iterable(lost):
             yield from _decode_alone(image, decode)
 

@@ -17,7 +17,7 @@ START, SCAN, END = b"\xff\xd8", b"\xff\xda", b"\xff\xd9"  # markers
 
 
 class DecodeError(Exception):
-    """A decoder rejects a file; the text says why, as far as it knows."""
+    """A decoder rejects a file; the text is the reason, as far as the decoder gives one."""
 
 
 class ImageInfo(NamedTuple):
@@ -47,7 +47,7 @@ def decoder_of(loader: str) -> Decoder:
 def dali_decode(content: bytes) -> ImageInfo:
     """Decode an image as DALI's decoders do on the CPU: by the library that they are made of.
 
-    DALI's own pipelines do not name the file of a batch that they reject, and cannot run again.
+    A DALI pipeline does not name the file of a batch that it rejects, and cannot run after the error.
 
     Raises:
         DecodeError: DALI's pipelines fail on such a file.
@@ -102,7 +102,7 @@ def pillow_decode(content: bytes) -> ImageInfo:
 
 
 def upright_rgb(file: Image.Image) -> Image.Image:
-    """The image in RGB, rotated as its EXIF data say, as DALI decodes it."""
+    """The image in RGB, rotated by its EXIF orientation, as DALI decodes it."""
     image = ImageOps.exif_transpose(file)
     # Grey of 16 bits, which convert() would clip; a mode "I" of other formats may have 32.
     if image.mode.startswith("I;16") or (image.mode == "I" and file.format in ("PNG", "PPM")):

@@ -25,7 +25,7 @@ class FileEntry(NamedTuple):
         name: relative to the folder that was listed.
         size: bytes.
         mtime: of the last change, nanoseconds since 1970.
-        bad: why it cannot be read, as far as the listing can tell; None for the others.
+        bad: why it cannot be read, as far as a listing shows that; None for the others.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Manifest:
         sizes: int64 (num_images,), bytes; as `mtimes`, of no images for synthetic data.
         mtimes: int64 (num_images,), of the last change, nanoseconds since 1970.
         bad: files that are excluded, relative to `root`, and why.
-        replacements: those of `bad` in whose place another file is, and which.
+        replacements: those of `bad` that another file replaces, and which.
         ignored: what is not an image of a class, by suffix or as `NO_CLASS` or `NO_SUFFIX`, and how many.
     """
 
@@ -133,8 +133,8 @@ class Manifest:
     def with_replacements(self, bad: Mapping[str, str]) -> "Manifest":
         """The same number of images with the same labels and fingerprint, none of them among the files `bad`.
 
-        In the place of a bad image is the next good one of its class, which the result has twice: a run that has begun
-        with these files keeps its order of images.
+        The next good image of its class replaces a bad one, and is in the result twice. So a run that has begun with
+        these files keeps its order of images.
 
         Raises:
             UserError: a class would have no image left.

@@ -1,4 +1,4 @@
-"""Reads encoded images: the only place that opens image files.
+"""Reads encoded images: the only module that opens image files.
 
 read_image(record)       all bytes of one image
 open_image(record)       a file of them, to read a header
@@ -55,7 +55,7 @@ def read_image(record: Record) -> bytes:
 
 
 class BatchReader:
-    """Source of encoded images for DALI's pipelines: a pipeline of its own reads ahead; each call hands out a batch.
+    """Source of encoded images for DALI's pipelines. A separate pipeline reads ahead; each call returns a batch.
 
     The operators of one pipeline share its threads. Files read there wait behind the decoding of the batch before,
     which cost a fifth of the images per second on an H100 (docs/experiments.md).
@@ -85,10 +85,10 @@ class BatchReader:
         """Bytes and targets of the batch at `position`, which must be the next.
 
         Raises:
-            DecodeError: a JPEG was cut off. Decoders on a GPU take it for a whole one, those on the CPU do so while no
-                crop reaches the part that is missing.
+            DecodeError: a JPEG was cut off. Decoders on a GPU do not notice that. Those on the CPU notice it only if a
+                crop reaches the missing part.
         """
-        assert position == self._next, f"batch {position} asked, {self._next} is next"
+        assert position == self._next, f"batch {position} requested, {self._next} is next"
         self._next += 1
         images, targets, tails = self._pipeline.run()
         suspects: Iterable[int] = range(len(images))
@@ -114,7 +114,7 @@ def encoded_images(source: Callable[[BatchInfo], Any]) -> tuple[Any, Any]:
 
 
 def request_of(record: Record) -> NDArray[np.uint8]:
-    """An image by reference: uint8 (length,), which `requested_images` turns into its bytes.
+    """An image by reference: uint8 (length,), from which `requested_images` reads it.
 
     Raises:
         OSError: it cannot be read.

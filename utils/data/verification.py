@@ -54,7 +54,7 @@ def verify_dataset(
         output_dir: of manifest.json and bad_files.json.
         workers: processes of this rank.
         env: this process.
-        partial: whether the data set has more files; what the manifest knows of them is kept.
+        partial: whether the data set has more files; their entries in manifest.json are kept.
         stopped_by: called now and then, where this process is the only one; a name of a cause stops the verification.
 
     Returns:
@@ -85,7 +85,7 @@ def verify_dataset(
 def _pending(listing: Listing, known: Mapping[str, FileReport]) -> list[int]:
     """Indices of the files that must be decoded.
 
-    Those that were bad are among them: neither permissions nor a server that was away leave a trace in size and mtime.
+    Those that were bad are among them: neither changed permissions nor a repaired file server alter size and mtime.
     """
     return [
         index
@@ -149,8 +149,8 @@ class _Saver:
 
     def save_all(self, known: Mapping[str, FileReport]) -> UserError | None:
         bad = [{"path": path, "reason": reason} for path, reason in bad_files(known).items()]
-        odd = [{"path": path, "reason": reason} for path, reason in suspicious(known).items()]
-        error = self._write(MANIFEST, json.dumps(self._manifest(known) | {"suspicious": odd}))
+        warnings = [{"path": path, "reason": reason} for path, reason in suspicious(known).items()]
+        error = self._write(MANIFEST, json.dumps(self._manifest(known) | {"suspicious": warnings}))
         return error or self._write(BAD_FILES, json.dumps(bad, indent=1))
 
     def _manifest(self, known: Mapping[str, FileReport]) -> dict[str, Any]:
@@ -229,7 +229,7 @@ def compare_contents(
     deadline = time.monotonic() + COMPARE_SECONDS
     for index in map(int, changed):
         if before[index] and not now[index] and time.monotonic() < deadline:
-            with contextlib.suppress(OSError):  # whoever decodes it reports what is wrong with it
+            with contextlib.suppress(OSError):  # the loader that decodes it reports it
                 now[index] = _number(content_digest(read_image(manifest.record(index))))
         if not (before[index] and now[index]):
             unsure.append(index)

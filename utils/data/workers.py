@@ -51,7 +51,7 @@ class BatchSampler:
 
 def label_tensor(manifest: Manifest, index: int) -> Tensor:
     """Label of an image, as a worker returns it: int64 ()."""
-    # A number would be shared with the trainer by a thread of the worker, which `terminate_workers` can cut off there.
+    # A thread of the worker would send a number to the trainer, and `terminate_workers` could interrupt it there.
     return torch.tensor(int(manifest.labels[index]))
 
 

@@ -1,1 +1,1 @@
-"""Formats of data sets, one module each: it lists the images and says where the bytes of each are."""
+"""Formats of data sets, one module each: it lists the images and locates the bytes of each."""

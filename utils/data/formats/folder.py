@@ -65,7 +65,7 @@ def scan(data_dir: Path, split: str, skip_bad: bool = False) -> Manifest:
     beside the class folders and files with other suffixes are counted, hidden ones are not.
 
     Raises:
-        UserError: missing or unreadable folder, a link that leads nowhere in place of one, no class, an empty class,
+        UserError: missing or unreadable folder, a broken link instead of one, no class, an empty class,
             images nested deeper than one folder, or bad files.
     """
     root = data_dir / split
@@ -175,7 +175,7 @@ def stat_file(path: str) -> FileEntry:
 
 
 def _refuse_broken_links(entries: Iterable[os.DirEntry[str]]) -> None:
-    """Raise UserError for a link that leads nowhere: it may have been a class, and every label after it would shift."""
+    """Raise UserError for a broken link: it may have been a class, and every label after it would shift."""
     for entry in entries:
         if entry.is_symlink() and not is_image(entry.name):
             try:
@@ -202,7 +202,7 @@ def _visible(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def is_folder(entry: os.DirEntry[str]) -> bool:
-    """Whether it is a folder or leads to one; a link that leads nowhere is none."""
+    """Whether it is a folder or a link to one. A broken link is not."""
     try:
         return entry.is_dir()
     except OSError:  # a link to itself
