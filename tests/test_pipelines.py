@@ -94,7 +94,7 @@ def test_dali_continues_bit_for_bit(data: Path, cpu: DistEnv, decode: str, cache
     for _ in range(12):
         states.append(stream.state())
         batches.append(next(stream))
-    for cut in (0, 3, 5, 7):  # before the first, in mid-epoch, at an epoch's end, in the next
+    for cut in (0, 3, 5, 7):  # before the first, within an epoch, at its end, in the next
         resumed = pipelines.create_train_loader(config, train, sampler, cpu, cut, states[cut])
         for expected in batches[cut : cut + 5]:
             assert torch.equal(next(resumed).images, expected.images), cut
@@ -131,16 +131,16 @@ def test_pipelines_share_threads_and_queue(
     assert [pipeline.prefetch_queue_depth for pipeline in stream._pipelines] == depths
 
 
-def test_kept_images_are_those_of_the_files(data: Path, cpu: DistEnv) -> None:
+def test_cached_images_are_those_of_the_files(data: Path, cpu: DistEnv) -> None:
     train, _ = scan_splits(data)
-    files, kept = (
+    files, cached = (
         pipelines.create_train_loader(config_for(decode="full", cache=cache), train, Sampler(len(train), 8), cpu)
         for cache in ("none", "host")
     )
     for _ in range(11):  # two epochs
-        (images, targets), (kept_images, kept_targets) = next(files), next(kept)
-        assert torch.equal(images, kept_images)
-        assert torch.equal(targets, kept_targets)
+        (images, targets), (cached_images, cached_targets) = next(files), next(cached)
+        assert torch.equal(images, cached_images)
+        assert torch.equal(targets, cached_targets)
 
 
 @pytest.mark.parametrize("augment", POLICIES)

@@ -1,4 +1,4 @@
-"""The manifest: torchvision's labels, on names of any kind; a fingerprint of the content, wherever it lies."""
+"""The manifest: torchvision's labels, on names of any kind; a fingerprint of the content, in any folder."""
 
 import hashlib
 import os
@@ -152,7 +152,7 @@ def test_what_is_ignored_is_counted_and_described(small: Path) -> None:
     assert describe_ignored(scan(small, "train")) == f"{described}, 1 image without a class folder"
 
 
-def test_a_class_of_other_files_alone_says_which(small: Path) -> None:
+def test_a_class_of_other_files_alone_names_them(small: Path) -> None:
     for name in ("1.jpg", "2.jpg"):
         (small / "train" / "a" / name).rename(small / "train" / "a" / f"{name}.part")
     with pytest.raises(
@@ -173,7 +173,7 @@ def test_a_class_that_is_a_link_to_nowhere_is_refused(small: Path, split: str, t
         scan_splits(small)
     link.unlink()
     (small / split / ".c").symlink_to(target)
-    (small / split / "c.jpg").symlink_to(target)  # nothing tells that it was a class
+    (small / split / "c.jpg").symlink_to(target)  # nothing shows that it was a class
     assert scan(small, split).ignored == {"without a class folder": 1}
 
 
@@ -337,13 +337,13 @@ def test_size_of_the_decoded_images(tmp_path: Path) -> None:
     assert one in {4 * 3 * 40 * 30, 4 * 3 * 7 * 5, 4 * 3, 4 * 3 * 200}
     assert decoded_bytes(found, sample=1) == one, "the same on all ranks"
     (tmp_path / "train" / "a" / "5.png").write_bytes(b"no image")
-    assert decoded_bytes(scan(tmp_path, "train")) == total * 5 / 4, "taken for one of the mean size"
+    assert decoded_bytes(scan(tmp_path, "train")) == total * 5 / 4, "counted with the mean size"
     for path in (tmp_path / "train" / "a").glob("[0-3].png"):
         path.unlink()
     assert decoded_bytes(scan(tmp_path, "train")) == 0
     assert decoded_bytes(synthetic(1000, 10)) == 0
 
 
-def test_synthetic_classes_take_turns() -> None:
+def test_synthetic_classes_alternate() -> None:
     found = synthetic(5, 3)
     assert (found.labels.tolist(), found.classes, len(found)) == ([0, 1, 2, 0, 1], ("0", "1", "2"), 5)

@@ -96,7 +96,7 @@ def test_what_only_the_reader_may_do_is_found(source: str, module: str, count: i
 
 @dataclasses.dataclass(frozen=True)
 class StoreTable:
-    """A format of this test: one flat folder of numbered files, whose paths tell neither class nor name."""
+    """A format of this test: one flat folder of numbered files, whose paths hold neither class nor name."""
 
     names: NDArray[np.bytes_]
     paths: NDArray[np.bytes_]

@@ -1,4 +1,4 @@
-"""Which files can be decoded: judged as the loaders themselves do, remembered, and judged again after a change."""
+"""Which files can be decoded: as the loaders decide it, saved, and decided anew after a change."""
 
 import contextlib
 import multiprocessing
@@ -61,17 +61,17 @@ def reports_of(paths: Iterable[Path], decode: Callable[[bytes], ImageInfo]) -> d
     return {listed[position]: report for position, report in decode_files(records, decode, 2)}
 
 
-def judged_good(kinds: dict[str, Path], decoder: Decoder) -> dict[str, bool]:
+def decodable(kinds: dict[str, Path], decoder: Decoder) -> dict[str, bool]:
     found = reports_of(kinds.values(), decoder.decode)
     return {kind: found[path].bad is None for kind, path in kinds.items()}
 
 
 def test_bad_is_what_dali_rejects(kinds: dict[str, Path]) -> None:
-    verdicts = judged_good(kinds, decoder_of("dali"))
-    assert verdicts == {kind: dali_accepts(path) for kind, path in kinds.items()}
-    assert min(sum(verdicts.values()), len(verdicts) - sum(verdicts.values())) > 20  # kinds of either sort
-    assert not verdicts["GIF"]
-    assert verdicts["WebP"]
+    found = decodable(kinds, decoder_of("dali"))
+    assert found == {kind: dali_accepts(path) for kind, path in kinds.items()}
+    assert min(sum(found.values()), len(found) - sum(found.values())) > 20  # kinds of either sort
+    assert not found["GIF"]
+    assert found["WebP"]
 
 
 def test_bad_for_the_torch_loader_is_what_pillow_rejects(kinds: dict[str, Path], cpu: DistEnv) -> None:
@@ -85,16 +85,16 @@ def test_bad_for_the_torch_loader_is_what_pillow_rejects(kinds: dict[str, Path],
             accepted[kind] = images[index, 0][0].shape == (3, 32, 32)
         except Exception:
             accepted[kind] = False
-    verdicts = judged_good(kinds, decoder_of("torch"))
-    assert verdicts == {kind: accepted[kind] for kind in kinds}
-    assert verdicts["GIF"]  # unlike DALI
-    assert not verdicts["text"]
+    found = decodable(kinds, decoder_of("torch"))
+    assert found == {kind: accepted[kind] for kind in kinds}
+    assert found["GIF"]  # unlike DALI
+    assert not found["text"]
 
 
-def test_training_pipelines_take_what_is_good(kinds: dict[str, Path], cpu: DistEnv) -> None:
+def test_training_pipelines_decode_what_is_good(kinds: dict[str, Path], cpu: DistEnv) -> None:
     """Also those that decode no more than a crop: whatever the crop, a good file is no reason to end a run."""
     root = kinds["PNG"].parents[2]
-    good = judged_good(kinds, decoder_of("dali"))
+    good = decodable(kinds, decoder_of("dali"))
     manifest = scan(root, "val", skip_bad=True)
     manifest = manifest.without({f"a/{kind}.jpg": "bad" for kind in kinds if not good[kind]})
     assert len(manifest) == sum(good.values())
@@ -118,7 +118,7 @@ def test_a_cut_jpeg_has_no_end() -> None:
     assert without - headers == set(CUT)
     assert has_end(damage.JPEG + bytes(99))
     preview = Image.Exif()
-    preview[37500] = damage.JPEG  # as makers' notes have it, with scan and end marker of its own
+    preview[37500] = damage.JPEG  # as makers' notes have it, with its own scan and end marker
     content = damage.encoded(exif=preview)
     assert damage.JPEG in content
     assert has_end(content)
@@ -196,7 +196,7 @@ class Verify:
 
 
 def spoil_in_secret(path: Path) -> None:
-    """Damage that neither size nor time of change tells of: whoever notices has decoded the file again."""
+    """Damage that changes neither size nor time of change: only decoding the file again finds it."""
     before = path.stat()
     path.write_bytes(b"x" * before.st_size)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -225,7 +225,7 @@ def test_changed_new_and_deleted_files(verify: Verify) -> None:
 
 
 def test_what_was_bad_is_decoded_again(verify: Verify) -> None:
-    """It may have been the permissions or the server, of which size and time say nothing."""
+    """It may have been the permissions or the server, which change neither size nor time."""
     path = verify.root / "red" / "red-001.jpg"
     good = path.read_bytes()
     path.write_bytes(b"x" * len(good))
