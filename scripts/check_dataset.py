@@ -7,10 +7,10 @@ DIR is a data set with train/ and val/, or any tree of images. Every file is dec
 made of. Prints a table and writes to OUT: manifest.json, what is known of each file, and bad_files.json, a list of
 {"path", "reason"} with paths below DIR. Files that have not changed since the last time (size, time of change) are not
 decoded again, also if that was killed. train.py --bad-files skip --output-dir OUT uses the same manifest. Files that
-are not named like images are not looked at, but counted.
+are not named like images are counted, but not decoded.
 
 Exit status: 0 no bad file, 1 bad files, 2 wrong usage, 143 stopped by Ctrl-C or SIGTERM: what is known by then has been
-written, and the same command goes on from there. A second Ctrl-C, seconds later, does not wait for that.
+written, and the same command goes on from there. A second Ctrl-C, seconds later, ends it at once.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -30,7 +30,7 @@ if __name__ == "__main__":
 import torch
 import typer
 
-from utils.cli import USAGE_ERROR, number_option
+from utils.cli import REQUIRED, Program, number_option, train_flag, with_train_flags
 from utils.data.codecs import is_image
 from utils.data.decoding import decoder_of
 from utils.data.formats.folder import file_listing, is_folder, stat_file, suffix_of
@@ -38,26 +38,28 @@ from utils.data.manifest import FileEntry, describe_counts
 from utils.data.verification import BAD_FILES, MANIFEST, bad_files, suspicious, verify_dataset
 from utils.distributed.group import DistEnv
 from utils.distributed.stop import REPEAT_SECONDS
-from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR, Stopped, UserError, escape_control_chars
+from utils.errors import EXIT_DONE, EXIT_FAILED, Stopped, UserError, escape_control_chars
+from utils.files import check_writable
+from utils.limits import AT_LEAST_1
 
 WHOLE = number_option(int)
-NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+SIGNAL_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
 
 @contextlib.contextmanager
-def signals_noted() -> Iterator[Callable[[], str]]:
+def record_signals() -> Iterator[Callable[[], str]]:
     """A function that names the signal that came, "" before; one that comes seconds later ends the process."""
-    name, came = "", 0.0
+    name, received_at = "", 0.0
 
     def receive(number: int, frame: FrameType | None) -> None:
-        nonlocal name, came
+        nonlocal name, received_at
         if not name:
-            name, came = NAMES[signal.Signals(number)], time.monotonic()
-        elif time.monotonic() - came > REPEAT_SECONDS:
+            name, received_at = SIGNAL_NAMES[signal.Signals(number)], time.monotonic()
+        elif time.monotonic() - received_at > REPEAT_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
-    previous = {number: signal.signal(number, receive) for number in NAMES}
+    previous = {number: signal.signal(number, receive) for number in SIGNAL_NAMES}
     try:
         yield lambda: name
     finally:
@@ -66,7 +68,7 @@ def signals_noted() -> Iterator[Callable[[], str]]:
 
 
 def list_images(root: Path, stopped_by: Callable[[], str] = str) -> tuple[list[FileEntry], Mapping[str, int]]:
-    """All files below `root` that are named like images, sorted; what is hidden is left out, as training does.
+    """All files below `root` that are named like images, sorted; hidden files are excluded, as in training.
 
     Links to folders are followed, but no folder is listed twice.
 
@@ -107,7 +109,7 @@ def list_images(root: Path, stopped_by: Callable[[], str] = str) -> tuple[list[F
 
 
 def table(title: str, reasons: Mapping[str, str], rows: int, where: Path) -> list[str]:
-    """Lines that name at most `rows` of the files, the longest reason first in width."""
+    """Lines that name at most `rows` of the files, in two columns; a line at the end counts the others."""
     if not reasons:
         return []
     shown = [
@@ -131,12 +133,7 @@ def check(stopped_by: Callable[[], str], data_dir: Path, output_dir: Path, worke
     if not entries:
         found = f" ({describe_counts(others)})" if others else ""
         raise UserError(f"{data_dir}: no images in it{found}; give a data set, or any folder of images")
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"--output-dir {output_dir}: cannot be written ({error.strerror}); give another folder"
-        ) from None
+    check_writable(output_dir)
     alone = DistEnv(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
     decoder = decoder_of("dali")
     listing = file_listing(data_dir.absolute(), entries)
@@ -147,53 +144,51 @@ def check(stopped_by: Callable[[], str], data_dir: Path, output_dir: Path, worke
         *table("bad, training would end at them", bad, rows, output_dir / BAD_FILES),
         *table("suspicious, but DALI decodes them", odd, rows, output_dir / MANIFEST),
         "",
-        *([f"not looked at, as no image is named so: {describe_counts(others)}"] if others else []),
+        *([f"not decoded, as no image is named so: {describe_counts(others)}"] if others else []),
         f"{len(known):,} files: {len(bad):,} bad, {len(odd):,} suspicious; {output_dir}: {MANIFEST}, {BAD_FILES}",
     ]
     print("\n".join(lines).lstrip("\n"), flush=True)
     return EXIT_FAILED if bad else EXIT_DONE
 
 
+@with_train_flags(train_flag("output_dir", default=REQUIRED, help="Where manifest.json and bad_files.json go."))
 def read_options(
     data_dir: Annotated[Path, typer.Argument(metavar="DIR", help="A data set, or any folder of images.")],
-    output_dir: Annotated[Path, typer.Option(help="Where manifest.json and bad_files.json go.")],
     workers: Annotated[int | None, typer.Option(help="Processes.", show_default="all cores", **WHOLE)] = None,
     rows: Annotated[int, typer.Option(help="Files that a table shows.", **WHOLE)] = 50,
-) -> tuple[Any, ...]:
+    *,
+    output_dir: Path,
+) -> tuple[Path, Path, int, int]:
     """Find the images that DALI cannot read, and those that look odd.
 
     Exit status: 0 no bad file, 1 bad files, 2 wrong usage, 143 stopped by Ctrl-C or SIGTERM; the same command goes on
     from there.
     """
-    for flag, value in (("--workers", workers), ("--rows", rows)):
-        if value is not None and value < 1:
-            raise UserError(f"{flag} {value}: must be 1 or more")
+    AT_LEAST_1.check("--workers", workers)
+    AT_LEAST_1.check("--rows", rows)
     return data_dir, output_dir, workers or len(os.sched_getaffinity(0)), rows
+
+
+def run(options: tuple[Path, Path, int, int]) -> int:
+    """Check the data set; returns the exit status.
+
+    Raises:
+        UserError: as `check`.
+        Stopped: a signal came; what is known has been written.
+    """
+    with record_signals() as stopped_by:
+        try:
+            return check(stopped_by, *options)
+        except Stopped as stopped:
+            raise Stopped(f"stopped by {stopped}; the same command goes on from there") from None
+
+
+PROGRAM = Program("check_dataset.py", read_options)
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line; returns the exit status."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(context_settings={"help_option_names": ["-h", "--help"]})(read_options)
-    try:
-        options = typer.main.get_command(app).main(list(argv), prog_name="check_dataset.py", standalone_mode=False)
-        if not isinstance(options, tuple):  # --help
-            return EXIT_DONE
-        with signals_noted() as stopped_by:
-            return check(stopped_by, *options)
-    except USAGE_ERROR as error:
-        message = " ".join(error.format_message().split()).rstrip(".")
-        return _refuse(f"{message}; check_dataset.py --help lists all flags")
-    except UserError as error:
-        return _refuse(str(error))
-    except Stopped as error:
-        print(f"check_dataset.py: stopped by {error}; the same command goes on from there", file=sys.stderr, flush=True)
-        return EXIT_STOPPED
-
-
-def _refuse(text: str) -> int:
-    print(f"check_dataset.py: {escape_control_chars(text)}", file=sys.stderr, flush=True)
-    return EXIT_USER_ERROR
+    return PROGRAM.run(argv, run)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,31 @@
+#!/usr/bin/env python3
 """Write scikit-learn's handwritten digits as a folder of JPEG files.
 
-The data set ships inside scikit-learn, so nothing is downloaded. It has 1,797 grey 8 x 8 digits;
-they become 64 x 64 RGB files under ``train/<class>/`` (1,437 images) and ``val/<class>/`` (360 images).
-The same command always chooses the same split.
+    scripts/make_digits.py runs/quickstart/digits
 
-    python scripts/make_digits.py runs/quickstart/digits
+The data set is part of scikit-learn, so nothing is downloaded. It has 1,797 grey 8 x 8 digits, which become 64 x 64 RGB
+files under train/CLASS/ (1,437 images) and val/CLASS/ (360 images). The same command always chooses the same split.
 """
 
 import os
 import shutil
+import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 import typer
 from PIL import Image
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
+
+from utils.cli import Program
+from utils.errors import UserError
 
 NUM_TRAIN = 1437
 NUM_VAL = 360
@@ -51,16 +59,24 @@ def write_digits(directory: Path) -> None:
             image.convert("RGB").save(path, quality=95)
 
 
-def main(
+def read_options(
     directory: Annotated[Path, typer.Argument(help="The folder to make; it may exist only if it is empty.")],
-) -> None:
+) -> Path:
     """Write the digits data set, unless DIRECTORY already holds all of it."""
+    return directory
+
+
+def make_digits(directory: Path) -> None:
+    """Make the data set, whole or not at all.
+
+    Raises:
+        UserError: the folder holds something else, or cannot be made.
+    """
     if is_complete(directory):
-        typer.echo(f"{directory}: complete, nothing to do")
+        print(f"{directory}: complete, nothing to do")
         return
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        typer.echo(f"{directory} exists and is not the digits data set: remove it or name another folder", err=True)
-        raise typer.Exit(2)
+        raise UserError(f"{directory} exists and is not the digits data set: remove it or name another folder")
 
     # Written beside the target, then renamed: a run that dies half-way leaves no half data set behind.
     try:
@@ -70,16 +86,23 @@ def main(
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     except OSError as error:
-        typer.echo(f"{directory}: cannot be made ({error.strerror}); name another folder", err=True)
-        raise typer.Exit(2) from None
+        raise UserError(f"{directory}: cannot be made ({error.strerror}); name another folder") from None
     try:
         write_digits(temporary)
         temporary.chmod(0o755)
         temporary.replace(target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    typer.echo(f"{directory}: {NUM_TRAIN:,} images in train/, {NUM_VAL:,} in val/")
+    print(f"{directory}: {NUM_TRAIN:,} images in train/, {NUM_VAL:,} in val/")
+
+
+PROGRAM = Program("make_digits.py", read_options)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command line; returns the exit status."""
+    return PROGRAM.run(argv, make_digits)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    sys.exit(main(sys.argv[1:]))

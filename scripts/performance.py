@@ -9,30 +9,29 @@ holds class folders of photographs as they come from a camera or ImageNet, not r
 than --limit is ended with all its processes, as the run under way is by Ctrl-C or SIGTERM.
 """
 
-import contextlib
+import dataclasses
 import json
-import os
 import re
-import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import Annotated, Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import typer
 
-from utils.errors import EXIT_STOPPED, EXIT_USER_ERROR, escape_control_chars
+from scripts.launcher import run_with_limit, stop_on_sigterm
+from utils.cli import REQUIRED, Program, number_option, train_flag, with_train_flags
+from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, UserError
+from utils.files import check_writable
+from utils.limits import ABOVE_0
 
 BENCHMARK = Path(__file__).with_name("benchmark.py")
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 STARTS, START_COUNT = "starts", 4  # launches of train.py; the first may compile
-END_SECONDS = 30  # for a run to end by itself, once it was asked to
 DALI = "dali-full,dali-fused"
 RUNS = {  # besides the decoding threads, eight read files, and mostly wait
     "resnet50": ("--arch", "resnet50", "--workers", "4", "--loaders", DALI),
@@ -50,46 +49,15 @@ RUNS = {  # besides the decoding threads, eight read files, and mostly wait
 NAMES = (*RUNS, STARTS)
 
 
-def launch(words: Sequence[object], limit: float, out: IO[str], err: IO[str]) -> int | None:
-    """Exit status of a command, None if it was cut off. Neither processes nor temporary files of it are left."""
-    with tempfile.TemporaryDirectory(prefix="performance-", ignore_cleanup_errors=True) as temporary:
-        process = subprocess.Popen(
-            list(map(str, words)), stdout=out, stderr=err, env=os.environ | {"TMPDIR": temporary},
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            return process.wait(limit)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            end(process)
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    """Ask a process to end, then kill what is left of its group: its workers do not end with it if it is killed."""
-    try:
-        if process.poll() is None:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(END_SECONDS)
-    finally:  # a second signal may have cut the wait short
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            for _ in range(20):  # the others need a moment to be gone, and what they hold
-                time.sleep(0.1)
-                os.killpg(process.pid, 0)
-
-
 def run(name: str, data_dir: Path, output_dir: Path, window_seconds: float, limit: float) -> str:
-    """One benchmark, in a process of its own; returns how it ended."""
+    """Run one benchmark in a process of its own; returns how it ended."""
     folder = output_dir / name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "benchmark.json").unlink(missing_ok=True)  # of an earlier run
     flags = ("--data-dir", data_dir, "--output-dir", folder, "--window-seconds", window_seconds)
     words = [sys.executable, BENCHMARK, *RUNS[name], *flags]
     with (folder / "log.txt").open("w") as log:
-        status = launch(words, limit, log, log)
+        status = run_with_limit(words, limit, log, log)
     if status is None:
         return f"cut off after {limit:.0f} s"
     return "done" if status == 0 else f"exit {status}, see {folder / 'log.txt'}"
@@ -98,13 +66,13 @@ def run(name: str, data_dir: Path, output_dir: Path, window_seconds: float, limi
 def time_starts(output_dir: Path, limit: float, flags: Sequence[str] = (), count: int = START_COUNT) -> str:
     """Launch train.py on synthetic data until its first step, several times; returns how it ended, with seconds."""
     seconds = []
-    with tempfile.TemporaryDirectory(prefix="starts-", dir=output_dir) as folder:  # the checkpoints are of no use
+    with tempfile.TemporaryDirectory(prefix="starts-", dir=output_dir) as folder:  # of checkpoints that nobody needs
         words = [sys.executable, TRAIN, "--loader", "synthetic", "--time-limit", 0.001]
         words += ["--output-dir", Path(folder, "run"), "--resume", "none", "--overwrite", *flags]
         log, errors = Path(folder, "log.txt"), Path(folder, "errors.txt")
         for _ in range(count):
             with log.open("w") as out, errors.open("w") as err:
-                status = launch(words, limit, out, err)
+                status = run_with_limit(words, limit, out, err)
             if status is None:
                 return f"cut off after {limit:.0f} s"
             found = re.search(r"first step done ([\d.]+) s after the launch", log.read_text())
@@ -137,42 +105,63 @@ def shown(rate: dict[str, Any]) -> str:
     return f"{rate['median']:,.0f} ({rate['min']:,.0f} to {rate['max']:,.0f})"
 
 
-def main(
-    data_dir: Annotated[Path, typer.Option(help="Folder of images.")],
-    output_dir: Annotated[Path, typer.Option(help="Where the results go.")],
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The command line."""
+
+    data_dir: Path
+    output_dir: Path
+    names: tuple[str, ...]
+    window_seconds: float
+    limit: float
+
+
+@with_train_flags(
+    train_flag("data_dir", default=REQUIRED, help="Folder of images."),
+    train_flag("output_dir", default=REQUIRED, help="Where the results go."),
+)
+def read_options(
     only: Annotated[str, typer.Option(help=f"Some of {', '.join(NAMES)}.", show_default="all")] = ",".join(NAMES),
-    window_seconds: Annotated[float, typer.Option(help="Length of a window.")] = 1.0,
-    limit: Annotated[float, typer.Option(help="Seconds after which a run is cut off.")] = 400.0,
-) -> None:
+    window_seconds: Annotated[float, typer.Option(help="Length of a window.", **number_option(float))] = 1.0,
+    limit: Annotated[float, typer.Option(help="Seconds after which a run is cut off.", **number_option(float))] = 400.0,
+    **flags: Any,
+) -> Options:
     """Run the benchmarks and print their table; status 1 if one of them failed."""
-    for name in only.split(","):
+    options = Options(**flags, names=tuple(only.split(",")), window_seconds=window_seconds, limit=limit)
+    for name in options.names:
         if name not in NAMES:
-            raise refused(f"--only {only}: {name!r} is not one of {', '.join(NAMES)}")
-    if not data_dir.is_dir():
-        raise refused(f"--data-dir {data_dir}: no such folder; give one that holds class folders of images")
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=output_dir).close()
-    except OSError as error:
-        raise refused(f"--output-dir {output_dir}: cannot be written ({error.strerror}); give another folder") from None
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_STOPPED))  # so that the run under way is ended, too
-    failed = False
-    for name in only.split(","):
+            raise UserError(f"--only {only}: {name!r} is not one of {', '.join(NAMES)}")
+    ABOVE_0.check("--window-seconds", window_seconds)
+    ABOVE_0.check("--limit", limit)
+    if not options.data_dir.is_dir():
+        raise UserError(f"--data-dir {options.data_dir}: no such folder; give one that holds class folders of images")
+    check_writable(options.output_dir)
+    return options
+
+
+def run_all(options: Options) -> int:
+    """Run the series and print its table; returns the exit status."""
+    stop_on_sigterm()
+    status = EXIT_DONE
+    for name in options.names:
         if name == STARTS:
-            ended = time_starts(output_dir, limit)
+            outcome = time_starts(options.output_dir, options.limit)
         else:
-            ended = run(name, data_dir, output_dir, window_seconds, limit)
-        failed |= not ended.startswith("done")
-        print(f"{name}: {ended}", flush=True)
-    print("\n".join(rows(output_dir)))
-    raise typer.Exit(int(failed))
+            outcome = run(name, options.data_dir, options.output_dir, options.window_seconds, options.limit)
+        if not outcome.startswith("done"):
+            status = EXIT_FAILED
+        print(f"{name}: {outcome}", flush=True)
+    print("\n".join(rows(options.output_dir)))
+    return status
 
 
-def refused(text: str) -> typer.Exit:
-    """What to raise for a mistake of the user's, which is told here."""
-    print(f"performance.py: {escape_control_chars(text)}", file=sys.stderr, flush=True)
-    return typer.Exit(EXIT_USER_ERROR)
+PROGRAM = Program("performance.py", read_options)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command line; returns the exit status."""
+    return PROGRAM.run(argv, run_all)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    sys.exit(main(sys.argv[1:]))

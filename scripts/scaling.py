@@ -1,24 +1,24 @@
 #!/usr/bin/env python3
-"""Measure how training scales over the GPUs of this machine: train.py itself, on 1 and on more of them, in turns.
+"""Measure how training scales over the GPUs of this machine: train.py itself, on 1 and on more of them, interleaved.
 
     scripts/scaling.py --data-dir DIR --output-dir OUT --processes 1,2,4,8 --loaders dali,torch
     scripts/scaling.py --data-dir DIR --output-dir OUT --processes 1,2 --cpus 8      # on 8 CPU threads in all
 
-DIR holds train/CLASS/*.jpg and val/CLASS/*.jpg. The files are linked as often as it takes to fill an epoch, and are
-not kept decoded, as a large data set could not be. Smaller runs take other GPUs in each round, of those that
+DIR holds train/CLASS/*.jpg and val/CLASS/*.jpg. The files are linked as often as it takes to fill an epoch. They are
+not kept decoded, as a large data set could not be. Smaller runs use other GPUs in each round, of those that
 CUDA_VISIBLE_DEVICES names if it is set: the GPUs of one machine need not be equally fast, and together they wait for
-the slowest. A run is ended by a signal when its windows are measured; its first log intervals, in which it warms up, do
+the slowest. A run is ended by a signal when its windows are measured. Its first log intervals, in which it warms up, do
 not count. Prints a table and writes scaling.json, scaling.png and the logs of the runs to --output-dir; scaling.json
 after every run.
 """
 
 import dataclasses
+import itertools
 import json
 import os
 import shlex
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,14 +32,49 @@ if __name__ == "__main__":
 import typer
 from matplotlib.figure import Figure
 
+from scripts.launcher import launched, stop_on_sigterm
+from utils.benchmark.report import write_png
+from utils.cli import REQUIRED, Program, number_option, train_flag, with_train_flags
+from utils.config import choices
 from utils.data.codecs import is_image
-from utils.errors import EXIT_USER_ERROR, UserError, escape_control_chars
+from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
+from utils.files import check_writable, write_json
+from utils.limits import AT_LEAST_1
 
-LOADERS = ("dali", "proxy", "torch", "synthetic")
+LOADERS = choices("loader")
 ROOT = Path(__file__).resolve().parent.parent
 WARMUP = 6  # log intervals: on an H200 the first 100 steps wait for data 1 to 8 % of the time
-SPARE = 2  # log intervals in which the signal arrives
+SPARE = 2  # log intervals, in which the signal arrives
 END_SECONDS = 60  # for a run to save and end
+
+
+WHOLE = number_option(int)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The command line.
+
+    Attributes:
+        processes: numbers of processes, ascending.
+        loaders: values of train.py's --loader.
+        flags: more flags of train.py, as a shell reads them.
+        cpus: CPU threads for all processes of a run together; None for all.
+        windows: windows per run.
+        rounds: runs of each point.
+        data_dir, output_dir, batch_size, log_steps: as the flags of train.py; a window has `log_steps` steps.
+    """
+
+    processes: tuple[int, ...]
+    loaders: tuple[str, ...]
+    flags: str
+    cpus: int | None
+    windows: int
+    rounds: int
+    data_dir: Path
+    output_dir: Path
+    batch_size: int
+    log_steps: int
 
 
 @dataclasses.dataclass
@@ -57,13 +92,13 @@ class Point:
         return statistics.median(self.rates)
 
 
-def link_images(data_dir: Path, folder: Path, least: int) -> None:
-    """Fill `folder` with train/ and val/ of links to the images of `data_dir`, train/ with at least `least`.
+def link_images(data_dir: Path, folder: Path, min_train: int) -> None:
+    """Fill `folder` with train/ and val/ of links to the images of `data_dir`, train/ with at least `min_train`.
 
     Raises:
         UserError: there are none.
     """
-    for split, wanted in (("train", least), ("val", 0)):
+    for split, wanted in (("train", min_train), ("val", 0)):
         # What train.py lists: the name of a link does not begin with the dot of a hidden file.
         found = (path for path in (data_dir / split).glob("[!.]*/[!.]*") if is_image(path.name) and path.is_file())
         files = sorted(path.absolute() for path in found)
@@ -72,57 +107,55 @@ def link_images(data_dir: Path, folder: Path, least: int) -> None:
         for path in files:
             (folder / split / path.parent.name).mkdir(parents=True, exist_ok=True)
         for number in range(max(len(files), wanted)):
-            turn, index = divmod(number, len(files))
+            copy, index = divmod(number, len(files))
             path = files[index]
-            (folder / split / path.parent.name / f"{turn:06}-{path.name}").symlink_to(path)
+            (folder / split / path.parent.name / f"{copy:06}-{path.name}").symlink_to(path)
 
 
-def gpus_of_round(turn: int, processes: int, most: int, visible: str | None) -> str:
-    """GPUs for a run in round `turn`, from 0: each of `most` in turn, as CUDA_VISIBLE_DEVICES has them.
+def gpus_of_round(round_number: int, processes: int, num_gpus: int, visible: str | None) -> str:
+    """CUDA_VISIBLE_DEVICES for a run in a round, counted from 0: each of `num_gpus` GPUs is used equally often.
 
-    They are the first of those that it names already (`visible`), as under Slurm; a run that needs more gets them all.
+    They are the first of those that the variable names already (`visible`), as under Slurm. A run that needs more gets
+    them all.
     """
-    gpus = [str(number) for number in range(most)] if visible is None else visible.split(",")[:most]
-    return ",".join(gpus[(turn * processes + number) % len(gpus)] for number in range(min(processes, len(gpus))))
+    gpus = [str(number) for number in range(num_gpus)] if visible is None else visible.split(",")[:num_gpus]
+    return ",".join(gpus[(round_number * processes + rank) % len(gpus)] for rank in range(min(processes, len(gpus))))
 
 
-def measure(
-    point: Point, data_dir: Path, work: Path, flags: Sequence[str], cpus: int | None, windows: int, gpus: str
-) -> None:
+def measure(point: Point, data_dir: Path, gpus: str, options: Options) -> None:
     """One run of train.py on these GPUs, if there are any; adds its windows to `point`.
 
+    Args:
+        point: the loader, and the number of processes.
+        data_dir: temporary folder of `link_images`; the run writes there, too.
+        gpus: value of CUDA_VISIBLE_DEVICES.
+        options: of the command line.
+
     Raises:
-        RuntimeError: the run ended by itself.
+        RuntimeError: the run ended before its windows were measured, or did not end when it was asked to.
     """
     output_dir = data_dir / "runs" / f"{point.loader}-{point.processes}"
-    launcher = [sys.executable]
+    words: list[object] = [sys.executable]
     if point.processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={point.processes}"]
-    words = [*launcher, ROOT / "train.py", "--data-dir", data_dir, "--output-dir", output_dir]
+        words += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={point.processes}"]
+    words += [ROOT / "train.py", "--data-dir", data_dir, "--output-dir", output_dir]
     words += ["--loader", point.loader, "--epochs", "1", "--cache", "none", "--resume", "none", "--overwrite"]
-    threads = sorted(os.sched_getaffinity(0))[:cpus]
-    log = work / f"{point.loader}-{point.processes}.log"
+    words += [*shlex.split(options.flags), "--batch-size", options.batch_size, "--log-steps", options.log_steps]
+    log = options.output_dir / f"{point.loader}-{point.processes}.log"
     metrics = output_dir / "metrics.jsonl"
     metrics.unlink(missing_ok=True)  # of the round before
-    with log.open("a") as out:
-        process = subprocess.Popen(
-            [*map(str, words), *flags],
-            stdout=out, stderr=out, preexec_fn=lambda: os.sched_setaffinity(0, threads),
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": gpus},
-        )  # fmt: skip
-        try:
-            while len(lines := metrics.read_text().splitlines() if metrics.exists() else []) < WARMUP + windows:
-                if process.poll() is not None:
-                    raise RuntimeError(f"{point.loader} on {point.processes}: ended too early, see {log}")
-                time.sleep(0.1)
-        finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(END_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                raise RuntimeError(f"{point.loader} on {point.processes}: did not end, see {log}") from None
-    for line in lines[WARMUP : WARMUP + windows]:
+    needed = WARMUP + options.windows
+    with (
+        log.open("a") as out,
+        launched(words, out, out, {"CUDA_VISIBLE_DEVICES": gpus}, options.cpus, END_SECONDS) as process,
+    ):
+        while len(lines := metrics.read_text().splitlines() if metrics.exists() else []) < needed:
+            if process.poll() is not None:
+                raise RuntimeError(f"ended too early, see {log}")
+            time.sleep(0.1)
+    if process.returncode == -signal.SIGKILL:
+        raise RuntimeError(f"did not end, see {log}")
+    for line in lines[WARMUP:needed]:
         record: dict[str, Any] = json.loads(line)
         point.rates.append(record["images_per_second"])
         point.waits.append(record["data_wait"])
@@ -142,8 +175,8 @@ def table(points: Sequence[Point]) -> str:
 
 def efficiency(point: Point, points: Sequence[Point]) -> float:
     """Rate per process over that of the same loader's smallest run."""
-    least = min((other for other in points if other.loader == point.loader), key=lambda other: other.processes)
-    return point.rate / point.processes / (least.rate / least.processes)
+    smallest = min((other for other in points if other.loader == point.loader), key=lambda other: other.processes)
+    return point.rate / point.processes / (smallest.rate / smallest.processes)
 
 
 def draw(path: Path, points: Sequence[Point], title: str) -> None:
@@ -151,8 +184,8 @@ def draw(path: Path, points: Sequence[Point], title: str) -> None:
     figure = Figure(figsize=(7, 4.5), dpi=120, layout="constrained")
     axes = figure.subplots()
     for loader in dict.fromkeys(point.loader for point in points):
-        own = [point for point in points if point.loader == loader]
-        numbers, rates = [point.processes for point in own], [point.rate for point in own]
+        line = [point for point in points if point.loader == loader]
+        numbers, rates = [point.processes for point in line], [point.rate for point in line]
         axes.plot(numbers, rates, marker="o", label=loader)
         if loader == points[0].loader:
             axes.plot(
@@ -167,74 +200,84 @@ def draw(path: Path, points: Sequence[Point], title: str) -> None:
     axes.set_title(title, loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    figure.savefig(path, format="png")
+    write_png(path, figure)
 
 
-def main(
-    data_dir: Annotated[Path, typer.Option(help="Folder with train/ and val/.")],
-    output_dir: Annotated[Path, typer.Option(help="Where the results go.")],
+@with_train_flags(
+    train_flag("data_dir", default=REQUIRED, help="Folder with train/ and val/."),
+    train_flag("output_dir", default=REQUIRED, help="Where the results go."),
+    train_flag("batch_size", default=256, shown=True),
+    train_flag("log_steps", default=20, help="Steps of a window."),
+)
+def read_options(
     processes: Annotated[str, typer.Option(help="Numbers of processes, one GPU each, ascending.")] = "1,2",
     loaders: Annotated[str, typer.Option(help="Values of train.py's --loader.")] = "dali",
-    batch_size: Annotated[int, typer.Option(help="Images per process and step.", min=1)] = 256,
     flags: Annotated[str, typer.Option(help="More flags of train.py.")] = "--arch resnet50",
-    cpus: Annotated[int | None, typer.Option(help="CPU threads for all together.", show_default="all", min=1)] = None,
-    log_steps: Annotated[int, typer.Option(help="Steps of a window.", min=1)] = 20,
-    windows: Annotated[int, typer.Option(help="Windows per run.", min=1)] = 5,
-    rounds: Annotated[int, typer.Option(help="Runs of each.", min=1)] = 2,
-) -> None:
-    """Train on more and more GPUs and say how well it scales; status 1 if a run failed."""
+    cpus: Annotated[int | None, typer.Option(help="CPU threads for all together.", show_default="all", **WHOLE)] = None,
+    windows: Annotated[int, typer.Option(help="Windows per run.", **WHOLE)] = 5,
+    rounds: Annotated[int, typer.Option(help="Runs of each.", **WHOLE)] = 2,
+    **train_flags: Any,
+) -> Options:
+    """Train on more and more GPUs and print how well it scales; status 1 if a run failed."""
     if not all(word.isdigit() and int(word) > 0 for word in processes.split(",")):
-        raise refused(f"--processes {processes}: must be whole numbers, such as 1,2,4")
+        raise UserError(f"--processes {processes}: must be whole numbers, such as 1,2,4")
     for loader in loaders.split(","):
         if loader not in LOADERS:
-            raise refused(f"--loaders {loaders}: {loader!r} is not one of {', '.join(LOADERS)}")
+            raise UserError(f"--loaders {loaders}: {loader!r} is not one of {', '.join(LOADERS)}")
+    for name, value in (("--cpus", cpus), ("--windows", windows), ("--rounds", rounds)):
+        AT_LEAST_1.check(name, value)
     try:
-        more_flags = shlex.split(flags)
+        shlex.split(flags)
     except ValueError as error:
-        raise refused(
+        raise UserError(
             f"--flags {flags}: {str(error).lower()}; quote the whole, and close what is quoted in it"
         ) from None
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run under way is ended, too
-    numbers = sorted(int(word) for word in processes.split(","))
-    points = [Point(loader, number) for loader in loaders.split(",") for number in numbers]
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=output_dir).close()
-    except OSError as error:
-        raise refused(f"--output-dir {output_dir}: cannot be written ({error.strerror}); give another folder") from None
-    failed = False
+    numbers = tuple(sorted(int(word) for word in processes.split(",")))
+    check_writable(train_flags["output_dir"])
+    return Options(numbers, tuple(loaders.split(",")), flags, cpus, windows, rounds, **train_flags)
+
+
+def run_all(options: Options) -> int:
+    """Measure all points, write the results and print their table; returns the exit status."""
+    stop_on_sigterm()
+    points = [Point(loader, number) for loader in options.loaders for number in options.processes]
+    num_gpus, status = max(options.processes), EXIT_DONE
     with tempfile.TemporaryDirectory(prefix="scaling-") as folder:
-        try:
-            link_images(data_dir, Path(folder), (WARMUP + windows + SPARE) * log_steps * batch_size * max(numbers))
-        except UserError as error:
-            raise refused(str(error)) from None
-        for turn in range(rounds):
-            for point in points:
-                words = [*more_flags, "--batch-size", str(batch_size), "--log-steps", str(log_steps)]
-                gpus = gpus_of_round(turn, point.processes, max(numbers), os.environ.get("CUDA_VISIBLE_DEVICES"))
-                try:
-                    measure(point, Path(folder), output_dir, words, cpus, windows, gpus)
-                except RuntimeError as error:
-                    print(f"round {turn + 1}: {error}", file=sys.stderr, flush=True)
-                    failed = True
-                    continue
-                print(f"round {turn + 1}: {point.loader} on {point.processes}: {point.rate:,.0f} images/s", flush=True)
-                measured = [point for point in points if point.rates]
-                found = [dataclasses.asdict(point) | {"efficiency": efficiency(point, measured)} for point in measured]
-                results = {"flags": flags, "cpus": cpus, "points": found}
-                (output_dir / "scaling.json").write_text(json.dumps(results, indent=2))
+        steps = (WARMUP + options.windows + SPARE) * options.log_steps
+        link_images(options.data_dir, Path(folder), steps * options.batch_size * num_gpus)
+        for round_number, point in itertools.product(range(options.rounds), points):
+            gpus = gpus_of_round(round_number, point.processes, num_gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
+            title = f"round {round_number + 1}: {point.loader} on {point.processes}"
+            try:
+                measure(point, Path(folder), gpus, options)
+            except RuntimeError as error:
+                print(f"{title}: {error}", file=sys.stderr, flush=True)
+                status = EXIT_FAILED
+                continue
+            print(f"{title}: {point.rate:,.0f} images/s", flush=True)
+            write_results(points, options)
     measured = [point for point in points if point.rates]
     if measured:
-        draw(output_dir / "scaling.png", measured, f"train.py {flags}")
+        draw(options.output_dir / "scaling.png", measured, f"train.py {options.flags}")
         print(table(measured))
-    raise typer.Exit(int(failed))
+    return status
 
 
-def refused(text: str) -> typer.Exit:
-    """What to raise for a mistake of the user's, which is told here."""
-    print(f"scaling.py: {escape_control_chars(text)}", file=sys.stderr, flush=True)
-    return typer.Exit(EXIT_USER_ERROR)
+def write_results(points: Sequence[Point], options: Options) -> None:
+    """Write scaling.json with the points that are measured so far."""
+    measured = [point for point in points if point.rates]
+    found = [dataclasses.asdict(point) | {"efficiency": efficiency(point, measured)} for point in measured]
+    results = {"flags": options.flags, "cpus": options.cpus, "points": found}
+    write_json(options.output_dir / "scaling.json", results)
+
+
+PROGRAM = Program("scaling.py", read_options)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command line; returns the exit status."""
+    return PROGRAM.run(argv, run_all)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    sys.exit(main(sys.argv[1:]))

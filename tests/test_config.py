@@ -1,6 +1,7 @@
 """One set of flags: command line over recipe over default, and a --help that a person can read."""
 
 import dataclasses
+import math
 import os
 import re
 import subprocess
@@ -14,8 +15,17 @@ import pytest
 
 from tests.conftest import ROOT
 from utils.cli import parse
-from utils.config import FIRST, TrainConfig, flag, flag_fields
+from utils.config import (
+    FIRST,
+    TrainConfig,
+    evaluation_flags,
+    flag,
+    flag_fields,
+    flag_info,
+    flags_with_role,
+)
 from utils.errors import UserError
+from utils.limits import Limit
 
 FIELDS = flag_fields()
 # A value other than the default for every field, so that none can be forgotten on the way.
@@ -206,9 +216,52 @@ def test_help_states_defaults_choices_and_exit_statuses(help_text: str) -> None:
 
 @pytest.mark.parametrize("field", FIELDS, ids=lambda field: str(field.name))
 def test_every_field_explains_itself(field: dataclasses.Field[Any]) -> None:
-    assert re.fullmatch(r"\S.*\S\.", field.metadata["help"])
+    assert re.fullmatch(r"\S.*\S\.", flag_info(field).help)
     optional = isinstance(field.type, types.UnionType) and types.NoneType in typing.get_args(field.type)
     assert (field.default is None) == optional
+
+
+def test_every_number_has_limits() -> None:
+    """The limits of each flag are tested with its messages in tests/runs/test_refusals.py."""
+    numbers = [field for field in FIELDS if {int, float} & {field.type, *typing.get_args(field.type)}]
+    assert len(numbers) > 20
+    assert [field.name for field in numbers if not flag_info(field).limits] == []
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "message"),
+    [
+        (Limit(minimum=1), 0, "0: must be 1 or more"),
+        (Limit(minimum=0), -0.5, "-0.5: must be 0 or more and finite"),
+        (Limit(above=0), 0.0, "0.0: must be more than 0 and finite"),
+        (Limit(above=0), math.nan, "nan: must be more than 0 and finite"),
+        (Limit(above=0, maximum=1), 1.5, "1.5: must be more than 0 and at most 1"),
+        (Limit(minimum=0, below=1), 1.0, "1.0: must be at least 0 and less than 1"),
+        (Limit(below=2**31), 2**31, "2147483648: must be less than 2147483648"),
+        (Limit(minimum=0, maximum=1, noun="share"), -1.0, "-1.0: a share, from 0 to 1"),
+        (Limit(maximum=1e6), 1e10, "1e+10: must be at most 1000000 seconds"),
+    ],
+)
+def test_a_limit_names_its_bounds(limit: Limit, value: float, message: str) -> None:
+    with pytest.raises(UserError, match=f"^--flag {re.escape(message)}$"):
+        limit.check("--flag", value, "seconds" if "seconds" in message else "")
+    limit.check("--flag", None)
+    limit.check("--flag", 0.5 if limit.maximum == 1 or limit.below == 1 else 1)
+
+
+def test_roles_name_flags_in_the_order_of_messages() -> None:
+    assert flags_with_role("fixed")[:4] == ("arch", "num_classes", "seed", "loader")
+    assert flags_with_role("logged")[-6:] == (
+        "clip_grad",
+        "amp",
+        "compile",
+        "fused_layers",
+        "cuda_graph",
+        "deterministic",
+    )
+    assert flags_with_role("logged_if_several") == ("grad_exchange", "grad_compression")
+    assert "overwrite" in flags_with_role("free")
+    assert evaluation_flags()[-3:] == ("image_size", "val_resize", "amp")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)

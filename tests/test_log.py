@@ -88,7 +88,7 @@ def test_a_folder_that_is_out_of_reach_is_told_of(tmp_path: Path, capsys: pytest
 
 def test_only_rank_0_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = Log(tmp_path, False, epochs=1, steps_per_epoch=1, tensorboard=True)
-    log.say("hello")
+    log.info("hello")
     log.record({"step": 1})
     log.truncate_after(0, 0)
     log.close()

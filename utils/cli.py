@@ -1,108 +1,163 @@
-"""Command line: Typer options from TrainConfig, YAML recipes, and what all commands share (errors, exit statuses)."""
+"""Command line of train.py and of every script: Typer options, YAML recipes, error messages and exit statuses."""
 
 import dataclasses
 import difflib
+import functools
 import inspect
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Generic, TypeVar
 
 import typer
 import yaml
 
-from utils.config import TrainConfig, flag, flag_fields, validate
-from utils.errors import UserError
+from utils.config import FlagInfo, TrainConfig, check_limits, choices, flag, flag_fields, flag_info, validate
+from utils.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_STOPPED,
+    EXIT_USER_ERROR,
+    RunFailed,
+    Stopped,
+    UserError,
+)
+from utils.log import print_error
 
 # typer carries click under a private name; BadParameter is the public way to click's common base class.
-USAGE_ERROR: Any = typer.BadParameter.__mro__[2]
-LONGEST_RECIPE = 1_000_000
-_HELP = """Train an image classifier from a folder of images.
-
-torchrun --nproc_per_node=8 train.py --data-dir /data/imagenet
-
-One process: python train.py --data-dir DIR. The same command again resumes where it stopped.
-
-Exit status: 0 done, 1 failed, 2 wrong usage, 143 stopped by SIGTERM after the checkpoint was written."""
+_USAGE_ERROR: Any = typer.BadParameter.__mro__[2]
 _GIVEN = ("COMMANDLINE", "DEFAULT_MAP")  # click's names of where a value came from; the second is a recipe's
+LONGEST_RECIPE = 1_000_000  # characters
+REQUIRED = inspect.Parameter.empty  # as the default of an option
+Options = TypeVar("Options")
 
 
-def parse(argv: Sequence[str]) -> TrainConfig:
-    """Command line -> validated config; prints `--help` and exits where asked to.
+class EarlyExit(SystemExit):
+    """The program ends before it has options: `--help` was printed, or Ctrl-C came."""
 
-    Raises:
-        UserError: for an unknown flag, a value of the wrong type or out of range, or a bad recipe.
+
+@dataclasses.dataclass(frozen=True)
+class Program(Generic[Options]):
+    """A program with a command line.
+
+    Attributes:
+        name: as messages begin with it: `train.py`.
+        read_options: a function whose parameters are Typer's options. It checks them, and returns what the program
+            works with, in any type but int.
+        help: text of `--help`; None for the docstring of `read_options`.
     """
-    app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
-    app.command(help=_HELP, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})(
-        _command_function()
-    )
-    try:
-        result = typer.main.get_command(app).main(_bare_pretrained(argv), prog_name="train.py", standalone_mode=False)
-        if not isinstance(result, TrainConfig):
-            raise SystemExit(result)  # --help
-        validate(result)
-    except USAGE_ERROR as error:
-        message = " ".join(error.format_message().split()).rstrip(".")
-        raise UserError(f"{message}; train.py --help lists all flags", on_all_ranks=True) from None
-    except UserError as error:
-        raise UserError(str(error), on_all_ranks=True) from None
-    return result
+
+    name: str
+    read_options: Callable[..., Options]
+    help: str | None = None
+
+    def command(self) -> Any:
+        """Typer's command for `read_options`."""
+        app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+        settings = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+        app.command(help=self.help, context_settings=settings)(self.read_options)
+        return typer.main.get_command(app)
+
+    def parse(self, argv: Sequence[str]) -> Options:
+        """Command line -> options.
+
+        Raises:
+            EarlyExit: `--help` was printed.
+            UserError: an unknown flag, a value of the wrong type or out of range, or what `read_options` refuses. Every
+                rank of a launch has the same command line.
+        """
+        try:
+            result = self.command().main(list(argv), prog_name=self.name, standalone_mode=False)
+        except _USAGE_ERROR as error:
+            message = " ".join(error.format_message().split()).rstrip(".")
+            raise UserError(f"{message}; {self.name} --help lists all flags", on_all_ranks=True) from None
+        except UserError as error:
+            raise UserError(str(error), on_all_ranks=True) from None
+        if isinstance(result, int):
+            raise EarlyExit(result)
+        options: Options = result
+        return options
+
+    def print_error(self, text: str) -> None:
+        """Print one line on stderr that begins with the program's name."""
+        print_error(self.name, text)
+
+    def run(
+        self,
+        argv: Sequence[str],
+        work: Callable[[Options], int | None],
+        on_error: Callable[[UserError | RunFailed], None] | None = None,
+    ) -> int:
+        """Parse the command line and call `work` with the options.
+
+        Args:
+            argv: the words after the program's name.
+            work: returns an exit status, or None for 0.
+            on_error: prints an error; None prints it on every process.
+
+        Returns:
+            The exit status. One line on stderr explains every status of `utils.errors` but 0.
+        """
+        try:
+            return work(self.parse(argv)) or EXIT_DONE
+        except EarlyExit as ended:
+            return int(ended.code or EXIT_DONE)
+        except (UserError, RunFailed) as error:
+            if on_error is not None:
+                on_error(error)
+            else:
+                self.print_error(str(error))
+            return EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED
+        except Stopped as stopped:
+            if str(stopped):
+                self.print_error(str(stopped))
+            return EXIT_STOPPED
+        except KeyboardInterrupt:
+            return EXIT_INTERRUPTED
 
 
-def _bare_pretrained(argv: Sequence[str]) -> list[str]:
-    # click options take a value always or never; `--pretrained` alone means timm's weights.
-    following = [*argv, "--"][1:]
-    return [
-        "--pretrained=timm" if word == "--pretrained" and after.startswith("-") else word
-        for word, after in zip(argv, following, strict=True)
-    ]
+# ---------------------------------------------------------------------------------------------------------------------
+# Options from the fields of TrainConfig
 
 
-def _command_function() -> Any:
-    """A function whose signature is TrainConfig's fields, which is what Typer reads."""
+def train_flag(name: str, **changes: Any) -> inspect.Parameter:
+    """The option of a script that means what the flag of train.py with this name means.
 
-    def train(context: typer.Context, **values: Any) -> TrainConfig:
-        sources = {name: context.get_parameter_source(name) for name in values}
-        given = frozenset(name for name, source in sources.items() if source is not None and source.name in _GIVEN)
-        return TrainConfig(**values, given=given)
-
-    parameters = [inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
-    for field in flag_fields():
-        option = typer.Option(
-            *_spelling(field),
-            help=_help(field),
-            rich_help_panel=field.metadata["panel"],
-            show_default=field.metadata["shown"] if field.default is not False else False,  # a switch is off
-            callback=_load_recipe if field.name == "config" else None,
-            is_eager=field.name == "config",
-            **_reader(field),
-        )
-        kind = inspect.Parameter.KEYWORD_ONLY
-        annotation = Annotated[field.type, option]  # type: ignore[name-defined]
-        parameters.append(inspect.Parameter(field.name, kind, default=field.default, annotation=annotation))
-    train.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    train.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return train
+    Args:
+        name: of the field of TrainConfig.
+        changes: what differs: `default` (REQUIRED for none), and attributes of FlagInfo.
+    """
+    (field,) = (field for field in flag_fields() if field.name == name)
+    default = changes.pop("default", field.default)
+    return _parameter(field, dataclasses.replace(flag_info(field), **({"panel": "Options"} | changes)), default)
 
 
-def _kinds(field: dataclasses.Field[Any]) -> tuple[Any, ...]:
-    """The types that a field admits, without None: `int | None` -> (int,)."""
-    kinds = typing.get_args(field.type) if isinstance(field.type, types.UnionType) else (field.type,)
-    return tuple(kind for kind in kinds if kind is not types.NoneType)
+def with_train_flags(*flags: inspect.Parameter) -> Callable[[Callable[..., Options]], Callable[..., Options]]:
+    """Put options made by `train_flag` before those of a function, which gets their values by keyword.
 
+    The values are checked against the limits of the fields of TrainConfig before the function is called.
+    """
+    names = {option.name for option in flags}
 
-def _help(field: dataclasses.Field[Any]) -> str:
-    # A wide column of choices would leave no room for the text on a terminal of 80 columns.
-    choices = typing.get_args(_kinds(field)[0])
-    return " ".join([field.metadata["help"], *([", ".join(choices) + "."] if choices else [])])
+    def decorate(function: Callable[..., Options]) -> Callable[..., Options]:
+        @functools.wraps(function)
+        def checked(**values: Any) -> Options:
+            for name in names:
+                check_limits(name, values[name])
+            return function(**values)
 
+        parameters = inspect.signature(function, eval_str=True).parameters
+        others = [
+            each.replace(kind=each.KEYWORD_ONLY)
+            for name, each in parameters.items()
+            if name not in names and each.kind is not each.VAR_KEYWORD
+        ]
+        _sign(checked, [*flags, *others])
+        return checked
 
-def _spelling(field: dataclasses.Field[Any]) -> tuple[str, ...]:
-    # A recipe may turn any switch on, and the command line must be able to turn it off.
-    both = bool in _kinds(field)
-    return (f"{flag(field.name)}/--no-{flag(field.name)[2:]}",) if both else (flag(field.name),)
+    return decorate
 
 
 def number_option(kind: type[int] | type[float]) -> dict[str, Any]:
@@ -118,31 +173,71 @@ def number_option(kind: type[int] | type[float]) -> dict[str, Any]:
     return {"parser": number, "metavar": kind.__name__.upper()}
 
 
-def _reader(field: dataclasses.Field[Any]) -> dict[str, Any]:
+def _parameter(field: dataclasses.Field[Any], info: FlagInfo, default: Any) -> inspect.Parameter:
+    """The parameter of a function from which Typer makes the option of a field."""
+    option = typer.Option(
+        *_spelling(field),
+        help=_help(field, info),
+        rich_help_panel=info.panel,
+        show_default=info.shown if default is not False else False,  # a switch is off
+        callback=_load_recipe if field.name == "config" else None,
+        is_eager=field.name == "config",
+        **_reader(field, info),
+    )
+    annotation = Annotated[field.type, option]  # type: ignore[name-defined]
+    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _sign(function: Any, parameters: Sequence[inspect.Parameter]) -> None:
+    """Give a function the signature that Typer reads."""
+    function.__signature__ = inspect.Signature(parameters)
+    function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+
+
+def _kinds(field: dataclasses.Field[Any]) -> tuple[Any, ...]:
+    """The types that a field admits, without None: `int | None` -> (int,)."""
+    kinds = typing.get_args(field.type) if isinstance(field.type, types.UnionType) else (field.type,)
+    return tuple(kind for kind in kinds if kind is not types.NoneType)
+
+
+def _help(field: dataclasses.Field[Any], info: FlagInfo) -> str:
+    # A wide column of choices would leave no room for the text on a terminal of 80 columns.
+    names = choices(field.name)
+    return f"{info.help} {', '.join(names)}." if names else info.help
+
+
+def _spelling(field: dataclasses.Field[Any]) -> tuple[str, ...]:
+    # A recipe may turn any switch on, and the command line must be able to turn it off.
+    both = bool in _kinds(field)
+    return (f"{flag(field.name)}/--no-{flag(field.name)[2:]}",) if both else (flag(field.name),)
+
+
+def _reader(field: dataclasses.Field[Any], info: FlagInfo) -> dict[str, Any]:
     """Typer's arguments for reading one value; our own parsers, because its messages leave out the value."""
     (kind,) = _kinds(field)
     if kind is bool:
         return {}
     if kind in (int, float):
         return number_option(kind)
-    choices = typing.get_args(kind)
-    if choices:
+    if names := choices(field.name):
+        return {"parser": functools.partial(_choice, names), "metavar": "NAME"}
+    return {"parser": _path, "metavar": "PATH"} if kind is Path else {"metavar": info.metavar or "NAME"}
 
-        def choice(text: str) -> str:
-            if text not in choices:
-                raise typer.BadParameter(f"{text!r} is not one of {', '.join(choices)}")
-            return text
 
-        return {"parser": choice, "metavar": "NAME"}
-    if kind is Path:
+def _choice(names: tuple[str, ...], text: str) -> str:
+    if text not in names:
+        raise typer.BadParameter(f"{text!r} is not one of {', '.join(names)}")
+    return text
 
-        def path(text: str) -> Path:
-            if not text:
-                raise typer.BadParameter("'' is no path")  # an empty shell variable, which would mean this folder
-            return Path(text)
 
-        return {"parser": path, "metavar": "PATH"}
-    return {"metavar": field.metadata["metavar"] or "NAME"}
+def _path(text: str) -> Path:
+    if not text:
+        raise typer.BadParameter("'' is no path")  # an empty shell variable, which would mean this folder
+    return Path(text)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Recipes
 
 
 def _load_recipe(context: typer.Context, path: Path | None) -> Path | None:
@@ -217,3 +312,58 @@ def _recipe_value(path: Path, key: str, value: Any, as_written: Any, kinds: tupl
         return value
     # JSON writes a letter beyond U+FFFF as two escapes, which YAML takes for two letters.
     return str(as_written).encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# train.py
+
+
+class _Train(Program[TrainConfig]):
+    """train.py: all fields of TrainConfig are options, and `--pretrained` may stand without a value."""
+
+    def parse(self, argv: Sequence[str]) -> TrainConfig:
+        # click options take a value always or never; `--pretrained` alone means timm's weights.
+        following = [*argv, "--"][1:]
+        words = [
+            "--pretrained=timm" if word == "--pretrained" and after.startswith("-") else word
+            for word, after in zip(argv, following, strict=True)
+        ]
+        return super().parse(words)
+
+
+def _read_config(context: typer.Context, **values: Any) -> TrainConfig:
+    sources = {name: context.get_parameter_source(name) for name in values}
+    given = frozenset(name for name, source in sources.items() if source is not None and source.name in _GIVEN)
+    config = TrainConfig(**values, given=given)
+    validate(config)
+    return config
+
+
+_sign(
+    _read_config,
+    [
+        inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context),
+        *(_parameter(field, flag_info(field), field.default) for field in flag_fields()),
+    ],
+)
+TRAIN = _Train(
+    "train.py",
+    _read_config,
+    """Train an image classifier from a folder of images.
+
+torchrun --nproc_per_node=8 train.py --data-dir /data/imagenet
+
+One process: python train.py --data-dir DIR. The same command again resumes where it stopped.
+
+Exit status: 0 done, 1 failed, 2 wrong usage, 143 stopped by SIGTERM after the checkpoint was written.""",
+)
+
+
+def parse(argv: Sequence[str]) -> TrainConfig:
+    """Command line of train.py -> validated config.
+
+    Raises:
+        EarlyExit: `--help` was printed.
+        UserError: an unknown flag, a value of the wrong type or out of range, or a bad recipe.
+    """
+    return TRAIN.parse(argv)

@@ -1,34 +1,69 @@
-"""TrainConfig: every flag of the trainer, its default, unit and limits, in one flat frozen dataclass.
+"""TrainConfig: every flag of the trainer in one flat frozen dataclass, each field with its own metadata.
 
-The command line, the keys of a recipe (`--config recipe.yaml`), `config.json` and `--help` are all derived from the
-fields below, so a new flag is one new field.
+The command line, the keys of a recipe (`--config recipe.yaml`), `config.json`, `--help`, the checks of single values
+and the rules of a resume are derived from the fields below, so a new flag is one new field.
 """
 
 import dataclasses
-import json
+import typing
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from utils.errors import UserError
-from utils.files import atomic_write_text
+from utils.files import write_json
+from utils.limits import ABOVE_0, AT_LEAST_0, AT_LEAST_1, Limit
 
 FIRST, DATA, MODEL = "First run", "Data", "Model"
 OPTIMISATION, PRECISION, RUN, SWITCHES = "Optimisation", "Precision", "Run", "Switches"
 BATCH_SIZE = 256  # images per process and step, of a new run
-_AT_LEAST: dict[str, float] = {
-    "epochs": 1, "batch_size": 1, "image_size": 8, "val_resize": 8, "workers": 1, "num_classes": 1,
-    "grad_accum_steps": 1, "prefetch": 1, "checkpoint_steps": 0, "log_steps": 1, "seed": 0, "weight_decay": 0,
-    "warmup_epochs": 0, "mixup": 0, "cutmix": 0, "clip_grad": 0, "time_limit": 0, "max_bad_steps": 0,
-}  # fmt: skip
-_BELOW_ONE = ("momentum", "label_smoothing", "ema_decay")
-_ABOVE_ZERO = ("lr", "timeout")
-LONGEST_TIMEOUT = 1e6  # seconds; a store that is told to wait for much longer does not wait at all
+
+# What a resume with another value of a flag does: it is refused, or the change is logged (always, or only with several
+# processes), or nothing happens, as the flag does not touch what is computed.
+Role = Literal["fixed", "logged", "logged_if_several", "free"]
+# Panels in the order in which messages name their flags; the flags of a panel are named in the order of the fields.
+_ORDER_IN_MESSAGES: dict[Role | Literal["evaluation"], tuple[str, ...]] = {
+    "fixed": (FIRST, MODEL, RUN, DATA, OPTIMISATION, PRECISION, SWITCHES),
+    "logged": (FIRST, OPTIMISATION, PRECISION, MODEL, DATA, RUN, SWITCHES),
+    "logged_if_several": (FIRST, OPTIMISATION, PRECISION, MODEL, DATA, RUN, SWITCHES),
+    "free": (FIRST, DATA, MODEL, OPTIMISATION, PRECISION, RUN, SWITCHES),
+    "evaluation": (FIRST, MODEL, DATA, OPTIMISATION, PRECISION, RUN, SWITCHES),
+}
 
 
-def _option(default: Any, panel: str, help: str, shown: str | bool = True, metavar: str | None = None) -> Any:
-    return dataclasses.field(
-        default=default, metadata={"panel": panel, "help": help, "shown": shown, "metavar": metavar}
-    )
+_AT_LEAST_8, _BELOW_1 = Limit(minimum=8), Limit(minimum=0, below=1)
+_PROBABILITY = Limit(minimum=0, maximum=1, noun="probability")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FlagInfo:
+    """What is known of a flag besides its name, type and default; see `flag_info`.
+
+    Attributes:
+        panel: heading of its part of `--help`.
+        help: one sentence.
+        shown: the default as `--help` shows it: as it is (True), not at all (False), or these words.
+        metavar: name of its value in `--help`; "" for that of its type.
+        unit: of its value.
+        limits: ranges, each with its own message, that the value must be in.
+        role: what a resume with another value does.
+        from_checkpoint: whether `--evaluate` takes the value from the checkpoint where it is not given.
+    """
+
+    panel: str
+    help: str
+    shown: str | bool = True
+    metavar: str = ""
+    unit: str = ""
+    limits: tuple[Limit, ...] = ()
+    role: Role = "free"
+    from_checkpoint: bool = False
+
+
+def _flag(default: Any, panel: str, help: str, *limits: Limit, **metadata: Any) -> Any:
+    """A field of TrainConfig; `metadata` as in FlagInfo."""
+    info = FlagInfo(panel=panel, help=help, limits=limits, **metadata)
+    return dataclasses.field(default=default, metadata={"flag": info})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,74 +74,107 @@ class TrainConfig:
         given: names of the fields that the command line or a recipe has set; the others hold defaults.
     """
 
-    data_dir: Path | None = _option(None, FIRST, "Folder with train/ and val/, one folder of images per class.", False)
-    output_dir: Path = _option(Path("runs/latest"), FIRST, "Where checkpoints, metrics and the summary go.")
-    arch: str = _option("resnet50", FIRST, "Any timm architecture.")
-    epochs: int = _option(90, FIRST, "Passes over the training images.")
-    batch_size: int | None = _option(None, FIRST, "Images per process and step.", f"{BATCH_SIZE}, or as resumed")
-    lr: float = _option(0.256, FIRST, "Learning rate per 256 images of the global batch.")
-
-    loader: Literal["dali", "proxy", "torch", "synthetic"] = _option("dali", DATA, "What feeds the network.")
-    decode: Literal["auto", "fused", "full"] = _option("auto", DATA, "What DALI decodes: the crop alone or all.")
-    hw_decoder_load: float | None = _option(
-        None, DATA, "Share of a batch that the GPU's JPEG engines decode.", "for --decode"
+    data_dir: Path | None = _flag(
+        None, FIRST, "Folder with train/ and val/, one folder of images per class.", shown=False, from_checkpoint=True
     )
-    cache: Literal["auto", "none", "gpu", "host"] = _option("auto", DATA, "Where training images stay decoded.")
-    prefetch: int | None = _option(None, DATA, "Batches that DALI prepares ahead.", "6")
-    bad_files: Literal["error", "skip"] = _option("error", DATA, "On an unreadable image.")
-    image_size: int = _option(224, DATA, "Side of the network's input, pixels.")
-    val_resize: int | None = _option(None, DATA, "Shorter side before the centre crop, pixels.", "image size x 8/7")
-    workers: int | None = _option(None, DATA, "CPU threads (torch: workers) per process.", "its share of the cores")
-    augment: Literal["none", "autoaugment", "randaugment", "trivialaugment"] = _option(
-        "none", DATA, "torchvision's policy, with any loader, after crop and flip."
+    output_dir: Path = _flag(Path("runs/latest"), FIRST, "Where checkpoints, metrics and the summary go.")
+    arch: str = _flag("resnet50", FIRST, "Any timm architecture.", role="fixed", from_checkpoint=True)
+    epochs: int = _flag(90, FIRST, "Passes over the training images.", AT_LEAST_1, role="logged")
+    batch_size: int | None = _flag(
+        None, FIRST, "Images per process and step.", AT_LEAST_1,
+        shown=f"{BATCH_SIZE}, or as resumed", from_checkpoint=True,
+    )  # fmt: skip
+    lr: float = _flag(0.256, FIRST, "Learning rate per 256 images of the global batch.", ABOVE_0, role="logged")
+
+    loader: Literal["dali", "proxy", "torch", "synthetic"] = _flag(
+        "dali", DATA, "Data-loading backend.", role="fixed", from_checkpoint=True
     )
-    crop_scale: float = _option(0.08, DATA, "Least share of the area in a random crop.")
-    hflip: float = _option(0.5, DATA, "Probability of mirroring a training image.")
-    mixup: float = _option(0.0, DATA, "Mixup alpha; 0 is off.")
-    cutmix: float = _option(0.0, DATA, "CutMix alpha; 0 is off.")
-    random_erase: float = _option(0.0, DATA, "Probability of erasing a rectangle.")
-
-    pretrained: str | None = _option(None, MODEL, "timm's weights, or those in FILE.", "off", "[FILE]")
-    pretrained_ema: bool | None = _option(None, MODEL, "FILE's EMA weights.", "if any")
-    pretrained_head: Literal["auto", "keep", "new"] = _option("auto", MODEL, "The weights' head.")
-    num_classes: int | None = _option(None, MODEL, "Outputs of the head.", "the folders")
-    compile: bool | None = _option(None, MODEL, "torch.compile the step.", "on CUDA")
-    fused_layers: bool | None = _option(
-        None, MODEL, "Brisk's own kernels for norms, pooling and convolutions.", "where compiled on CUDA"
+    decode: Literal["auto", "fused", "full"] = _flag("auto", DATA, "What DALI decodes: the crop alone or all.")
+    hw_decoder_load: float | None = _flag(
+        None, DATA, "Share of a batch that the GPU's JPEG engines decode.", Limit(minimum=0, maximum=1, noun="share"),
+        shown="for --decode", from_checkpoint=True,
+    )  # fmt: skip
+    cache: Literal["auto", "none", "gpu", "host"] = _flag("auto", DATA, "Where training images stay decoded.")
+    prefetch: int | None = _flag(None, DATA, "Batches that DALI prepares ahead.", AT_LEAST_1, shown="6")
+    bad_files: Literal["error", "skip"] = _flag("error", DATA, "Policy for undecodable images.")
+    image_size: int = _flag(
+        224, DATA, "Side of the network's input, pixels.", _AT_LEAST_8,
+        unit="pixels", role="fixed", from_checkpoint=True,
+    )  # fmt: skip
+    val_resize: int | None = _flag(
+        None, DATA, "Shorter side before the centre crop, pixels.", _AT_LEAST_8,
+        shown="image size x 8/7", unit="pixels", role="fixed", from_checkpoint=True,
+    )  # fmt: skip
+    workers: int | None = _flag(
+        None, DATA, "CPU threads (torch: workers) per process.", AT_LEAST_1, shown="its share of the cores"
     )
-    cuda_graph: bool | None = _option(None, MODEL, "Launch the training step as one CUDA graph.", "on CUDA")
-
-    grad_accum_steps: int = _option(1, OPTIMISATION, "Batches per optimizer step.")
-    optimizer: str = _option("sgd", OPTIMISATION, "Any timm optimizer; its sgd is Nesterov's.")
-    momentum: float = _option(0.875, OPTIMISATION, "SGD momentum.")
-    weight_decay: float = _option(1 / 32768, OPTIMISATION, "Not on biases and 1-D weights; as timm.", "1/32768")
-    warmup_epochs: float | None = _option(
-        None, OPTIMISATION, "Linear warmup, epochs; then cosine to 0.", "a tenth, at most 5"
+    augment: Literal["none", "autoaugment", "randaugment", "trivialaugment"] = _flag(
+        "none", DATA, "torchvision's policy, with any loader, after crop and flip.", role="fixed"
     )
-    label_smoothing: float = _option(0.1, OPTIMISATION, "Share of the target spread over all classes.")
-    ema_decay: float = _option(0.0, OPTIMISATION, "Moving average of the weights; 0 is off.")
-    clip_grad: float = _option(0.0, OPTIMISATION, "Largest norm of the gradient; 0 is off.")
+    crop_scale: float = _flag(0.08, DATA, "Minimum crop area fraction.", Limit(above=0, maximum=1), role="fixed")
+    hflip: float = _flag(0.5, DATA, "Probability of mirroring a training image.", _PROBABILITY, role="fixed")
+    mixup: float = _flag(0.0, DATA, "Mixup alpha; 0 is off.", AT_LEAST_0, role="fixed")
+    cutmix: float = _flag(0.0, DATA, "CutMix alpha; 0 is off.", AT_LEAST_0, role="fixed")
+    random_erase: float = _flag(0.0, DATA, "Probability of erasing a rectangle.", _PROBABILITY, role="fixed")
 
-    max_bad_steps: int = _option(10, OPTIMISATION, "Steps with no finite loss that end the run; 0: none.")
-
-    grad_exchange: Literal["auto", "ddp", "flat"] = _option(
-        "auto", PRECISION, "ddp: with the backward pass; flat: after it.", "flat on NVLink"
+    pretrained: str | None = _flag(None, MODEL, "timm's weights, or those in FILE.", shown="off", metavar="[FILE]")
+    pretrained_ema: bool | None = _flag(None, MODEL, "FILE's EMA weights.", shown="if any")
+    pretrained_head: Literal["auto", "keep", "new"] = _flag("auto", MODEL, "The weights' head.")
+    num_classes: int | None = _flag(
+        None, MODEL, "Outputs of the head.", AT_LEAST_1, shown="the folders", role="fixed", from_checkpoint=True
     )
-    grad_compression: Literal["none", "bf16"] = _option("none", PRECISION, "Gradients travel in this type.")
-    amp: Literal["auto", "bf16", "fp16", "none"] = _option("auto", PRECISION, "Mixed precision.")
-    device: Literal["auto", "cuda", "cpu"] = _option("auto", PRECISION, "Where to train.")
+    compile: bool | None = _flag(None, MODEL, "torch.compile the step.", shown="on CUDA", role="logged")
+    fused_layers: bool | None = _flag(
+        None, MODEL, "Brisk's own kernels for norms, pooling and convolutions.",
+        shown="where compiled on CUDA", role="logged",
+    )  # fmt: skip
+    cuda_graph: bool | None = _flag(
+        None, MODEL, "Launch the training step as one CUDA graph.", shown="on CUDA", role="logged"
+    )
 
-    resume: str = _option("auto", RUN, "auto: from last.pt, if there is one.", True, "auto|none|PATH")
-    checkpoint_steps: int = _option(0, RUN, "Steps between saves; 0: an epoch.")
-    overwrite: bool = _option(False, SWITCHES, "Replace what --resume does not continue.")
-    evaluate: bool = _option(False, SWITCHES, "Only evaluate: best.pt, or --resume PATH.")
-    seed: int = _option(0, RUN, "Of weights, order and augmentation.")
-    deterministic: bool = _option(False, SWITCHES, "Same bits in every run; slower.")
-    log_steps: int = _option(50, RUN, "Steps between lines of metrics.jsonl.")
-    tensorboard: bool = _option(False, SWITCHES, "Also write TensorBoard events.")
-    time_limit: float = _option(0.0, RUN, "Seconds until a save and stop; 0 is off.")
-    timeout: float = _option(600.0, RUN, "Seconds to wait for another process.")
-    config: Path | None = _option(None, RUN, "Recipe (YAML); the command line wins.", False)
+    grad_accum_steps: int = _flag(1, OPTIMISATION, "Batches per optimizer step.", AT_LEAST_1)
+    optimizer: str = _flag("sgd", OPTIMISATION, "Any timm optimizer; its sgd is Nesterov's.", role="fixed")
+    momentum: float = _flag(0.875, OPTIMISATION, "SGD momentum.", _BELOW_1, role="fixed")
+    weight_decay: float = _flag(
+        1 / 32768, OPTIMISATION, "Not on biases and 1-D weights; as timm.", AT_LEAST_0, shown="1/32768", role="fixed"
+    )
+    warmup_epochs: float | None = _flag(
+        None, OPTIMISATION, "Linear warmup, epochs; then cosine to 0.", AT_LEAST_0,
+        shown="a tenth, at most 5", unit="epochs", role="logged",
+    )  # fmt: skip
+    label_smoothing: float = _flag(
+        0.1, OPTIMISATION, "Share of the target spread over all classes.", _BELOW_1, role="logged"
+    )
+    ema_decay: float = _flag(0.0, OPTIMISATION, "Moving average of the weights; 0 is off.", _BELOW_1, role="logged")
+    clip_grad: float = _flag(0.0, OPTIMISATION, "Largest norm of the gradient; 0 is off.", AT_LEAST_0, role="logged")
+    max_bad_steps: int = _flag(10, OPTIMISATION, "Steps with no finite loss that end the run; 0: none.", AT_LEAST_0)
+
+    grad_exchange: Literal["auto", "ddp", "flat"] = _flag(
+        "auto", PRECISION, "ddp: with the backward pass; flat: after it.",
+        shown="flat on NVLink", role="logged_if_several",
+    )  # fmt: skip
+    grad_compression: Literal["none", "bf16"] = _flag(
+        "none", PRECISION, "Gradients travel in this type.", role="logged_if_several"
+    )
+    amp: Literal["auto", "bf16", "fp16", "none"] = _flag(
+        "auto", PRECISION, "Mixed precision.", role="logged", from_checkpoint=True
+    )
+    device: Literal["auto", "cuda", "cpu"] = _flag("auto", PRECISION, "Where to train.")
+
+    resume: str = _flag("auto", RUN, "auto: from last.pt, if there is one.", metavar="auto|none|PATH")
+    checkpoint_steps: int = _flag(0, RUN, "Steps between saves; 0: an epoch.", AT_LEAST_0, unit="steps")
+    overwrite: bool = _flag(False, SWITCHES, "Replace what --resume does not continue.")
+    evaluate: bool = _flag(False, SWITCHES, "Only evaluate: best.pt, or --resume PATH.")
+    seed: int = _flag(0, RUN, "Of weights, order and augmentation.", AT_LEAST_0, Limit(below=2**31), role="fixed")
+    deterministic: bool = _flag(False, SWITCHES, "Same bits in every run; slower.", role="logged")
+    log_steps: int = _flag(50, RUN, "Steps between lines of metrics.jsonl.", AT_LEAST_1, unit="steps")
+    tensorboard: bool = _flag(False, SWITCHES, "Also write TensorBoard events.")
+    time_limit: float = _flag(0.0, RUN, "Seconds until a save and stop; 0 is off.", AT_LEAST_0, unit="seconds")
+    # A store that waits for much longer than this maximum does not wait at all.
+    timeout: float = _flag(
+        600.0, RUN, "Seconds to wait for another process.", ABOVE_0, Limit(maximum=1e6), unit="seconds"
+    )
+    config: Path | None = _flag(None, RUN, "Recipe (YAML); the command line wins.", shown=False)
     given: frozenset[str] = dataclasses.field(default=frozenset(), repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -115,9 +183,16 @@ class TrainConfig:
         del values["config"], values["given"]
         return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Undo of `to_dict`: unknown names are ignored, absent ones get their defaults."""
+        known = {field.name: value for field in flag_fields() if (value := values.get(field.name)) is not None}
+        known |= {name: Path(known[name]) for name in ("data_dir", "output_dir") if name in known}
+        return cls(**known)
+
     def save(self, path: Path) -> None:
         """Write the fields as JSON; the file is itself a valid `--config`, on a machine of the same kind."""
-        atomic_write_text(path, json.dumps(self.to_dict(), indent=2) + "\n")
+        write_json(path, self.to_dict())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,38 +228,63 @@ def flag_fields() -> list[dataclasses.Field[Any]]:
     return [field for field in dataclasses.fields(TrainConfig) if field.metadata]
 
 
+def flag_info(field: dataclasses.Field[Any]) -> FlagInfo:
+    """What is known of a flag besides its name, type and default."""
+    info: FlagInfo = field.metadata["flag"]
+    return info
+
+
+def choices(name: str) -> tuple[str, ...]:
+    """The values that a field admits, if it names them; () if not."""
+    kind: Any = TrainConfig.__dataclass_fields__[name].type
+    return typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+
+
 def flag(name: str) -> str:
     """The command-line spelling of a field: `batch_size` -> `--batch-size`."""
     return "--" + name.replace("_", "-")
 
 
+def flags_with_role(role: Role) -> tuple[str, ...]:
+    """Names of the fields with this role on a resume, in the order in which messages name them."""
+    return _in_order((field for field in flag_fields() if flag_info(field).role == role), _ORDER_IN_MESSAGES[role])
+
+
+def evaluation_flags() -> tuple[str, ...]:
+    """Names of the fields that an evaluation takes from the checkpoint, in the order in which messages name them."""
+    fields = (field for field in flag_fields() if flag_info(field).from_checkpoint)
+    return _in_order(fields, _ORDER_IN_MESSAGES["evaluation"])
+
+
+def _in_order(fields: Iterable[dataclasses.Field[Any]], panels: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(field.name for field in sorted(fields, key=lambda field: panels.index(flag_info(field).panel)))
+
+
+def check_limits(name: str, value: Any) -> None:
+    """Raise UserError unless the value of the field `name` is within its limits."""
+    info = flag_info(TrainConfig.__dataclass_fields__[name])
+    for limit in info.limits:
+        limit.check(flag(name), value, info.unit)
+
+
 def validate(config: TrainConfig) -> None:
-    """Check every value and combination that needs neither the data nor the device.
+    """Check each value against the limits of its field, then the combinations of flags.
+
+    What needs the data or the device is checked later, by `utils.training.autotune.resolve` and the loaders.
 
     Raises:
         UserError: naming the flag, its value and the remedy.
     """
-    for name, least in _AT_LEAST.items():
-        value = getattr(config, name)
-        if value is not None and not least <= value < float("inf"):
-            finite = " and finite" if isinstance(value, float) else ""
-            raise UserError(f"{flag(name)} {value}: must be {least:g} or more{finite}")
-    for name in _BELOW_ONE:
-        if not 0 <= getattr(config, name) < 1:
-            raise UserError(f"{flag(name)} {getattr(config, name)}: must be at least 0 and less than 1")
-    for name in _ABOVE_ZERO:
-        if not 0 < getattr(config, name) < float("inf"):
-            raise UserError(f"{flag(name)} {getattr(config, name)}: must be more than 0 and finite")
-    if config.timeout > LONGEST_TIMEOUT:
-        raise UserError(f"--timeout {config.timeout:g}: must be at most {LONGEST_TIMEOUT:.0f} seconds")
-    if not 0 < config.crop_scale <= 1:
-        raise UserError(f"--crop-scale {config.crop_scale}: must be more than 0 and at most 1")
-    for name, meaning in (("random_erase", "probability"), ("hflip", "probability"), ("hw_decoder_load", "share")):
-        value = getattr(config, name)
-        if value is not None and not 0 <= value <= 1:
-            raise UserError(f"{flag(name)} {value}: a {meaning}, from 0 to 1")
-    if config.seed >= 2**31:
-        raise UserError(f"--seed {config.seed}: must be less than 2147483648")
+    for field in flag_fields():
+        check_limits(field.name, getattr(config, field.name))
+    _check_schedule_and_sizes(config)
+    _check_sources(config)
+    _check_cache(config)
+    _check_device(config)
+
+
+def _check_schedule_and_sizes(config: TrainConfig) -> None:
+    """Numbers that limit each other."""
     if config.val_resize is not None and config.val_resize < config.image_size:
         raise UserError(
             f"--val-resize {config.val_resize}: smaller than --image-size {config.image_size}; the centre crop "
@@ -194,6 +294,10 @@ def validate(config: TrainConfig) -> None:
         raise UserError(
             f"--warmup-epochs {config.warmup_epochs:g}: must be less than --epochs {config.epochs}; lower it"
         )
+
+
+def _check_sources(config: TrainConfig) -> None:
+    """Where images and weights come from."""
     if not config.evaluate or config.pretrained == "timm":  # a checkpoint has one
         require_data(config)
     if config.evaluate and config.resume == "none" and config.pretrained is None:
@@ -207,12 +311,22 @@ def validate(config: TrainConfig) -> None:
     if config.pretrained_ema is not None and config.pretrained in (None, "timm"):
         name = "--pretrained-ema" if config.pretrained_ema else "--no-pretrained-ema"
         raise UserError(f"{name} without --pretrained FILE: there is no EMA; give a checkpoint's path")
-    if config.cache in ("gpu", "host") and config.loader != "dali":
+
+
+def _check_cache(config: TrainConfig) -> None:
+    """Which images can stay decoded, and where."""
+    if config.cache not in ("gpu", "host"):
+        return
+    if config.loader != "dali":
         raise UserError(f"--cache {config.cache} with --loader {config.loader}: only --loader dali keeps images")
-    if config.cache in ("gpu", "host") and config.decode == "fused":
+    if config.decode == "fused":
         raise UserError(f"--cache {config.cache} with --decode fused: whole images are kept; leave --decode out")
     if config.cache == "gpu" and config.device == "cpu":
         raise UserError("--cache gpu with --device cpu: there is no GPU to keep images on; use --cache host")
+
+
+def _check_device(config: TrainConfig) -> None:
+    """What needs a GPU, and what a CUDA graph excludes."""
     if config.cuda_graph and config.device == "cpu":
         raise UserError("--cuda-graph with --device cpu: there is no GPU to launch it on; use --no-cuda-graph")
     if config.cuda_graph and config.grad_accum_steps > 1:

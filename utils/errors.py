@@ -3,6 +3,7 @@
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130  # as a shell reports Ctrl-C, of a program with nothing to save
 EXIT_STOPPED = 143  # as a shell reports SIGTERM, whatever asked for the stop
 
 

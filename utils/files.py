@@ -1,23 +1,48 @@
-"""Files: written atomically, so that a reader sees the old content or the new one, whole."""
+"""Files: written atomically, so that a reader sees the old content or the new one, whole; and JSON without nan."""
 
 import contextlib
 import json
 import math
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
+from utils.errors import UserError
 
-def atomic_write_text(path: Path, text: str) -> None:
-    """Let `path` hold `text`; whatever happens meanwhile, it holds that or what it held before.
+
+def check_writable(output_dir: Path) -> None:
+    """Make a folder, and see that files can be written there.
+
+    Raises:
+        UserError: they cannot.
+    """
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=output_dir).close()
+    except OSError as error:
+        raise UserError(
+            f"--output-dir {output_dir}: cannot be written ({error.strerror}); give another folder"
+        ) from None
+
+
+def atomic_write_bytes(path: Path, content: bytes, concurrent: bool = False) -> None:
+    """Replace the content of a file; whatever happens meanwhile, the file holds the old content or the new one.
+
+    Args:
+        path: of the file; its folder exists.
+        content: all of the new content.
+        concurrent: whether other processes may write the same file at the same time. The temporary file then has a name
+            of its own, and stays behind if this process is killed; else the next write replaces it.
 
     Raises:
         OSError: it could not be written; nothing is left behind.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
+    process = f".{os.getpid()}" if concurrent else ""
+    temporary = path.with_name(f".{path.name}{process}.tmp")
     try:
-        with temporary.open("w") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -27,9 +52,28 @@ def atomic_write_text(path: Path, text: str) -> None:
         raise
 
 
-def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write a JSON file that is whole or not there; JSON has null for what is not finite."""
-    finite = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()
-    }
-    atomic_write_text(path, json.dumps(finite, indent=2, allow_nan=False) + "\n")
+def atomic_write_text(path: Path, text: str, concurrent: bool = False) -> None:
+    """As `atomic_write_bytes`, with text in UTF-8."""
+    atomic_write_bytes(path, text.encode(), concurrent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file atomically, indented, with null for numbers that are not finite.
+
+    Raises:
+        OSError: as `atomic_write_bytes`.
+    """
+    atomic_write_text(path, json_text(value, indent=2) + "\n")
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """JSON of nested dicts, lists and tuples, with null for numbers that are not finite."""
+    return json.dumps(_without_nonfinite(value), indent=indent, allow_nan=False)
+
+
+def _without_nonfinite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nonfinite(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nonfinite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

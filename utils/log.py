@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import os
 import sys
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from utils.files import atomic_write_text
+from utils.errors import escape_control_chars
+from utils.files import atomic_write_text, json_text
 
 METRICS = "metrics.jsonl"
 
@@ -23,6 +23,12 @@ def emit(text: str) -> None:
     with contextlib.suppress(OSError):
         tqdm.write(text, file=sys.stdout)
         sys.stdout.flush()
+
+
+def print_error(program: str, text: str) -> None:
+    """One line on stderr: `train.py: --lr 0.0: must be more than 0 and finite`."""
+    with contextlib.suppress(OSError):
+        print(f"{program}: {escape_control_chars(text)}", file=sys.stderr, flush=True)
 
 
 class Log:
@@ -51,7 +57,7 @@ class Log:
 
             self._events = SummaryWriter(str(output_dir / "tensorboard"), purge_step=step + 1)
 
-    def say(self, text: str) -> None:
+    def info(self, text: str) -> None:
         """A line for the user, above the bar if there is one."""
         if self._active:
             emit(text)
@@ -77,8 +83,7 @@ class Log:
         """Append one object to metrics.jsonl, and its numbers to TensorBoard; JSON has null for what is not finite."""
         if not self._active:
             return
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._unwritten += json.dumps(finite, allow_nan=False) + "\n"
+        self._unwritten += json_text(values) + "\n"
         size = None
         try:
             with self._path.open("a") as file:
@@ -86,7 +91,7 @@ class Log:
                 file.write(self._unwritten)
             self._unwritten = ""
         except OSError as error:  # a full disk must not end the run; the lines wait for the next record
-            self.say(f"warning: {self._path}: not written ({error.strerror})")
+            self.info(f"warning: {self._path}: not written ({error.strerror})")
             if size is not None:
                 with contextlib.suppress(OSError):
                     os.truncate(self._path, size)  # not half a line
@@ -101,7 +106,7 @@ class Log:
             self._events.flush()
         except OSError as error:  # its writer's thread has ended
             self._events = None
-            self.say(f"warning: TensorBoard's events are no longer written ({error.strerror}); metrics.jsonl is")
+            self.info(f"warning: TensorBoard's events are no longer written ({error.strerror}); metrics.jsonl is")
 
     def start_epoch(self, epoch: int, step: int) -> None:
         """A fresh bar on a terminal; nothing elsewhere.
@@ -138,7 +143,7 @@ class Log:
         else:
             done = values["step"] - (values["epoch"] - 1) * self._steps_per_epoch
             facts = "  ".join(f"{name} {value}" for name, value in shown.items())
-            self.say(
+            self.info(
                 f"epoch {values['epoch']}/{self._epochs}  step {done}/{self._steps_per_epoch}  {facts}"
                 f"  lr {values['lr']:.4g}"
             )
@@ -148,7 +153,7 @@ class Log:
         self._close_bar()
         self.record(values)
         ema = f"  EMA top-1 {values['val/ema_top1']:.2f} %" if "val/ema_top1" in values else ""
-        self.say(
+        self.info(
             f"epoch {values['epoch']}/{self._epochs}  val top-1 {values['val/top1']:.2f} %  "
             f"top-5 {values['val/top5']:.2f} %  loss {values['val/loss']:.4f}  on {values['val/count']:,} images{ema}"
         )

@@ -1,65 +1,23 @@
-"""The benchmark at its smallest: whole, and with a loader or a network that is truly slow. Nothing is timed here."""
+"""The command scripts/benchmark.py on a few images: its files, its output and its refusals."""
 
-import contextlib
-import dataclasses
-import gc
 import json
 import math
-import multiprocessing
 import shutil
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from scripts import benchmark, performance
-from tests.conftest import ROOT, SOCKETS_ARE_ELSEWHERE, environment, resolved, write_images
-from train import train_step
-from utils.benchmark.measure import (
-    Case,
-    FilesReader,
-    TimmLoader,
-    cpu_seconds,
-    feed,
-    measure,
-    open_loader,
-    open_loaders,
-    settings,
-)
+from tests.conftest import ROOT, SOCKETS_ARE_ELSEWHERE, environment, write_images
 from utils.benchmark.report import COLOURS
-from utils.benchmark.verdict import Verdict, diagnose
-from utils.data.batch import Batch, TrainLoader
-from utils.data.formats.folder import FileTable
-from utils.data.manifest import Manifest
-from utils.distributed.group import DistEnv
-from utils.errors import Stopped, UserError
-from utils.training.run import Run
 
 LOADERS = ("dali_fused", "dali_full", "torch", "timm")
-FACTS = {
-    "num_images": 41, "generated": False, "image_width": 56.0, "image_height": 56.0, "image_size": 32, "workers": 1,
-    "cores": 1, "device": "cpu", "jpeg_engines": 0, "kept": False, "windows": 1, "window_seconds": 0.1,
-}  # fmt: skip
-TINY = resolved(
-    loader="synthetic", resume="none", arch="test_resnet", image_size=32, batch_size=8, workers=1, device="cpu"
-)
-
-
-@pytest.fixture
-def opened(data: Path, cpu: DistEnv, tmp_path: Path) -> Iterator[Callable[..., tuple[Run, Manifest]]]:
-    """A run and its images, as the benchmark opens them: `opened(arch="resnet18")`."""
-    with contextlib.ExitStack() as stack:
-        yield lambda **values: benchmark.open_run(
-            dataclasses.replace(TINY, **values), benchmark.read_images(data), cpu, tmp_path, stack
-        )
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +48,7 @@ def numbers(value: Any) -> Iterator[float]:
         yield value
 
 
-def test_json_has_every_figure(finished: tuple[dict[str, Any], Path, str]) -> None:
+def test_json_has_every_measurement(finished: tuple[dict[str, Any], Path, str]) -> None:
     result, _, _ = finished
     assert all(math.isfinite(number) and number >= 0 for number in numbers(result))
     assert result["kept"] is True
@@ -148,8 +106,8 @@ def test_json_agrees_with_itself(finished: tuple[dict[str, Any], Path, str]) -> 
 def test_few_images_are_named(finished: tuple[dict[str, Any], Path, str]) -> None:
     result, _, printed = finished
     assert result["num_images"] == 41
-    assert any("41 images: the figures mean little" in warning for warning in result["warnings"])
-    assert "41 images: the figures mean little" in printed
+    assert any("41 images: the measurements mean little" in warning for warning in result["warnings"])
+    assert "41 images: the measurements mean little" in printed
 
 
 def test_table_and_verdict_are_printed(finished: tuple[dict[str, Any], Path, str]) -> None:
@@ -176,186 +134,6 @@ def test_chart_is_a_picture(finished: tuple[dict[str, Any], Path, str]) -> None:
         assert bars > 100, f"no bar in {colour}"
 
 
-class Slow:
-    """A loader of 20 images a second at most, which prepares a batch while the step works on the one before."""
-
-    def __init__(self, stream: TrainLoader) -> None:
-        self.stream = stream
-        self.ready = time.monotonic()
-
-    def __next__(self) -> Batch:
-        batch = next(self.stream)
-        time.sleep(max(0.0, self.ready - time.monotonic()))
-        self.ready = time.monotonic() + len(batch.targets) / 20
-        return batch
-
-    def state(self) -> dict[str, Any]:
-        return self.stream.state()
-
-    def close(self) -> None:
-        self.stream.close()
-
-
-def measured(run: Run, manifest: Manifest, slow: bool) -> Verdict:
-    """The verdict on a slow loader, or on one that is never late."""
-    with contextlib.ExitStack() as stack:
-        (loader,), files = open_loaders(("dali-fused",), run, manifest, stack)
-        stream = Slow(loader.stream) if slow else run.train_loader
-        return diagnose(benchmark.collect(FACTS, run, [dataclasses.replace(loader, stream=stream, queue=1)], files))
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_verdict_changes_sides(opened: Callable[..., tuple[Run, Manifest]]) -> None:
-    # The light network is some 20 times as fast as the slow loader, the heavy one 5 times slower; and one window has no
-    # noise, so nothing is balanced. A busy machine cannot make up for that.
-    light = opened(batch_size=4)
-    fed = measured(*light, slow=False)
-    assert fed.bound == "compute"
-    assert fed.share < 20  # alone, its loader is thousands of times as fast, but that is not training
-    starved = measured(*light, slow=True)
-    assert (starved.bound, starved.limit) == ("input", "decoder")  # neither the CPU nor the disk is busy
-    heavy = opened(arch="resnet50", image_size=160, batch_size=1)
-    assert measured(*heavy, slow=True).bound == "compute"  # the same loader is fast enough for this network
-
-
-def test_contestants_take_turns(opened: Callable[..., tuple[Run, Manifest]]) -> None:
-    run, _ = opened()
-    turns: list[str] = []
-    streams = {name: iter(range(10**9)) for name in "AB"}
-
-    def case(name: str, stride: int) -> Case:
-        return Case(name, lambda: turns.append(name), streams[name], queue=5, stride=stride)
-
-    results = measure([case("A", 1), case("B", 4)], run, windows=5, window_seconds=1e-9)
-    assert [len(windows) for windows in results] == [5, 5]
-    assert {window.steps for window in results[0]} == {3}
-    assert {window.steps for window in results[1]} == {4}  # whole rounds of its workers
-    assert "".join(turns[-5 * (5 + 6) :]) == ("A" * (2 + 3) + "B" * (2 + 4)) * 5  # two steps lead in
-    assert next(streams["B"]) == 7 * (5 + 4)  # drained before every window, and before the two that size it
-
-
-def test_a_signal_ends_it(opened: Callable[..., tuple[Run, Manifest]]) -> None:
-    run, _ = opened()
-    ending = Case("ending", lambda: signal.raise_signal(signal.SIGTERM))
-    with pytest.raises(Stopped):
-        measure([ending], run, windows=5, window_seconds=0.01)
-
-
-def test_worker_time_counts(opened: Callable[..., tuple[Run, Manifest]]) -> None:
-    run, manifest = opened()
-    loader = open_loader("torch", run, manifest)
-    everything, own = cpu_seconds(), time.process_time()
-    for _ in range(50):
-        next(loader.stream)
-    workers = cpu_seconds() - everything - (time.process_time() - own)
-    loader.stream.close()
-    assert workers > 0.05, "400 images cannot be decoded in less"
-
-
-def test_timm_feeds_the_step_with_normalised_images(opened: Callable[..., tuple[Run, Manifest]]) -> None:
-    run, manifest = opened()
-    stream = TimmLoader(run, manifest)
-    images, targets = next(stream)
-    assert images.shape == (8, 3, 32, 32)
-    assert images.dtype == torch.float32
-    assert images.is_contiguous(memory_format=torch.channels_last)
-    assert -3 < images.min() < images.max() < 3
-    assert set(targets.tolist()) <= {0, 1, 2}
-    # Each class has its colour, so labels and normalisation can be told from the picture.
-    channel = (
-        images.mean(dim=(2, 3)) * torch.tensor([0.229, 0.224, 0.225]) + torch.tensor([0.485, 0.456, 0.406])
-    ).argmax(1)
-    assert channel.tolist() == [2 - target for target in targets.tolist()]
-    fed = feed(run, stream)
-    assert fed.augment(images, targets)[0] is images  # not normalised again
-    assert fed.gradients is run.gradients
-    train_step(fed)
-    assert run.state.step == 1
-    stream.close()
-
-
-def test_files_reader_reads(opened: Callable[..., tuple[Run, Manifest]]) -> None:
-    run, manifest = opened()
-    reader = FilesReader(manifest, run.sampler, readers=2, first_batch=3)
-    expected = [sum(manifest.sizes[run.sampler.indices(b)]) for b in (3, 4)]
-    assert [next(reader), next(reader)] == expected
-    reader.close()
-
-
-def test_a_file_that_is_gone_does_not_end_the_reading(
-    opened: Callable[..., tuple[Run, Manifest]], tmp_path: Path
-) -> None:
-    run, manifest = opened()
-    gone = dataclasses.replace(manifest, images=FileTable(tmp_path / "gone", manifest.table().names))
-    reader = FilesReader(gone, run.sampler, readers=1, first_batch=0)
-    assert next(reader) == 0
-    reader.close()
-
-
-@pytest.mark.parametrize("workers", [1, 21])
-def test_files_are_read_by_as_many_as_dali_reads_with(
-    opened: Callable[..., tuple[Run, Manifest]], workers: int
-) -> None:
-    """DALI's thread pools hold those that read and those that decode, one or more for each of two pipelines."""
-    run, manifest = opened(workers=workers)
-    before = pool_threads()
-    with contextlib.ExitStack() as stack:
-        _, files = open_loaders(("dali-fused",), run, manifest, stack)
-        assert files.readers == len(multiprocessing.active_children()) == pool_threads() - before - max(2, workers)
-
-
-def test_files_are_read_by_as_many_as_torch_reads_with(opened: Callable[..., tuple[Run, Manifest]]) -> None:
-    run, manifest = opened(workers=1)
-    with contextlib.ExitStack() as stack:
-        _, files = open_loaders(("torch",), run, manifest, stack)
-        assert files.readers == 1
-        assert len(multiprocessing.active_children()) == 2, "torch's worker, and another that reads"
-
-
-def pool_threads() -> int:
-    """Threads in the pools of all DALI pipelines of this process."""
-    gc.collect()  # those that nobody holds any more
-    return sum("[DALI][TP" in path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
-
-
-@pytest.mark.parametrize("plain", [False, True])
-def test_either_layout(data: Path, plain: bool) -> None:
-    images = benchmark.read_images(data / "train" if plain else data)
-    assert len(images) == 41
-    assert Path(images.record(0).name).is_file()
-    repeated = benchmark.repeat(images, 100)
-    assert len(repeated) == len(repeated.names()) == 123
-    assert [repeated.record(at) for at in (0, 41)] == [images.record(0)] * 2
-    assert np.array_equal(repeated.labels[41:82], images.labels)
-
-
-def test_a_bad_file_in_the_sample_does_not_count(tmp_path: Path) -> None:
-    write_images(tmp_path, (1, 1, 1))
-    (tmp_path / "blue" / "text.jpg").write_text("no image")
-    images = benchmark.read_images(tmp_path)
-    sizes = []
-    for path in tmp_path.glob("*/*-000.jpg"):
-        with Image.open(path) as image:
-            sizes.append(image.size)
-    width, height, _ = benchmark.sample_images(images)
-    assert (width, height) == pytest.approx(tuple(np.mean(sizes, axis=0)))
-    for path in tmp_path.glob("*/*-000.jpg"):
-        path.write_text("no image")
-    with pytest.raises(UserError, match="none of 4 files is an image"):
-        benchmark.sample_images(images)
-
-
-def test_generated_images_are_like_imagenets(tmp_path: Path) -> None:
-    benchmark.generate_images(tmp_path, count=30)
-    images = benchmark.read_images(tmp_path)
-    width, height, size = benchmark.sample_images(images)
-    assert len(images) == 30
-    assert len(images.classes) == 10
-    assert 450 < width < 550
-    assert 330 < height < 420
-    assert 80_000 < size < 140_000
-
-
 @pytest.mark.parametrize("loader", ["dali-fused", "dali-full", "torch"])
 def test_a_bad_file_ends_it_in_one_line(loader: str, tmp_path: Path) -> None:
     write_images(tmp_path / "data", (4, 4, 4))
@@ -368,7 +146,7 @@ def test_a_bad_file_ends_it_in_one_line(loader: str, tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
     assert "13 images" in done.stdout, "the empty file is not among them"
-    assert "left out: blue/empty.jpg: an empty file" in done.stdout
+    assert "excluded: blue/empty.jpg: an empty file" in done.stdout
     assert done.stderr.startswith(f"benchmark.py: {text}: ")
     assert done.stderr.count("\n") == 1
     assert "check_dataset.py" in done.stderr
@@ -433,14 +211,6 @@ def test_too_long_a_path_for_the_sockets_of_workers(data: Path, tmp_path: Path, 
     assert list(long_temporary_folder.iterdir()) == []
 
 
-def test_a_loader_that_fails_does_not_hide(opened: Callable[..., tuple[Run, Manifest]], tmp_path: Path) -> None:
-    run, manifest = opened()
-    broken = dataclasses.replace(manifest, images=FileTable(tmp_path / "gone", manifest.table().names))
-    for name in ("dali-fused", "torch"):
-        with pytest.raises(Exception, match="gone"):
-            open_loader(name, run, broken)
-
-
 def test_help_names_every_flag(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     assert benchmark.main(["--help"]) == 0
@@ -448,19 +218,3 @@ def test_help_names_every_flag(capsys: pytest.CaptureFixture[str], monkeypatch: 
     for name in ("data-dir", "arch", "output-dir", "loaders", "batch-size", "image-size", "augment", "workers", "amp",
                  "compile", "cuda-graph", "device", "windows", "window-seconds"):  # fmt: skip
         assert f"--{name}" in shown
-
-
-def test_fewer_images_than_a_batch(opened: Callable[..., tuple[Run, Manifest]]) -> None:
-    run, manifest = opened(batch_size=64)
-    assert len(run.sampler.indices(0)) == 64
-    loader = open_loader("dali-fused", run, manifest)
-    assert len(next(loader.stream).targets) == 64
-
-
-def test_each_loader_has_the_flags_that_train_would_choose(opened: Callable[..., tuple[Run, Manifest]]) -> None:
-    run, _ = opened(decode="full")
-    fused, full, torch_loader = (settings(name, run) for name in ("dali-fused", "dali-full", "torch"))
-    assert [(each.loader, each.decode) for each in (fused, full)] == [("dali", "fused"), ("dali", "full")]
-    assert full.hw_decoder_load == run.config.hw_decoder_load
-    assert fused.hw_decoder_load == opened(decode="fused")[0].config.hw_decoder_load != full.hw_decoder_load
-    assert torch_loader == dataclasses.replace(run.config, loader="torch")

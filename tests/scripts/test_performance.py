@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import typer
 
-from scripts import performance
+from scripts import launcher, performance
 from tests.conftest import ROOT, alive, descendants, environment, identify, kill_tree
 
 TINY = ("--arch", "test_resnet", "--image-size", "32", "--batch-size", "4", "--device", "cpu")
@@ -65,7 +64,7 @@ def test_a_run_that_is_cut_off_leaves_nothing(
 ) -> None:
     (tmp_path / "stubborn.py").write_text(STUBBORN)
     monkeypatch.setattr(performance, "BENCHMARK", tmp_path / "stubborn.py")
-    monkeypatch.setattr(performance, "END_SECONDS", 4)
+    monkeypatch.setattr(launcher, "END_SECONDS", 4)
     with Watch() as seen:
         assert performance.run("resnet18", tmp_path, tmp_path, window_seconds, 2.0) == "cut off after 2 s"
     assert "ready" in (tmp_path / "resnet18" / "log.txt").read_text()
@@ -93,8 +92,8 @@ def test_a_benchmark_that_is_cut_off_leaves_nothing(
 )
 def test_a_signal_ends_the_run_under_way(tmp_path: Path, number: signal.Signals, window_seconds: str) -> None:
     (tmp_path / "stubborn.py").write_text(STUBBORN)
-    program = f"import typer; from scripts import performance as p; p.BENCHMARK = {str(tmp_path / 'stubborn.py')!r}; "
-    words = ["-c", f"{program}typer.run(p.main)", "--data-dir", tmp_path, "--output-dir", tmp_path / "out"]
+    program = f"import sys; from scripts import performance as p; p.BENCHMARK = {str(tmp_path / 'stubborn.py')!r}; "
+    words = ["-c", f"{program}sys.exit(p.main(sys.argv[1:]))", "--data-dir", tmp_path, "--output-dir", tmp_path / "out"]
     words += ["--only", "resnet18", "--window-seconds", window_seconds]
     process = subprocess.Popen(
         [sys.executable, *map(str, words)], cwd=ROOT, env=environment(),
@@ -130,9 +129,8 @@ def printed(capsys: pytest.CaptureFixture[str]) -> Iterator[pytest.CaptureFixtur
 
 
 def call(data_dir: Path, output_dir: Path, only: str = "resnet18") -> int:
-    with pytest.raises(typer.Exit) as ended:
-        performance.main(data_dir, output_dir, only=only, window_seconds=1.0, limit=100.0)
-    return ended.value.exit_code
+    words = ("--data-dir", data_dir, "--output-dir", output_dir, "--only", only, "--limit", 100)
+    return performance.main([str(word) for word in words])
 
 
 def test_a_run_of_the_series_that_fails_leaves_no_old_figures(
@@ -149,7 +147,7 @@ def test_a_run_of_the_series_that_fails_leaves_no_old_figures(
 
 def test_refusals(tmp_path: Path, printed: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
-    for words, told in (
+    for words, message in (
         ((tmp_path / "nowhere", tmp_path), f"--data-dir {tmp_path}/nowhere: no such folder; give"),
         ((tmp_path / "file", tmp_path), f"--data-dir {tmp_path}/file: no such folder; give"),
         ((tmp_path, tmp_path / "file"), f"--output-dir {tmp_path}/file: cannot be written (File exists); give another"),
@@ -159,7 +157,7 @@ def test_refusals(tmp_path: Path, printed: pytest.CaptureFixture[str]) -> None:
         assert call(*words) == 2
         out, err = printed.readouterr()
         assert (out, err.count("\n")) == ("", 1)
-        assert err.startswith(f"performance.py: {told}")
+        assert err.startswith(f"performance.py: {message}")
 
 
 @pytest.mark.slow

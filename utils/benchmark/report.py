@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: its table, its sentences, benchmark.json and benchmark.png.
+"""Output of a benchmark: its table, its verdict as text, benchmark.json and benchmark.png.
 
 Units in benchmark.json: rates ({"median", "min", "max", "windows"}, and keys that end in `_throughput`) in images/s;
 `ratio` is dali_throughput / pytorch_throughput, in training; `real_to_synthetic` is dali_throughput /
@@ -7,6 +7,7 @@ loader alone, worker processes included; `data_wait` as in metrics.jsonl; `first
 once, while the loader is opened (the first DALI path also loads the library). What was not measured is null.
 """
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from utils.benchmark.verdict import TITLES, Measurements, Rate, Verdict
+from utils.files import atomic_write_bytes
 
 COLOURS = {"dali-fused": "#0072B2", "dali-full": "#56B4E9", "torch": "#E69F00", "timm": "#CC79A7"}  # Okabe and Ito's
 
@@ -28,12 +30,12 @@ def introduction(facts: dict[str, Any]) -> str:
     return f"{_headline(facts)}\n{facts['device_name']}, CPU threads per loader: {facts['workers']}\n{images}"
 
 
-def benchmark_json(facts: dict[str, Any], figures: Measurements, verdict: Verdict) -> dict[str, Any]:
-    """The content of benchmark.json: `facts` about what was measured, then the figures, in the units above."""
-    feeds = {feed.name.replace("-", "_"): feed for feed in figures.feeds}
-    dali = feeds[verdict.feed.replace("-", "_")].training.median if verdict.feed.startswith("dali") else None
-    pytorch, timm_rate = (feeds[name].training.median if name in feeds else None for name in ("torch", "timm"))
-    synthetic = figures.synthetic.median
+def benchmark_json(facts: dict[str, Any], measurements: Measurements, verdict: Verdict) -> dict[str, Any]:
+    """The content of benchmark.json: `facts` about what was measured, then the measurements, in the units above."""
+    loaders = {loader.name.replace("-", "_"): loader for loader in measurements.loaders}
+    dali = loaders[verdict.loader.replace("-", "_")].training.median if verdict.loader.startswith("dali") else None
+    pytorch, timm_rate = (loaders[name].training.median if name in loaders else None for name in ("torch", "timm"))
+    synthetic = measurements.synthetic.median
     return facts | {
         "pytorch_throughput": pytorch,
         "dali_throughput": dali,
@@ -48,18 +50,18 @@ def benchmark_json(facts: dict[str, Any], figures: Measurements, verdict: Verdic
             "bound": verdict.bound,
             "share": verdict.share,
             "limit": verdict.limit,
-            "feed": verdict.feed,
+            "feed": verdict.loader,
             "summary": verdict.summary,
             "advice": verdict.advice,
         },
-        "alone": {"files": _rate(figures.files)} | {name: _rate(feed.alone) for name, feed in feeds.items()},
-        "training": {"synthetic": _rate(figures.synthetic)}
-        | {name: _rate(feed.training) for name, feed in feeds.items()},
-        "data_wait": {name: feed.data_wait for name, feed in feeds.items()},
-        "cpu_seconds_per_1000_images": {name: feed.cpu_seconds for name, feed in feeds.items()},
-        "cpu_cores_busy": {name: feed.cores_busy for name, feed in feeds.items()},
-        "first_batch_seconds": {name: feed.first_batch for name, feed in feeds.items()},
-        "gpu_memory_mb": {name: feed.gpu_memory for name, feed in feeds.items()},
+        "alone": {"files": _rate(measurements.files)} | {name: _rate(loader.alone) for name, loader in loaders.items()},
+        "training": {"synthetic": _rate(measurements.synthetic)}
+        | {name: _rate(loader.training) for name, loader in loaders.items()},
+        "data_wait": {name: loader.data_wait for name, loader in loaders.items()},
+        "cpu_seconds_per_1000_images": {name: loader.cpu_seconds for name, loader in loaders.items()},
+        "cpu_cores_busy": {name: loader.cores_busy for name, loader in loaders.items()},
+        "first_batch_seconds": {name: loader.first_batch for name, loader in loaders.items()},
+        "gpu_memory_mb": {name: loader.gpu_memory for name, loader in loaders.items()},
     }
 
 
@@ -68,8 +70,8 @@ def _rate(rate: Rate) -> dict[str, Any]:
     return {"median": rate.median, "min": min(windows), "max": max(windows), "windows": list(windows)}
 
 
-def table(figures: Measurements) -> str:
-    """All figures, aligned; rates in images/s, as the median and the range of the windows."""
+def table(measurements: Measurements) -> str:
+    """All measurements, aligned; rates in images/s, as the median and the range of the windows."""
 
     def shown(rate: Rate) -> str:
         return f"{rate.median:,.0f} ({min(rate.windows):,.0f} to {max(rate.windows):,.0f})"
@@ -77,15 +79,15 @@ def table(figures: Measurements) -> str:
     titles = "|alone, images/s|training, images/s|of synthetic|data wait|CPU s/1,000|first batch|GPU MB"
     rows = [
         titles.split("|"),
-        ["synthetic images", "", shown(figures.synthetic), "100.0%", "", "", "", ""],
-        ["files, not decoded", shown(figures.files), "", "", "", "", "", ""],
+        ["synthetic images", "", shown(measurements.synthetic), "100.0%", "", "", "", ""],
+        ["files, not decoded", shown(measurements.files), "", "", "", "", "", ""],
     ]
-    for feed in figures.feeds:
-        share = feed.training.median / figures.synthetic.median
-        memory = "" if feed.gpu_memory is None else f"{feed.gpu_memory:,.0f}"
+    for loader in measurements.loaders:
+        share = loader.training.median / measurements.synthetic.median
+        memory = "" if loader.gpu_memory is None else f"{loader.gpu_memory:,.0f}"
         rows.append(
-            [TITLES[feed.name], shown(feed.alone), shown(feed.training), f"{share:.1%}", f"{feed.data_wait:.1%}",
-             f"{feed.cpu_seconds:.2f}", f"{feed.first_batch:.1f} s", memory]
+            [TITLES[loader.name], shown(loader.alone), shown(loader.training), f"{share:.1%}",
+             f"{loader.data_wait:.1%}", f"{loader.cpu_seconds:.2f}", f"{loader.first_batch:.1f} s", memory]
         )  # fmt: skip
     columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
     widths = [max(map(len, column)) for column in columns]
@@ -107,12 +109,12 @@ def format_verdict(verdict: Verdict) -> str:
     return "\n".join(parts)
 
 
-def draw_chart(path: Path, facts: dict[str, Any], figures: Measurements) -> None:
+def draw_chart(path: Path, facts: dict[str, Any], measurements: Measurements) -> None:
     """Bars of the medians, lines from the slowest to the fastest window: PNG, 1,200 px wide."""
-    figure = Figure(figsize=(10, 1.7 + 0.5 * len(figures.feeds)), dpi=120, layout="constrained")
+    figure = Figure(figsize=(10, 1.7 + 0.5 * len(measurements.loaders)), dpi=120, layout="constrained")
     alone, training = figure.subplots(1, 2, sharey=True)
-    _draw_panel(alone, "Loader alone", figures, [feed.alone for feed in figures.feeds])
-    _draw_panel(training, "Training on real images", figures, [feed.training for feed in figures.feeds])
+    _draw_panel(alone, "Loader alone", measurements, [loader.alone for loader in measurements.loaders])
+    _draw_panel(training, "Training on real images", measurements, [loader.training for loader in measurements.loaders])
     figure.suptitle(_headline(facts), x=0.01, ha="left", fontsize=13, fontweight="bold")
     versions = facts["versions"]
     figure.supxlabel(
@@ -121,20 +123,28 @@ def draw_chart(path: Path, facts: dict[str, Any], figures: Measurements) -> None
         f"Medians of {facts['windows']} windows, lines: their range.",
         x=0.01, ha="left", fontsize=8, color="#555555",
     )  # fmt: skip
-    temporary = path.with_name(f".{path.name}.tmp")
-    figure.savefig(temporary, format="png")
-    temporary.replace(path)
+    write_png(path, figure)
 
 
-def _draw_panel(axes: Axes, title: str, figures: Measurements, rates: Sequence[Rate]) -> None:
-    names, medians = [feed.name for feed in figures.feeds], [rate.median for rate in rates]
+def write_png(path: Path, figure: Figure) -> None:
+    """Write a figure atomically as PNG."""
+    content = io.BytesIO()
+    figure.savefig(content, format="png")
+    atomic_write_bytes(path, content.getvalue())
+
+
+def _draw_panel(axes: Axes, title: str, measurements: Measurements, rates: Sequence[Rate]) -> None:
+    names, medians = [loader.name for loader in measurements.loaders], [rate.median for rate in rates]
     below = [rate.median - min(rate.windows) for rate in rates]
     above = [max(rate.windows) - rate.median for rate in rates]
     axes.barh(
         [TITLES[name] for name in names], medians, xerr=[below, above], height=0.62,
         color=[COLOURS[name] for name in names], error_kw={"ecolor": "#222222", "elinewidth": 1.2},
     )  # fmt: skip
-    synthetic, limit = figures.synthetic.median, max(*(max(rate.windows) for rate in rates), figures.synthetic.median)
+    synthetic, limit = (
+        measurements.synthetic.median,
+        max(*(max(rate.windows) for rate in rates), measurements.synthetic.median),
+    )
     paper = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # the dashed line must not cross a number
     for row, rate in enumerate(rates):
         axes.text(max(rate.windows) + 0.015 * limit, row, f"{rate.median:,.0f}", va="center", fontsize=9, bbox=paper)

@@ -1,23 +1,30 @@
 """The verdict of a benchmark: what limits training on these images with this machine, and what DALI is worth there.
 
-The feed that is judged is the DALI path that trains fastest (without one, the fastest feed). `share` is its training
-rate over that of the same step on synthetic images; the noise is the larger spread of the two. In this order:
+The diagnosed loader is the DALI path that trains fastest (without one, the fastest loader). `share` is its training
+rate over that of the same step on synthetic images. The noise is the larger spread of the two. In this order:
 
 - `share` is 0.98 or more: compute-bound.
 - The loader alone is as fast as the synthetic step or faster, and at most half of what is missing was spent waiting
-  for input: compute-bound. What is missing is the price of feeding on a device that decodes and trains; a faster disk
-  or loader would not pay it.
-- `share` is below 0.98 by no more than the noise: balanced, no side can be told, and no limit.
+  for input: compute-bound. What is missing is the cost of loading on a device that decodes and trains; a faster disk
+  or loader would not remove it.
+- `share` is below 0.98 by no more than the noise: balanced, without a limit, as the measurement cannot decide.
 - Else input-bound.
 
-Where compute-bound, the limit is the GPU, or the CPU threads of a machine without one. Where input-bound, beside a GPU,
-it is what loader and step share if the loader alone is at least 1.5 times as fast as the synthetic step: it is late
-only when both run. Else it is the disk if reading the files without decoding them, by as many readers as the loader
-has, is less than 1.2 times as fast as the loader; else the CPU threads if 0.8 of those that the loader can use, the
-cores or `--workers` if these are fewer, are busy while it runs alone; else the decoder. With full decode on a GPU that
-has hardware decoders it is always these: nine JPEGs in ten are theirs, and CPU threads that look busy wait for them. A
-claim about DALI is made where the windows of two loaders do not overlap, or where what was measured once differs by 1.2
-times or more.
+Where compute-bound, the limit is the GPU, or the CPU threads of a machine without one. Where input-bound, the limit is
+the first of these that holds:
+
+- Contention, beside a GPU, if the loader alone is at least 1.5 times as fast as the synthetic step: it is late only
+  when both run, by what they share.
+- The disk, if reading the files without decoding them, by as many readers as the loader has, is less than 1.2 times as
+  fast as the loader.
+- The decoder, with full decode on a GPU that has hardware decoders: they decode nine JPEGs in ten, and CPU threads that
+  look busy wait for them.
+- The CPU threads, if 0.8 of those that the loader can use, the cores or `--workers` if these are fewer, are busy while
+  it runs alone.
+- The decoder.
+
+A claim about DALI is made where the windows of two loaders do not overlap, or where what was measured once differs by
+1.2 times or more.
 """
 
 import dataclasses
@@ -26,8 +33,13 @@ from collections.abc import Iterator
 from typing import Literal
 
 Bound = Literal["input", "compute", "balanced"]
-Limit = Literal["decoder", "cpu threads", "disk", "gpu", "sharing"]
-ENOUGH, CLEARLY, AMPLE, BUSY, NOISY, FEW_IMAGES = 0.98, 1.2, 1.5, 0.8, 0.15, 100
+Limit = Literal["decoder", "cpu threads", "disk", "gpu", "contention"]
+COMPUTE_BOUND_SHARE = 0.98  # of the synthetic rate
+CLEAR_RATIO = 1.2  # from which two values that were measured once differ
+AMPLE_RATIO = 1.5  # of a loader alone to the synthetic step
+BUSY_SHARE = 0.8  # of the CPU threads that a loader can use
+MAX_NOISE = 0.15  # without a warning
+MIN_IMAGES = 100  # without a warning
 TITLES = {
     "dali-fused": "DALI, fused decode",
     "dali-full": "DALI, full decode",
@@ -59,12 +71,12 @@ class Rate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Feed:
-    """One loader.
+class LoaderMeasurement:
+    """What was measured of one loader.
 
     Attributes:
         name: a key of `TITLES`.
-        alone, training: delivering batches to nobody, and to the training step.
+        alone, training: rates of the loader alone, and of the training step with its batches.
         cpu_seconds: CPU time per 1,000 images, alone, worker processes included.
         cores_busy: CPU seconds per second, alone.
         data_wait: share of the training time in which the device waited for input, 0 to 1.
@@ -96,10 +108,10 @@ class Measurements:
         on_gpu: whether the step runs on a GPU.
         jpeg_engines: hardware JPEG decoders of that GPU.
         unused: flags that are not in use and would make the step faster.
-        kept: whether train.py would keep the images decoded, which no loader here does.
-        synthetic: the training step without a feed.
-        files: reading the files without decoding them, with as many readers as the feed that is judged.
-        feeds: at least one.
+        would_cache: whether train.py would keep the images decoded, which no loader here does.
+        synthetic: the training step on a synthetic batch.
+        files: reading the files without decoding them, with as many readers as the diagnosed loader.
+        loaders: at least one.
     """
 
     num_images: int
@@ -112,23 +124,26 @@ class Measurements:
     on_gpu: bool
     jpeg_engines: int
     unused: tuple[str, ...]
-    kept: bool
+    would_cache: bool
     synthetic: Rate
     files: Rate
-    feeds: tuple[Feed, ...]
+    loaders: tuple[LoaderMeasurement, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What the figures mean, in words and, for programs, in `bound`, `limit` and `share` (see the module) of `feed`.
+    """What the measurements mean.
 
-    `limit` is None where balanced.
+    Attributes:
+        bound, share, limit: see the module; `limit` is None where balanced.
+        loader: name of the diagnosed loader.
+        summary, advice, where_dali_wins, where_dali_loses, warnings: sentences for people.
     """
 
     bound: Bound
     share: float
     limit: Limit | None
-    feed: str
+    loader: str
     summary: tuple[str, ...]
     advice: tuple[str, ...]
     where_dali_wins: tuple[str, ...]
@@ -136,91 +151,93 @@ class Verdict:
     warnings: tuple[str, ...]
 
 
-def diagnose(figures: Measurements) -> Verdict:
+def diagnose(measurements: Measurements) -> Verdict:
     """Apply the rules above."""
-    dali = [feed for feed in figures.feeds if feed.name.startswith("dali")]
-    feed = max(dali or figures.feeds, key=lambda feed: feed.training.median)
-    share = feed.training.median / figures.synthetic.median
-    bound = _bound(figures, feed, share)
+    dali = [loader for loader in measurements.loaders if loader.name.startswith("dali")]
+    loader = max(dali or measurements.loaders, key=lambda loader: loader.training.median)
+    share = loader.training.median / measurements.synthetic.median
+    bound = _bound(measurements, loader, share)
     limit: Limit | None = None
     if bound == "compute":
-        limit = "gpu" if figures.on_gpu else "cpu threads"
-        reason, advice = _step_reason(figures, feed, share), _step_advice(figures)
+        limit = "gpu" if measurements.on_gpu else "cpu threads"
+        reason, advice = _step_reason(measurements, loader, share), _step_advice(measurements)
     elif bound == "input":
-        limit = _input_limit(figures, feed)
-        reason, advice = _input_reason(figures, feed, limit), _input_advice(figures, limit)
+        limit = _input_limit(measurements, loader)
+        reason, advice = _input_reason(measurements, loader, limit), _input_advice(measurements, limit)
     else:
-        reason, advice = _noise_reason(figures, feed), _noise_advice()
-    claims = list(_claims(feed, figures.feeds)) if dali else []
+        reason, advice = _noise_reason(measurements, loader), _noise_advice()
+    claims = list(_claims(loader, measurements.loaders)) if dali else []
     nowhere = ("nowhere measured here",)
     return Verdict(
         bound=bound,
         share=share,
         limit=limit,
-        feed=feed.name,
-        summary=(_outcome(feed, bound, share), reason),
-        advice=(*_best_loader(figures), *advice),
+        loader=loader.name,
+        summary=(_outcome(loader, bound, share), reason),
+        advice=(*_best_loader(measurements), *advice),
         where_dali_wins=tuple(text for wins, text in claims if wins) or nowhere,
         where_dali_loses=tuple(text for wins, text in claims if not wins) or nowhere,
-        warnings=tuple(_warnings(figures, feed)),
+        warnings=tuple(_warnings(measurements, loader)),
     )
 
 
-def _bound(figures: Measurements, feed: Feed, share: float) -> Bound:
-    in_time = feed.data_wait <= max(1 - ENOUGH, (1 - share) / 2)
-    if share >= ENOUGH or (feed.alone.median >= figures.synthetic.median and in_time):
+def _bound(measurements: Measurements, loader: LoaderMeasurement, share: float) -> Bound:
+    in_time = loader.data_wait <= max(1 - COMPUTE_BOUND_SHARE, (1 - share) / 2)
+    if share >= COMPUTE_BOUND_SHARE or (loader.alone.median >= measurements.synthetic.median and in_time):
         return "compute"
-    return "balanced" if ENOUGH - share <= _noise(figures, feed) else "input"
+    return "balanced" if COMPUTE_BOUND_SHARE - share <= _noise(measurements, loader) else "input"
 
 
-def _noise(figures: Measurements, feed: Feed) -> float:
-    return max(feed.training.spread, figures.synthetic.spread)
+def _noise(measurements: Measurements, loader: LoaderMeasurement) -> float:
+    return max(loader.training.spread, measurements.synthetic.spread)
 
 
-def _usable(figures: Measurements) -> int:
+def _usable(measurements: Measurements) -> int:
     """CPU threads that can be busy with a loader at the same time."""
-    return min(figures.workers, figures.cores)
+    return min(measurements.workers, measurements.cores)
 
 
-def _input_limit(figures: Measurements, feed: Feed) -> Limit:
-    if figures.on_gpu and feed.alone.median >= AMPLE * figures.synthetic.median:
-        return "sharing"
-    if figures.files.median < CLEARLY * feed.alone.median:
+def _input_limit(measurements: Measurements, loader: LoaderMeasurement) -> Limit:
+    if measurements.on_gpu and loader.alone.median >= AMPLE_RATIO * measurements.synthetic.median:
+        return "contention"
+    if measurements.files.median < CLEAR_RATIO * loader.alone.median:
         return "disk"
-    if feed.name == "dali-full" and figures.jpeg_engines:
+    if loader.name == "dali-full" and measurements.jpeg_engines:
         return "decoder"
-    return "cpu threads" if feed.cores_busy >= BUSY * _usable(figures) else "decoder"
+    return "cpu threads" if loader.cores_busy >= BUSY_SHARE * _usable(measurements) else "decoder"
 
 
-def _outcome(feed: Feed, bound: Bound, share: float) -> str:
+def _outcome(loader: LoaderMeasurement, bound: Bound, share: float) -> str:
     name = {"input": "Input-bound", "compute": "Compute-bound", "balanced": "Balanced, within the noise"}[bound]
-    late = f"; with a feed that is never late it would be {1 / share:.2f} x as fast" if bound == "input" else ""
+    late = f"; with a loader that is never late it would be {1 / share:.2f} x as fast" if bound == "input" else ""
     return (
-        f"{name}: fed by {TITLES[feed.name]}, training runs at {feed.training.median:,.0f} images/s, {share:.1%} of "
-        f"the same step on synthetic images{late}."
+        f"{name}: fed by {TITLES[loader.name]}, training runs at {loader.training.median:,.0f} images/s, {share:.1%} "
+        f"of the same step on synthetic images{late}."
     )
 
 
-def _speed(figures: Measurements, feed: Feed) -> str:
-    return f"alone, the loader delivers {feed.alone.median / figures.synthetic.median:.2f} x what the step takes"
+def _speed(measurements: Measurements, loader: LoaderMeasurement) -> str:
+    return f"alone, the loader delivers {loader.alone.median / measurements.synthetic.median:.2f} x what the step takes"
 
 
-def _step_reason(figures: Measurements, feed: Feed, share: float) -> str:
-    device = "The GPU limits" if figures.on_gpu else "The CPU threads limit"
-    price = f"; feeding costs {1 - share:.1%}, as it shares the device with the step" if share < ENOUGH else ""
-    return f"{device}, with the training step: {_speed(figures, feed)}{price}."
+def _step_reason(measurements: Measurements, loader: LoaderMeasurement, share: float) -> str:
+    device = "The GPU limits" if measurements.on_gpu else "The CPU threads limit"
+    cost = ""
+    if share < COMPUTE_BOUND_SHARE:
+        cost = f"; loading costs {1 - share:.1%}, as it shares the device with the step"
+    return f"{device}, with the training step: {_speed(measurements, loader)}{cost}."
 
 
-def _step_advice(figures: Measurements) -> Iterator[str]:
-    hardware = "" if figures.on_gpu else "a GPU, "
-    flags = "".join(f"{flag}, " for flag in figures.unused)
+def _step_advice(measurements: Measurements) -> Iterator[str]:
+    hardware = "" if measurements.on_gpu else "a GPU, "
+    flags = "".join(f"{flag}, " for flag in measurements.unused)
     yield f"The network costs the time: {hardware}{flags}a smaller --arch or a smaller --image-size would speed it up."
 
 
-def _noise_reason(figures: Measurements, feed: Feed) -> str:
+def _noise_reason(measurements: Measurements, loader: LoaderMeasurement) -> str:
     return (
-        f"What limits cannot be told: the range of the windows is {2 * _noise(figures, feed):.1%} of their median, and "
-        f"no more than half of that is missing; {_speed(figures, feed)}."
+        f"The limit is not known: the range of the windows is {2 * _noise(measurements, loader):.1%} of their median, "
+        f"and no more than half of that is missing; {_speed(measurements, loader)}."
     )
 
 
@@ -228,78 +245,80 @@ def _noise_advice() -> Iterator[str]:
     yield "Measure again on a quiet machine, or with a longer --window-seconds."
 
 
-def _input_reason(figures: Measurements, feed: Feed, limit: Limit) -> str:
-    speed, files = _speed(figures, feed), figures.files.median
-    busy = f"{feed.cores_busy:.1f} of {_usable(figures)} CPU threads are busy meanwhile"
+def _input_reason(measurements: Measurements, loader: LoaderMeasurement, limit: Limit) -> str:
+    speed, files = _speed(measurements, loader), measurements.files.median
+    busy = f"{loader.cores_busy:.1f} of {_usable(measurements)} CPU threads are busy meanwhile"
     return {
         "disk": f"The disk limits: {speed}, and the files can be read, not decoded, at only {files:,.0f} a second.",
         "cpu threads": f"The CPU threads limit: {speed}; {busy}.",
         "decoder": f"The decoder limits: {speed}; {busy}, and the files can be read, not decoded, "
-        f"{files / feed.alone.median:.1f} x as fast.",
-        "sharing": f"What loader and step share limits: {speed}, and is late only beside it, where both take turns in "
-        f"the GPU's queues, its driver and the CPU threads; {busy}.",
+        f"{files / loader.alone.median:.1f} x as fast.",
+        "contention": f"Contention limits: {speed}, and is late only beside it, where both compete for the GPU's "
+        f"queues, its driver and the CPU threads; {busy}.",
     }[limit]
 
 
-def _input_advice(figures: Measurements, limit: Limit) -> Iterator[str]:
+def _input_advice(measurements: Measurements, limit: Limit) -> Iterator[str]:
     if limit == "disk":
         yield "Copy the images to a local disk, or into memory (/dev/shm)."
-    if limit == "cpu threads" and figures.workers < figures.cores:
-        yield f"Give --workers more than {figures.workers}: the process may run on {figures.cores} CPU threads."
+    if limit == "cpu threads" and measurements.workers < measurements.cores:
+        threads = f"the process may run on {measurements.cores} CPU threads"
+        yield f"Give --workers more than {measurements.workers}: {threads}."
     elif limit == "cpu threads":
-        yield f"Give the process more than {figures.cores} CPU threads, and as many --workers."
-    if limit == "sharing":
-        flags = "".join(f"try {flag}; " for flag in figures.unused)
+        yield f"Give the process more than {measurements.cores} CPU threads, and as many --workers."
+    if limit == "contention":
+        flags = "".join(f"try {flag}; " for flag in measurements.unused)
         yield f"{flags}leave CUDA_DEVICE_MAX_CONNECTIONS unset; see that nothing else runs on this GPU and these cores."
         return
-    if min(figures.image_width, figures.image_height) > 1.5 * figures.image_size:
+    if min(measurements.image_width, measurements.image_height) > 1.5 * measurements.image_size:
         yield (
-            f"Store the images smaller: they are {figures.image_width:.0f} x {figures.image_height:.0f} px on average, "
-            f"for an input of {figures.image_size} px."
+            f"Store the images smaller: they are {measurements.image_width:.0f} x {measurements.image_height:.0f} px "
+            f"on average, for an input of {measurements.image_size} px."
         )
 
 
-def _best_loader(figures: Measurements) -> Iterator[str]:
-    usable = [feed for feed in figures.feeds if feed.name in FLAGS and not figures.kept]
-    best = max(usable, key=lambda feed: feed.training.median, default=None)
-    others = [max(feed.training.windows) for feed in usable if feed is not best]
+def _best_loader(measurements: Measurements) -> Iterator[str]:
+    usable = [loader for loader in measurements.loaders if loader.name in FLAGS and not measurements.would_cache]
+    best = max(usable, key=lambda loader: loader.training.median, default=None)
+    others = [max(loader.training.windows) for loader in usable if loader is not best]
     if best and others and min(best.training.windows) > max(others):
         yield f"Train with {FLAGS[best.name]}, the fastest of the trainer's loaders here."
 
 
-def _claims(dali: Feed, feeds: tuple[Feed, ...]) -> Iterator[tuple[bool, str]]:
-    """Whether DALI wins, and by what figures, wherever it differs from another loader."""
+def _claims(dali: LoaderMeasurement, loaders: tuple[LoaderMeasurement, ...]) -> Iterator[tuple[bool, str]]:
+    """Whether DALI wins, and by how much, wherever it differs from another loader."""
     # Which DALI path opens first also loads the library, so what opening costs is the larger of the two.
-    paths = [feed for feed in feeds if feed.name.startswith("dali")]
-    first_batch = max(feed.first_batch for feed in paths)
-    gpu_memory = max(feed.gpu_memory or 0 for feed in paths)
-    for other in feeds:
+    paths = [loader for loader in loaders if loader.name.startswith("dali")]
+    first_batch = max(loader.first_batch for loader in paths)
+    gpu_memory = max(loader.gpu_memory or 0 for loader in paths)
+    for other in loaders:
         title = TITLES[other.name]
         if other in paths:
             continue
         rates = {"training": (dali.training, other.training), "loading alone": (dali.alone, other.alone)}
-        for what, (ours, theirs) in rates.items():
-            if min(ours.windows) > max(theirs.windows) or max(ours.windows) < min(theirs.windows):
-                ratio = ours.median / theirs.median
-                rate = f"{ours.median:,.0f} against {theirs.median:,.0f} images/s"
+        for what, (by_dali, by_other) in rates.items():
+            if min(by_dali.windows) > max(by_other.windows) or max(by_dali.windows) < min(by_other.windows):
+                ratio = by_dali.median / by_other.median
+                rate = f"{by_dali.median:,.0f} against {by_other.median:,.0f} images/s"
                 yield ratio > 1, f"{what}, against {title}: {ratio:.2f} x ({rate})"
-        for what, mine, yours, least, digits, unit in (  # `least`: a difference that is worth a word
+        for what, cost_of_dali, cost_of_other, min_difference, digits, unit in (
             ("CPU time per 1,000 images", dali.cpu_seconds, other.cpu_seconds, 0.01, ".2f", "s"),
             ("time to the first batch", first_batch, other.first_batch, 0.2, ".1f", "s"),
             ("GPU memory of the loader", gpu_memory, other.gpu_memory or 0, 50, ",.0f", "MB"),
         ):
-            low, high = sorted((mine, yours))
-            if high >= CLEARLY * low and high - low >= least:
-                yield mine < yours, f"{what}, against {title}: {mine:{digits}} against {yours:{digits}} {unit}"
+            low, high = sorted((cost_of_dali, cost_of_other))
+            if high >= CLEAR_RATIO * low and high - low >= min_difference:
+                costs = f"{cost_of_dali:{digits}} against {cost_of_other:{digits}} {unit}"
+                yield cost_of_dali < cost_of_other, f"{what}, against {title}: {costs}"
 
 
-def _warnings(figures: Measurements, feed: Feed) -> Iterator[str]:
-    if figures.num_images < FEW_IMAGES:
-        yield f"Only {figures.num_images} images: the figures mean little; give {FEW_IMAGES} or more."
-    if figures.kept:
+def _warnings(measurements: Measurements, loader: LoaderMeasurement) -> Iterator[str]:
+    if measurements.num_images < MIN_IMAGES:
+        yield f"Only {measurements.num_images} images: the measurements mean little; give {MIN_IMAGES} or more."
+    if measurements.would_cache:
         yield "train.py would keep these images decoded in memory (--cache auto), which no loader here does."
-    if figures.generated:
-        yield "The images are generated: give --data-dir to learn about yours."
-    noise = _noise(figures, feed)
-    if noise > NOISY:
+    if measurements.generated:
+        yield "The images are generated: give --data-dir to measure yours."
+    noise = _noise(measurements, loader)
+    if noise > MAX_NOISE:
         yield f"The range of the windows is {2 * noise:.0%} of their median: the machine is busy; use a quiet one."

@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from utils.config import ResolvedConfig, TrainConfig
 from utils.data import manifest as dataset
@@ -16,13 +15,14 @@ from utils.distributed.collectives import all_gather_object, broadcast
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
 
+SPLITS = ("train", "val")
 SYNTHETIC_TRAIN, SYNTHETIC_VAL, SYNTHETIC_CLASSES = 128_000, 5_000, 1_000  # of --loader synthetic without --data-dir
 Splits = dict[str, Manifest]  # by the name of the split
 
 
 def read_data(config: TrainConfig) -> Splits:
     """List the images of the run: both splits, with `--evaluate` val/ alone; without --data-dir synthetic ones."""
-    names = ("val",) if config.evaluate else ("train", "val")
+    names = ("val",) if config.evaluate else SPLITS
     if config.data_dir is None:
         sizes = {"train": SYNTHETIC_TRAIN, "val": SYNTHETIC_VAL}
         return {name: dataset.synthetic(sizes[name], config.num_classes or SYNTHETIC_CLASSES) for name in names}
@@ -32,7 +32,20 @@ def read_data(config: TrainConfig) -> Splits:
     return dict(zip(names, folder.scan_splits(config.data_dir, skip_bad), strict=True))
 
 
-def exclude_bad_files(config: ResolvedConfig, splits: Splits, env: DistEnv, saved: dict[str, Any]) -> Splits:
+@dataclasses.dataclass(frozen=True)
+class InitialFiles:
+    """The files with which a run began.
+
+    Attributes:
+        excluded: of each split, the files that the run has been without from its start.
+        fingerprints: of each split without them.
+    """
+
+    excluded: Mapping[str, Sequence[str]]
+    fingerprints: Mapping[str, str]
+
+
+def exclude_bad_files(config: ResolvedConfig, splits: Splits, env: DistEnv, initial: InitialFiles | None) -> Splits:
     """`--bad-files skip`: the manifests without the files that the loader cannot read. Collective: call on every rank.
 
     Every file is decoded once, each by one rank. The output folder keeps the results, so that the next launch decodes
@@ -43,7 +56,7 @@ def exclude_bad_files(config: ResolvedConfig, splits: Splits, env: DistEnv, save
         config: resolved.
         splits: the listed images.
         env: this process.
-        saved: checkpoint of the run; {} for a new one.
+        initial: the files with which the run began; None for a new run.
 
     Raises:
         UserError: on all ranks: a class would be left without images, or the output folder cannot be written.
@@ -58,8 +71,8 @@ def exclude_bad_files(config: ResolvedConfig, splits: Splits, env: DistEnv, save
     for split, manifest in splits.items():
         of_split = {name[len(split) + 1 :]: reason for name, reason in bad.items() if name.startswith(f"{split}/")}
         good[split] = manifest.without(of_split)
-        if saved and not config.evaluate:
-            good[split] = apply_exclusions(manifest, good[split], of_split, saved, split)
+        if initial and not config.evaluate:
+            good[split] = apply_exclusions(manifest, good[split], of_split, initial, split)
     return good
 
 
@@ -83,9 +96,9 @@ def _listed(splits: Splits) -> tuple[list[FileEntry], Callable[[int], Record]]:
 
 
 def apply_exclusions(
-    listed: Manifest, good: Manifest, bad: Mapping[str, str], saved: dict[str, Any], split: str
+    listed: Manifest, good: Manifest, bad: Mapping[str, str], initial: InitialFiles, split: str
 ) -> Manifest:
-    """The images with which the run `saved` continues: without `bad`, in the order of the run's start.
+    """The images with which a run continues: without `bad`, in the order of the run's start.
 
     Files of train/ that have turned bad since are replaced by others of their class. Those of val/ are excluded. Files
     that were excluded at the start stay excluded, even if they are good now.
@@ -94,15 +107,15 @@ def apply_exclusions(
         listed: all files.
         good: those that are good now, which is the result for a run that began with them.
         bad: relative to the split's folder, and why.
-        saved: a checkpoint. If it is of another data set, the result is `good`, which its fingerprint does not fit.
+        initial: the files with which the run began. If they are of another data set, the result is `good`.
         split: train or val.
     """
-    initial = initial_manifest(listed, saved["excluded_files"][split], bad)
-    if initial.fingerprint != saved["fingerprint"][f"files of {split}/"]:
+    manifest = initial_manifest(listed, initial.excluded[split], bad)
+    if manifest.fingerprint != initial.fingerprints[split]:
         return good
     if split == "train":
-        return initial.with_replacements(bad)
-    return dataclasses.replace(initial.without(bad), fingerprint=initial.fingerprint)
+        return manifest.with_replacements(bad)
+    return dataclasses.replace(manifest.without(bad), fingerprint=manifest.fingerprint)
 
 
 def initial_manifest(listed: Manifest, excluded_files: Sequence[str], bad: Mapping[str, str] | None = None) -> Manifest:

@@ -164,7 +164,7 @@ class _Saver:
 
     def _write(self, name: str, text: str) -> UserError | None:
         try:
-            atomic_write_text(self._output_dir / name, text + "\n")
+            atomic_write_text(self._output_dir / name, text + "\n", concurrent=True)
         except OSError as error:
             return UserError(
                 f"--output-dir {self._output_dir}: {name} cannot be written ({error.strerror}); give another"

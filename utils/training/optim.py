@@ -66,7 +66,7 @@ def create_optimizer(
         )
     except Exception as error:  # timm lists those of apex and bitsandbytes too, whether they are installed or not
         reason = (str(error) or type(error).__name__).strip().splitlines()[0]
-        raise UserError(f"--optimizer {config.optimizer}: cannot be had here ({reason}); give another") from error
+        raise UserError(f"--optimizer {config.optimizer}: is not available here ({reason}); give another") from error
     if fused and isinstance(optimizer, SGD):
         _fill_momentum(optimizer)
         optimizer.register_load_state_dict_post_hook(_fill_momentum)

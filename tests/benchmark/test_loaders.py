@@ -1,0 +1,114 @@
+"""The loaders of a benchmark: timm's, and the reading of files without decoding them."""
+
+import contextlib
+import dataclasses
+import gc
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from train import train_step
+from utils.benchmark.loaders import (
+    FilesReader,
+    TimmLoader,
+    config_of_loader,
+    open_loader,
+    open_loaders,
+    with_loader,
+)
+from utils.data.formats.folder import FileTable
+from utils.data.manifest import Manifest
+from utils.training.run import Run
+
+
+def test_timm_gives_the_step_normalised_images(opened: Callable[..., tuple[Run, Manifest]]) -> None:
+    run, manifest = opened()
+    stream = TimmLoader(run, manifest)
+    images, targets = next(stream)
+    assert images.shape == (8, 3, 32, 32)
+    assert images.dtype == torch.float32
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    assert -3 < images.min() < images.max() < 3
+    assert set(targets.tolist()) <= {0, 1, 2}
+    # Each class has its colour, so labels and normalisation can be told from the picture.
+    channel = (
+        images.mean(dim=(2, 3)) * torch.tensor([0.229, 0.224, 0.225]) + torch.tensor([0.485, 0.456, 0.406])
+    ).argmax(1)
+    assert channel.tolist() == [2 - target for target in targets.tolist()]
+    real_run = with_loader(run, stream)
+    assert real_run.augment(images, targets)[0] is images  # not normalised again
+    assert real_run.forward_backward is run.forward_backward
+    train_step(real_run)
+    assert run.state.step == 1
+    stream.close()
+
+
+def test_files_reader_reads(opened: Callable[..., tuple[Run, Manifest]]) -> None:
+    run, manifest = opened()
+    reader = FilesReader(manifest, run.sampler, readers=2, first_batch=3)
+    expected = [sum(manifest.sizes[run.sampler.indices(b)]) for b in (3, 4)]
+    assert [next(reader), next(reader)] == expected
+    reader.close()
+
+
+def test_a_file_that_is_gone_does_not_end_the_reading(
+    opened: Callable[..., tuple[Run, Manifest]], tmp_path: Path
+) -> None:
+    run, manifest = opened()
+    gone = dataclasses.replace(manifest, images=FileTable(tmp_path / "gone", manifest.table().names))
+    reader = FilesReader(gone, run.sampler, readers=1, first_batch=0)
+    assert next(reader) == 0
+    reader.close()
+
+
+@pytest.mark.parametrize("workers", [1, 21])
+def test_files_are_read_by_as_many_as_dali_reads_with(
+    opened: Callable[..., tuple[Run, Manifest]], workers: int
+) -> None:
+    """DALI's thread pools hold those that read and those that decode, one or more for each of two pipelines."""
+    run, manifest = opened(workers=workers)
+    before = pool_threads()
+    with contextlib.ExitStack() as stack:
+        _, files = open_loaders(("dali-fused",), run, manifest, stack)
+        assert files.readers == len(multiprocessing.active_children()) == pool_threads() - before - max(2, workers)
+
+
+def test_files_are_read_by_as_many_as_torch_reads_with(opened: Callable[..., tuple[Run, Manifest]]) -> None:
+    run, manifest = opened(workers=1)
+    with contextlib.ExitStack() as stack:
+        _, files = open_loaders(("torch",), run, manifest, stack)
+        assert files.readers == 1
+        assert len(multiprocessing.active_children()) == 2, "torch's worker, and another that reads"
+
+
+def pool_threads() -> int:
+    """Threads in the pools of all DALI pipelines of this process."""
+    gc.collect()  # those that nobody holds any more
+    return sum("[DALI][TP" in path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
+
+
+def test_a_loader_that_fails_does_not_hide(opened: Callable[..., tuple[Run, Manifest]], tmp_path: Path) -> None:
+    run, manifest = opened()
+    broken = dataclasses.replace(manifest, images=FileTable(tmp_path / "gone", manifest.table().names))
+    for name in ("dali-fused", "torch"):
+        with pytest.raises(Exception, match="gone"):
+            open_loader(name, run, broken)
+
+
+def test_fewer_images_than_a_batch(opened: Callable[..., tuple[Run, Manifest]]) -> None:
+    run, manifest = opened(batch_size=64)
+    assert len(run.sampler.indices(0)) == 64
+    loader = open_loader("dali-fused", run, manifest)
+    assert len(next(loader.stream).targets) == 64
+
+
+def test_each_loader_has_the_flags_that_train_would_choose(opened: Callable[..., tuple[Run, Manifest]]) -> None:
+    run, _ = opened(decode="full")
+    fused, full, torch_loader = (config_of_loader(name, run) for name in ("dali-fused", "dali-full", "torch"))
+    assert [(each.loader, each.decode) for each in (fused, full)] == [("dali", "fused"), ("dali", "full")]
+    assert full.hw_decoder_load == run.config.hw_decoder_load
+    assert fused.hw_decoder_load == opened(decode="fused")[0].config.hw_decoder_load != full.hw_decoder_load
+    assert torch_loader == dataclasses.replace(run.config, loader="torch")

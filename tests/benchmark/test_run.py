@@ -1,0 +1,64 @@
+"""The verdict on a loader or a network that is truly slow. Nothing is timed exactly."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from train import train_step
+from utils.benchmark.loaders import open_loaders
+from utils.benchmark.run import collect
+from utils.benchmark.verdict import Verdict, diagnose
+from utils.data.batch import Batch, TrainLoader
+from utils.data.manifest import Manifest
+from utils.training.run import Run
+
+FACTS = {
+    "num_images": 41, "generated": False, "image_width": 56.0, "image_height": 56.0, "image_size": 32, "workers": 1,
+    "cores": 1, "device": "cpu", "jpeg_engines": 0, "kept": False, "windows": 1, "window_seconds": 0.1,
+}  # fmt: skip
+
+
+class Slow:
+    """A loader of 20 images a second at most, which prepares a batch while the step works on the one before."""
+
+    def __init__(self, stream: TrainLoader) -> None:
+        self.stream = stream
+        self.ready = time.monotonic()
+
+    def __next__(self) -> Batch:
+        batch = next(self.stream)
+        time.sleep(max(0.0, self.ready - time.monotonic()))
+        self.ready = time.monotonic() + len(batch.targets) / 20
+        return batch
+
+    def state(self) -> dict[str, Any]:
+        return self.stream.state()
+
+    def close(self) -> None:
+        self.stream.close()
+
+
+def measured(run: Run, manifest: Manifest, slow: bool) -> Verdict:
+    """The verdict on a slow loader, or on one that is never late."""
+    with contextlib.ExitStack() as stack:
+        (loader,), files = open_loaders(("dali-fused",), run, manifest, stack)
+        stream = Slow(loader.stream) if slow else run.train_loader
+        return diagnose(collect(FACTS, run, train_step, [dataclasses.replace(loader, stream=stream, queue=1)], files))
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_verdict_changes_sides(opened: Callable[..., tuple[Run, Manifest]]) -> None:
+    # The light network is some 20 times as fast as the slow loader, the heavy one 5 times slower; and one window has no
+    # noise, so nothing is balanced. A busy machine cannot make up for that.
+    light = opened(batch_size=4)
+    ample = measured(*light, slow=False)
+    assert ample.bound == "compute"
+    assert ample.share < 20  # alone, its loader is thousands of times as fast, but that is not training
+    starved = measured(*light, slow=True)
+    assert (starved.bound, starved.limit) == ("input", "decoder")  # neither the CPU nor the disk is busy
+    heavy = opened(arch="resnet50", image_size=160, batch_size=1)
+    assert measured(*heavy, slow=True).bound == "compute"  # the same loader is fast enough for this network

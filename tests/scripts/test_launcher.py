@@ -1,0 +1,98 @@
+"""scripts/launcher.py: exit statuses, time limits, and that nothing is left of a command."""
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, alive, environment, identify
+
+# A parent that ends at once, and a child that is deaf to SIGTERM, in a session of its own with another parent.
+DETACHED = """
+import os, pathlib, signal, sys, tempfile, time
+tempfile.mkdtemp()
+if os.fork() == 0:
+    os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    pathlib.Path(sys.argv[1]).write_text(f"{os.getpid()}\\n")
+    time.sleep(600)
+    os._exit(0)
+while not pathlib.Path(sys.argv[1]).exists():
+    time.sleep(0.01)
+time.sleep(float(sys.argv[2]))
+"""
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of temporary files of all commands."""
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        yield Path(folder)
+
+
+def launch(*words: object) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "scripts.launcher", *map(str, words)]
+    return subprocess.run(line, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize(("seconds", "status"), [(0, 0), (600, 124)])
+def test_nothing_is_left(tmp_path: Path, temporary: Path, seconds: float, status: int) -> None:
+    pid_file = tmp_path / "pid"
+    command = [sys.executable, "-c", DETACHED, pid_file, seconds]
+    line = [sys.executable, "-m", "scripts.launcher", "--limit", "5", "--", *command]
+    process = subprocess.Popen(
+        [*map(str, line)], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        while not (pid_file.exists() and pid_file.read_text().endswith("\n")):
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+        seen = identify([int(pid_file.read_text())])
+        assert len(seen) == 1
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == status
+    assert alive(seen) == []
+    assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.parametrize(("code", "status"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), signal.SIGKILL)", 137)])
+def test_the_status_is_that_of_the_command(code: str, status: int) -> None:
+    done = launch("--limit", 60, "--", sys.executable, "-c", f"import os, signal, sys; {code}")
+    assert (done.returncode, done.stderr) == (status, "")
+
+
+def test_a_command_is_terminated_once_its_file_has_a_line(tmp_path: Path) -> None:
+    code = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+path = pathlib.Path(sys.argv[1])
+path.write_text("half")
+time.sleep(1)
+path.write_text("half a line\\n")
+time.sleep(600)
+"""
+    log = tmp_path / "log"
+    done = launch("--limit", 60, "--terminate-after", log, "--", sys.executable, "-c", code, log)
+    assert (done.returncode, log.read_text()) == (7, "half a line\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--limit", "0", "--", "true"), "--limit 0.0: must be more than 0 and finite"),
+        (("--limit", "5"), "Missing argument 'command'"),
+        (("--limit", "5", "true", "--never"), "No such option: --never"),
+        (("--limit", "5", "--", "/nowhere/program"), "/nowhere/program: cannot be started (no such program)"),
+    ],
+)
+def test_refusals(words: tuple[str, ...], message: str) -> None:
+    done = launch(*words)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert message in done.stderr

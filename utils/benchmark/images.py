@@ -1,0 +1,70 @@
+"""The images of a benchmark: a folder of them or generated ones, and their mean size."""
+
+import contextlib
+import dataclasses
+import math
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+from utils.data.formats import folder
+from utils.data.manifest import Manifest
+from utils.data.reader import open_image
+from utils.errors import UserError
+
+NUM_GENERATED = 320
+
+
+def read_images(data_dir: Path) -> Manifest:
+    """Manifest of `data_dir/train`, or of `data_dir` itself if that holds the class folders; without the bad files.
+
+    Raises:
+        UserError: as `folder.scan`.
+    """
+    return folder.scan(data_dir, "train" if (data_dir / "train").is_dir() else ".", skip_bad=True)
+
+
+def repeat(manifest: Manifest, min_images: int) -> Manifest:
+    """All files of the manifest as many times as it takes to have `min_images` or more."""
+    times = math.ceil(min_images / len(manifest))
+    return manifest.select(np.tile(np.arange(len(manifest)), times))
+
+
+def sample_images(manifest: Manifest, count: int = 256) -> tuple[float, float, float]:
+    """Mean width and height in pixels, and mean encoded size in bytes, of a sample of the files.
+
+    Raises:
+        UserError: Pillow can read none of them.
+    """
+    sample = random.Random(0).sample(range(len(manifest)), min(count, len(manifest)))
+    sizes = []
+    for index in sample:
+        with (
+            contextlib.suppress(OSError, ValueError, Image.DecompressionBombError),  # the loaders report bad files
+            open_image(manifest.record(index)) as file,
+            Image.open(file) as image,
+        ):
+            sizes.append((*image.size, manifest.sizes[index]))
+    if not sizes:
+        raise UserError(f"--data-dir {manifest.root}: none of {len(sample)} files is an image that Pillow can read")
+    width, height, size = np.mean(sizes, axis=0)
+    return float(width), float(height), float(size)
+
+
+def generate_images(data_dir: Path, count: int = NUM_GENERATED, num_classes: int = 10) -> None:
+    """JPEGs of ImageNet's mean size, 500 x 375 px and 110 KB: shapes on noise."""
+    draw_number = np.random.default_rng(0)
+    for index in range(count):
+        width, height = draw_number.integers((400, 300), (601, 451))
+        image = Image.new("RGB", (width, height), tuple(draw_number.integers(0, 256, 3)))
+        draw = ImageDraw.Draw(image)
+        for _ in range(12):
+            corners = np.sort(draw_number.integers(0, (width, height), (2, 2)), axis=0)
+            draw.ellipse([tuple(corner) for corner in corners.tolist()], fill=tuple(draw_number.integers(0, 256, 3)))
+        noisy = np.asarray(image) + draw_number.normal(0, 20, (height, width, 3))
+        path = data_dir / "train" / f"class{index % num_classes}" / f"{index:04}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(path, quality=90)

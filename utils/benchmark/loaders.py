@@ -1,0 +1,233 @@
+"""The loaders that a benchmark compares, timm's among them, and the reading of files without decoding."""
+
+import contextlib
+import dataclasses
+import itertools
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import timm
+import torch
+import torch.utils.data
+from torch import Tensor
+
+import models
+import pipelines
+from utils.benchmark.measure import Case, settle, synchronize
+from utils.config import ResolvedConfig, TrainConfig
+from utils.data.batch import Batch, TrainLoader
+from utils.data.dali import NUM_PIPELINES
+from utils.data.manifest import Manifest
+from utils.data.policies import RATIO
+from utils.data.reader import READ_THREADS, open_image, read_image
+from utils.data.sampler import Sampler
+from utils.data.workers import safe_fork
+from utils.network.augment import BatchAugment
+from utils.network.gradients import AMP_DTYPES
+from utils.training.autotune import choose_loader_settings
+from utils.training.machine import inspect_machine
+from utils.training.run import Run
+
+TIMM_POLICIES = {"none": None, "autoaugment": "original", "randaugment": "rand-m9-n2"}
+TrainStep = Callable[[Run], None]  # of train.py
+PREFETCH = 2  # batches that a worker of torch's DataLoader keeps ready, its default
+READ_AHEAD = 3  # batches of files that DALI reads before it decodes them
+
+
+class _Reader:
+    """A manifest, as timm's ImageDataset reads it: (open file, label)."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+
+    def __len__(self) -> int:
+        return len(self.manifest)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return open_image(self.manifest.record(index)), int(self.manifest.labels[index])
+
+
+class TimmLoader:
+    """timm's create_loader and its prefetcher: batches whose images are normalised already, in the step's dtype."""
+
+    def __init__(self, run: Run, manifest: Manifest) -> None:
+        config = run.config
+        mean, std = models.normalization(run.state.model)
+        loader = timm.data.create_loader(
+            timm.data.ImageDataset(str(manifest.root), reader=_Reader(manifest)),
+            input_size=(3, config.image_size, config.image_size),
+            batch_size=config.batch_size,
+            is_training=True,
+            scale=(config.crop_scale, 1.0),
+            ratio=RATIO,
+            hflip=config.hflip,
+            color_jitter=None,
+            auto_augment=TIMM_POLICIES[config.augment],
+            interpolation="bilinear",
+            mean=mean,
+            std=std,
+            num_workers=config.workers,
+            pin_memory=run.env.device.type == "cuda",
+            img_dtype=AMP_DTYPES[config.amp],
+            device=run.env.device,
+        )
+        batches = itertools.chain.from_iterable(itertools.repeat(loader))
+        with safe_fork():
+            first = next(batches)  # starts the workers
+        self._batches: Iterator[Any] = itertools.chain([first], batches)
+
+    def __next__(self) -> Batch:
+        images, targets = next(self._batches)
+        return Batch(images.contiguous(memory_format=torch.channels_last), targets)
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        del self._batches
+
+
+class Identity(BatchAugment):
+    """For batches of TimmLoader, which are normalised and augmented already."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __call__(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return both as they are."""
+        return images, targets
+
+
+class _Bytes(torch.utils.data.Dataset[int]):
+    """The encoded size of each file, by reading all of it; 0 for one that cannot be read, which the loaders report."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+
+    def __getitem__(self, index: int) -> int:
+        with contextlib.suppress(OSError):
+            return len(read_image(self.manifest.record(index)))
+        return 0
+
+
+class FilesReader:
+    """Reads batches of files and drops them, by `readers` processes."""
+
+    def __init__(self, manifest: Manifest, sampler: Sampler, readers: int, first_batch: int) -> None:
+        self.readers = readers
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "This DataLoader will create")  # more than the cores; they mostly wait
+            loader = torch.utils.data.DataLoader(
+                _Bytes(manifest),
+                batch_sampler=(sampler.indices(batch).tolist() for batch in itertools.count(first_batch)),
+                num_workers=readers,
+                prefetch_factor=PREFETCH,
+                collate_fn=sum,
+            )
+            with safe_fork():
+                self._batches: Iterator[int] = iter(loader)
+
+    def __next__(self) -> int:
+        return next(self._batches)
+
+    def close(self) -> None:
+        del self._batches
+
+
+@dataclasses.dataclass(frozen=True)
+class Loader:
+    """An open loader. Attributes as in `Case` and `LoaderMeasurement`."""
+
+    name: str
+    stream: TrainLoader
+    queue: int
+    stride: int
+    first_batch: float
+    gpu_memory: float | None
+
+    def alone(self) -> Case:
+        """The loader without a training step."""
+        return Case(f"{self.name} alone", self.stream.__next__, self.stream, self.queue, self.stride)
+
+    def training(self, run: Run, train_step: TrainStep) -> Case:
+        """The step of train.py on batches of the loader."""
+        real_run = with_loader(run, self.stream)
+        name, meter = f"training, {self.name}", run.state.meter
+        return Case(name, lambda: train_step(real_run), self.stream, self.queue, self.stride, meter)
+
+
+def with_loader(run: Run, stream: TrainLoader) -> Run:
+    """The same run, with the same network and optimizer, on batches of `stream`."""
+    augment = Identity() if isinstance(stream, TimmLoader) else run.augment
+    return dataclasses.replace(run, train_loader=stream, augment=augment)
+
+
+def open_loader(name: str, run: Run, manifest: Manifest, first_batch: int = 0) -> Loader:
+    """Open the loader `name` at batch `first_batch` of the run, and take batches until its queue is in use."""
+    config, device = run.config, run.env.device
+    workers = config.workers if name in ("torch", "timm") else None
+    queue, stride = (PREFETCH * workers + 1, workers) if workers else (config.prefetch + READ_AHEAD, 1)
+    free_before, started = _free_memory(device), time.perf_counter()
+    stream: TrainLoader
+    if name == "timm":
+        stream = TimmLoader(run, manifest)
+    else:
+        stream = pipelines.create_train_loader(config_of_loader(name, run), manifest, run.sampler, run.env, first_batch)
+    with contextlib.ExitStack() as on_failure:  # the workers of torch's loader would delay the end of the process
+        on_failure.callback(stream.close)
+        next(stream)
+        synchronize(device)
+        seconds = time.perf_counter() - started
+        for _ in range(queue):
+            next(stream)
+        synchronize(device)
+        on_failure.pop_all()
+    gpu_memory = max(0, free_before - _free_memory(device)) / 1e6 if device.type == "cuda" else None
+    settle(device)
+    return Loader(name, stream, queue, stride, seconds, gpu_memory)
+
+
+def config_of_loader(name: str, run: Run) -> ResolvedConfig:
+    """The run's flags, with those that the loader `name` implies."""
+    if name == "torch":
+        return dataclasses.replace(run.config, loader="torch")
+    decode: Any = name.removeprefix("dali-")
+    config = dataclasses.replace(run.config, loader="dali", decode=decode)
+    unresolved = TrainConfig(decode=decode, workers=config.workers)
+    choice = choose_loader_settings(unresolved, inspect_machine(run.env), decoded=0)
+    return dataclasses.replace(config, hw_decoder_load=choice.hw_decoder_load)
+
+
+def reading_threads(workers: int) -> int:
+    """Threads that read files for DALI's training loader, which has `workers` CPU threads that decode.
+
+    They mostly wait, so their number decides what a disk with a high latency delivers. `utils.data.reader` sets it for
+    each of the pipelines.
+    """
+    decoding = [max(1, (workers + pipeline) // NUM_PIPELINES) for pipeline in range(NUM_PIPELINES)]
+    return sum(max(READ_THREADS, threads // 2) for threads in decoding)
+
+
+def open_loaders(
+    names: Sequence[str], run: Run, manifest: Manifest, stack: contextlib.ExitStack
+) -> tuple[list[Loader], FilesReader]:
+    """Open all, those with worker processes first: a process is best forked before DALI has threads.
+
+    Each starts in its own part of the epoch, so that none reads from the page cache what another has just read. The
+    files are read by as many readers as the diagnosed loader has: DALI's, if it is one of them.
+    """
+    part, workers = run.sampler.batches_per_epoch // (len(names) + 1), run.config.workers
+    readers = reading_threads(workers) if any(name.startswith("dali") for name in names) else workers
+    files = FilesReader(manifest, run.sampler, readers, first_batch=part * len(names))
+    stack.callback(files.close)
+    loaders = {}
+    for name in sorted(names, key=lambda name: name.startswith("dali")):
+        loaders[name] = open_loader(name, run, manifest, first_batch=part * names.index(name))
+        stack.callback(loaders[name].stream.close)
+    return [loaders[name] for name in names], files
+
+
+def _free_memory(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
