@@ -1,12 +1,12 @@
-"""Folder of images -> iterable of Batch(images, targets). DALI is spoken only here and in utils/policies.py.
-
-Every loader reads the images that `Sampler` names, so all of them see the same order, on any number of ranks, and
-can start at any batch of a run. What differs is who decodes: DALI (`dali`), DALI behind torch's DataLoader workers
-(`proxy`), Pillow and torchvision in those workers (`torch`), or nobody (`synthetic`).
+"""DALI's graphs for training and validation, the loaders that run them, and the factories of all loaders.
 
     train = create_train_loader(config, manifest, sampler, env, first_batch, state)
     batch = next(train)                 # endless; train.state() continues after this batch, bit for bit
     for batch in create_val_loader(config, manifest, env): ...   # every image once over all ranks
+
+Every loader reads the images that `Sampler` names. So all have the same order, on any number of ranks, and can start
+at any batch of a run. They differ in what decodes: DALI (`dali`), a DALI server behind torch's DataLoader workers
+(`proxy`), Pillow and torchvision in those workers (`torch`), or nothing (`synthetic`).
 """
 
 import dataclasses
@@ -15,30 +15,31 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import nvidia.dali as dali
 import torch
-import torch.utils.data
+from numpy.typing import NDArray
 from nvidia.dali import fn, types
 from nvidia.dali.types import BatchInfo
 from torch import Tensor
 
 from utils.config import ResolvedConfig
 from utils.data.batch import Batch, TrainLoader, ValLoader
-from utils.data.cache import CACHED, _decoded, _DecodedImages
+from utils.data.cache import CACHED, ImageCache, cached_images
 from utils.data.dali import (
     NUM_PIPELINES,
-    _dali_device,
-    _decoder_options,
-    _on_device,
-    _pipeline_options,
-    _remove_generated_files,
-    _run,
+    dali_device,
+    decoder_options,
+    on_device,
+    pipeline_options,
+    remove_generated_files,
+    run_pipeline,
 )
-from utils.data.decode_pool import _identify_bad_file
+from utils.data.decode_pool import identify_bad_file
 from utils.data.manifest import Manifest
 from utils.data.policies import RATIO, apply_policy
 from utils.data.proxy_loader import ProxyTrainLoader
-from utils.data.reader import _encoded, _FileReader
+from utils.data.reader import BatchReader, encoded_images, requested_images
 from utils.data.sampler import Sampler, shard
 from utils.data.synthetic import SyntheticTrainLoader, SyntheticValLoader
 from utils.data.torch_loader import TorchTrainLoader, TorchValLoader
@@ -61,7 +62,7 @@ def create_train_loader(
         manifest: training split.
         sampler: order of the images.
         env: this process.
-        first_batch: batches of the whole run that this rank has taken already.
+        first_batch: batches of the whole run that this rank has already trained on.
         state: `TrainLoader.state()` of the checkpoint to continue, for the random draws of the augmentation.
     """
     if config.loader == "synthetic":
@@ -74,7 +75,7 @@ def create_train_loader(
 
 
 def create_val_loader(config: ResolvedConfig, manifest: Manifest, env: DistEnv) -> ValLoader:
-    """Validation loader; `proxy` validates through plain DALI, which is as exact and has nothing to resume."""
+    """The validation loader that `config.loader` names; `proxy` validates with plain DALI."""
     if config.loader == "synthetic":
         return SyntheticValLoader(config, manifest, env)
     if config.loader == "torch":
@@ -83,12 +84,12 @@ def create_val_loader(config: ResolvedConfig, manifest: Manifest, env: DistEnv) 
 
 
 def _random_crops(source: Any, config: ResolvedConfig, device: str) -> Any:
-    """uint8 HWC (image_size, image_size, 3): random resized crop of encoded (or cached) images, mirrored at random.
+    """Random resized crops of encoded or cached images, mirrored at random: uint8 HWC (image_size, image_size, 3).
 
     Mirroring is a resize of the crop from right to left: fn.flip would launch a kernel for every image.
     """
     area, ratio = [config.crop_scale, 1.0], list(RATIO)
-    decoder = _decoder_options(config, device)
+    decoder = decoder_options(config, device)
     mirror = fn.cast(fn.random.coin_flip(probability=config.hflip), dtype=types.FLOAT)
     if config.decode == "fused":
         images = fn.decoders.image_random_crop(source, random_area=area, random_aspect_ratio=ratio, **decoder)
@@ -118,29 +119,29 @@ def _train_images(source: Any, config: ResolvedConfig, device: str) -> Any:
 def train_pipeline(source: Callable[[BatchInfo], Any], config: ResolvedConfig, device: str) -> Any:
     """Random crop, flip and auto-augment of the images in `source`: uint8 NHWC images, int64 (N, 1) targets.
 
-    `source` gives encoded files, as `_FileReader`, or decoded images, as `_DecodedImages`, by `config.cache`.
+    `source` gives encoded images, as `BatchReader`, or decoded ones, as `ImageCache`, by `config.cache`.
     """
-    images, targets = _decoded(source, config, device) if config.cache in CACHED else _encoded(source)
-    return _train_images(images, config, device), _on_device(targets, device)
+    images, targets = cached_images(source, config, device) if config.cache in CACHED else encoded_images(source)
+    return _train_images(images, config, device), on_device(targets, device)
 
 
 @dali.pipeline_def(exec_dynamic=True, enable_conditionals=True)  # type: ignore[untyped-decorator]
 def proxy_pipeline(config: ResolvedConfig, device: str) -> Any:
-    """The images of `train_pipeline`, for a DALIServer that is fed by torch's DataLoader workers."""
-    return _train_images(fn.io.file.read(fn.external_source(name="paths", no_copy=True)), config, device)
+    """The images of `train_pipeline`, for a DALI server that torch's DataLoader workers send requests to."""
+    return _train_images(requested_images(), config, device)
 
 
 @dali.pipeline_def(exec_dynamic=True)  # type: ignore[untyped-decorator]
 def val_pipeline(source: Callable[[BatchInfo], Any], config: ResolvedConfig, device: str) -> Any:
     """Resize of the shorter side and centre crop, in torchvision's exact geometry: uint8 NHWC, int64 (N, 1)."""
-    jpegs, targets = _encoded(source)
+    jpegs, targets = encoded_images(source)
     images = fn.decoders.image(
         jpegs,
         device="mixed" if device == "gpu" else "cpu",
         output_type=types.RGB,
         jpeg_fancy_upsampling=True,
     )
-    # torchvision's Resize truncates the longer side, its CenterCrop rounds half to even; DALI's own do neither.
+    # torchvision's Resize truncates the longer side, its CenterCrop rounds half to even; DALI's ops do neither.
     shape = images.shape(dtype=types.INT32)
     height, width = shape[0], shape[1]
     shorter = dali.math.min(height, width)
@@ -154,7 +155,7 @@ def val_pipeline(source: Callable[[BatchInfo], Any], config: ResolvedConfig, dev
     anchor = fn.stack(_half_to_even(height - config.image_size), _half_to_even(width - config.image_size))
     size = [config.image_size, config.image_size]
     images = fn.slice(images, anchor, size, axis_names="HW", normalized_anchor=False, normalized_shape=False)
-    return images, _on_device(targets, device)
+    return images, on_device(targets, device)
 
 
 def _half_to_even(margin: Any) -> Any:
@@ -165,8 +166,8 @@ def _half_to_even(margin: Any) -> Any:
 class DaliTrainLoader:
     """DALI reads, decodes and augments; resumes bit for bit.
 
-    Two pipelines, each with half of the threads, take turns: one fills the decoders while the other waits for the last
-    images of its batch (docs/decisions/0007).
+    Two pipelines with half of the threads each make every other batch: one fills the decoders while the other waits
+    for the last images of its batch (docs/decisions/0007).
     """
 
     def __init__(
@@ -178,16 +179,16 @@ class DaliTrainLoader:
         first_batch: int,
         state: dict[str, Any] | None,
     ) -> None:
-        # DALI counts batches from where its own checkpoints began, which need not be the start of the run.
+        # DALI counts batches from the origin of its own checkpoints, which need not be the start of the run.
         self._origin = first_batch if state is None else int(state["origin"])
-        self._taken = first_batch - self._origin
+        self._position = first_batch - self._origin  # batches since the origin
         self._device = env.device
-        self._naming = functools.partial(_identify_bad_file, config, manifest, env)
+        self._identify_bad_file = functools.partial(identify_bad_file, config, manifest, env)
         self._sampler = sampler
-        self._images = _DecodedImages(config, manifest, env) if config.cache in CACHED else None
+        self._cache = ImageCache(config, manifest, env) if config.cache in CACHED else None
         blobs = [None] * NUM_PIPELINES if state is None else state["dali"]
         self._pipelines = [
-            self._create_pipeline(config, manifest, sampler, env, turn, blob) for turn, blob in enumerate(blobs)
+            self._create_pipeline(config, manifest, sampler, env, number, blob) for number, blob in enumerate(blobs)
         ]
 
     def _create_pipeline(
@@ -196,49 +197,51 @@ class DaliTrainLoader:
         manifest: Manifest,
         sampler: Sampler,
         env: DistEnv,
-        turn: int,
+        number: int,
         blob: Tensor | None,
     ) -> Any:
-        """The pipeline that makes batches `turn`, `turn + TURNS`, ... since the origin; `blob` is its checkpoint."""
-        workers, prefetch = (config.workers + turn) // NUM_PIPELINES, -(-config.prefetch // NUM_PIPELINES)
+        """Pipeline of batches `number`, `number + NUM_PIPELINES`, ... since the origin; `blob` is its checkpoint."""
+        workers, prefetch = (config.workers + number) // NUM_PIPELINES, -(-config.prefetch // NUM_PIPELINES)
         config = dataclasses.replace(config, workers=max(1, workers), prefetch=prefetch)
-        first = self._origin + turn
-        taken = -((turn - self._taken) // NUM_PIPELINES)  # by this pipeline
-        # The step is not 0 in a run that goes on in another layout: the draws of its start must not come again.
-        seed = derive_seed(Stream.DALI, config.seed, env.rank, turn, self._origin // sampler.batches_per_step)
-        images = self._images
-        if images is None:
-            reader = _FileReader(
-                manifest, lambda number: sampler.indices(first + number * NUM_PIPELINES), config, taken
-            )
-            source = lambda info: reader.take(info.iteration)  # noqa: E731
+        first = self._origin + number
+        iterations = -((number - self._position) // NUM_PIPELINES)  # that this pipeline has already run
+        # The step is not 0 in a run that continues in another layout: the draws of its start must not be repeated.
+        seed = derive_seed(Stream.DALI, config.seed, env.rank, number, self._origin // sampler.batches_per_step)
+
+        def indices(iteration: int) -> NDArray[np.int64]:
+            return sampler.indices(first + iteration * NUM_PIPELINES)
+
+        source: Callable[[int], Any]
+        if self._cache is None:
+            source = BatchReader(manifest, indices, config, iterations).read
         else:
-            source = lambda info: images[sampler.indices(first + info.iteration * NUM_PIPELINES)]  # noqa: E731
+            cache = self._cache  # a pipeline that refers to this loader would live until a garbage collection
+            source = lambda iteration: cache[indices(iteration)]  # noqa: E731
         pipeline = train_pipeline(
-            source,
+            lambda info: source(info.iteration),
             config,
-            _dali_device(env),
+            dali_device(env),
             checkpoint=None if blob is None else bytes(blob.numpy()),
-            **_pipeline_options(config, env) | {"seed": seed},
+            **pipeline_options(config, env) | {"seed": seed},
         )
         pipeline.build()
-        _remove_generated_files()
+        remove_generated_files()
         return pipeline
 
     def __next__(self) -> Batch:
-        pipeline = self._pipelines[self._taken % len(self._pipelines)]
-        with self._naming(map(self._sampler.indices, itertools.count(self._origin + self._taken))):
-            batch = _run(pipeline, self._device)
-        self._taken += 1
+        pipeline = self._pipelines[self._position % NUM_PIPELINES]
+        with self._identify_bad_file(map(self._sampler.indices, itertools.count(self._origin + self._position))):
+            batch = run_pipeline(pipeline, self._device)
+        self._position += 1
         return batch
 
     def state(self) -> dict[str, Any]:
-        # As tensors, because bytes are not among the types that weights_only loading admits everywhere.
+        # As tensors, because weights_only loading does not accept bytes everywhere.
         blobs = [torch.frombuffer(bytearray(pipeline.checkpoint()), dtype=torch.uint8) for pipeline in self._pipelines]
         return {"dali": blobs, "origin": self._origin}
 
     def close(self) -> None:
-        del self._pipelines, self._images
+        del self._pipelines, self._cache
 
 
 class DaliValLoader:
@@ -249,19 +252,19 @@ class DaliValLoader:
         batches = [indices[at : at + config.batch_size] for at in range(0, len(indices), config.batch_size)]
         self._batches = batches
         self._device = env.device
-        self._naming = functools.partial(_identify_bad_file, config, manifest, env)
+        self._identify_bad_file = functools.partial(identify_bad_file, config, manifest, env)
         if batches:
-            reader = _FileReader(manifest, lambda position: batches[position % len(batches)], config)
+            reader = BatchReader(manifest, lambda position: batches[position % len(batches)], config)
             self._pipeline = val_pipeline(
-                lambda info: reader.take(info.iteration),  # reads ahead into the next pass
+                lambda info: reader.read(info.iteration),  # reads ahead into the next pass
                 config,
-                _dali_device(env),
-                **_pipeline_options(config, env),
+                dali_device(env),
+                **pipeline_options(config, env),
             )
             self._pipeline.build()
 
     def __iter__(self) -> Iterator[Batch]:
         for number in range(len(self._batches)):
-            with self._naming(itertools.islice(self._batches, number, None)):
-                batch = _run(self._pipeline, self._device)
+            with self._identify_bad_file(itertools.islice(self._batches, number, None)):
+                batch = run_pipeline(self._pipeline, self._device)
             yield batch

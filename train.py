@@ -23,7 +23,7 @@ import pipelines
 from utils.cli import TRAIN
 from utils.config import ResolvedConfig, TrainConfig
 from utils.data.sampler import create_sampler
-from utils.data.splits import Splits, check_files, leave_out_bad, read_data
+from utils.data.splits import Splits, check_files, exclude_bad_files, read_data
 from utils.distributed.group import DistEnv, process_group, read_launch
 from utils.distributed.signals import restore_defaults
 from utils.distributed.stop import StopRequest
@@ -187,7 +187,7 @@ def run(config: TrainConfig) -> None:
     listed = read_data(config)
     with processes(config) as (env, stack, stop):
         resolved, settings, saved = open_output(config, listed, env, stack)
-        splits = leave_out_bad(resolved, listed, env, saved.initial_files if saved else None)
+        splits = exclude_bad_files(resolved, listed, env, saved.initial_files if saved else None)
         built = build(resolved, splits, listed, env, stack, stop, saved)
         built.state.started = started
         log_run_summary(built, splits, settings, saved)

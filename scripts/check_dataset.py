@@ -31,8 +31,9 @@ import torch
 import typer
 
 from utils.cli import REQUIRED, Program, number_option, train_flag, with_train_flags
+from utils.data.codecs import is_image
 from utils.data.decoding import decoder_of
-from utils.data.formats.folder import is_folder, is_image, stat_file, suffix_of
+from utils.data.formats.folder import file_listing, is_folder, stat_file, suffix_of
 from utils.data.manifest import FileEntry, describe_counts
 from utils.data.verification import BAD_FILES, MANIFEST, bad_files, suspicious, verify_dataset
 from utils.distributed.group import DistEnv
@@ -135,7 +136,8 @@ def check(stopped_by: Callable[[], str], data_dir: Path, output_dir: Path, worke
     check_writable(output_dir)
     alone = DistEnv(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
     decoder = decoder_of("dali")
-    known = verify_dataset(data_dir.absolute(), entries, decoder, output_dir, workers, alone, stopped_by=stopped_by)
+    listing = file_listing(data_dir.absolute(), entries)
+    known = verify_dataset(listing, decoder, output_dir, workers, alone, stopped_by=stopped_by)
     assert known is not None, "rank 0"
     bad, odd = bad_files(known), suspicious(known)
     lines = [

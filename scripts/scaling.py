@@ -36,7 +36,7 @@ from scripts.launcher import launched, stop_on_sigterm
 from utils.benchmark.report import write_png
 from utils.cli import REQUIRED, Program, number_option, train_flag, with_train_flags
 from utils.config import choices
-from utils.data.formats.folder import is_image
+from utils.data.codecs import is_image
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.files import check_writable, write_json
 from utils.limits import AT_LEAST_1

@@ -15,10 +15,10 @@ from utils.errors import UserError
 def test_either_layout(data: Path, plain: bool) -> None:
     images = read_images(data / "train" if plain else data)
     assert len(images) == 41
-    assert Path(images.path(0)).is_file()
+    assert Path(images.record(0).name).is_file()
     repeated = repeat(images, 100)
-    assert len(repeated) == len(repeated.files) == 123
-    assert [repeated.path(at) for at in (0, 41)] == [images.path(0)] * 2
+    assert len(repeated) == len(repeated.names()) == 123
+    assert [repeated.record(at) for at in (0, 41)] == [images.record(0)] * 2
     assert np.array_equal(repeated.labels[41:82], images.labels)
 
 

@@ -19,6 +19,7 @@ from utils.benchmark.loaders import (
     open_loaders,
     with_loader,
 )
+from utils.data.formats.folder import FileTable
 from utils.data.manifest import Manifest
 from utils.training.run import Run
 
@@ -48,7 +49,7 @@ def test_timm_gives_the_step_normalised_images(opened: Callable[..., tuple[Run, 
 def test_files_reader_reads(opened: Callable[..., tuple[Run, Manifest]]) -> None:
     run, manifest = opened()
     reader = FilesReader(manifest, run.sampler, readers=2, first_batch=3)
-    expected = [sum(Path(manifest.path(i)).stat().st_size for i in run.sampler.indices(b)) for b in (3, 4)]
+    expected = [sum(manifest.sizes[run.sampler.indices(b)]) for b in (3, 4)]
     assert [next(reader), next(reader)] == expected
     reader.close()
 
@@ -57,7 +58,7 @@ def test_a_file_that_is_gone_does_not_end_the_reading(
     opened: Callable[..., tuple[Run, Manifest]], tmp_path: Path
 ) -> None:
     run, manifest = opened()
-    gone = dataclasses.replace(manifest, root=tmp_path / "gone")
+    gone = dataclasses.replace(manifest, images=FileTable(tmp_path / "gone", manifest.table().names))
     reader = FilesReader(gone, run.sampler, readers=1, first_batch=0)
     assert next(reader) == 0
     reader.close()
@@ -91,7 +92,7 @@ def pool_threads() -> int:
 
 def test_a_loader_that_fails_does_not_hide(opened: Callable[..., tuple[Run, Manifest]], tmp_path: Path) -> None:
     run, manifest = opened()
-    broken = dataclasses.replace(manifest, root=tmp_path / "gone")
+    broken = dataclasses.replace(manifest, images=FileTable(tmp_path / "gone", manifest.table().names))
     for name in ("dali-fused", "torch"):
         with pytest.raises(Exception, match="gone"):
             open_loader(name, run, broken)

@@ -1,4 +1,4 @@
-"""The manifest: torchvision's labels, on names of any kind; a fingerprint of the content, wherever it lies."""
+"""The manifest: torchvision's labels, on names of any kind; a fingerprint of the content, in any folder."""
 
 import hashlib
 import os
@@ -14,9 +14,10 @@ from torchvision.datasets import ImageFolder
 
 import pipelines
 from tests.conftest import resolved
-from utils.data.decoding import decoded_bytes
+from utils.data.cache import decoded_bytes
 from utils.data.formats.folder import scan, scan_splits, stat_file
 from utils.data.manifest import NAMED, FileEntry, Manifest, describe, describe_ignored, synthetic
+from utils.data.reader import read_image
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
 
@@ -57,7 +58,7 @@ def test_labels_and_paths_are_those_of_torchvision(unusual: Path) -> None:
     found = scan(unusual, "train")
     reference = ImageFolder(str(unusual / "train"))
     assert list(found.classes) == reference.classes
-    assert [(found.path(index), int(found.labels[index])) for index in range(len(found))] == reference.samples
+    assert [(found.record(index).name, int(found.labels[index])) for index in range(len(found))] == reference.samples
     assert len(found) == sum(map(len, UNUSUAL.values()))
     assert found.labels.dtype == np.int64
     assert found.root == unusual / "train"
@@ -81,9 +82,9 @@ def test_loaders_read_unusual_names(unusual: Path, cpu: DistEnv, loader: str) ->
     images = torch.cat([batch.images for batch in batches]).float()
     assert images.shape == (len(manifest), 3, 32, 32)
     for index, image in enumerate(images):
-        with Image.open(manifest.path(index)) as file:
+        with Image.open(manifest.record(index).name) as file:
             colour = torch.tensor(file.convert("RGB").getpixel((20, 20)))
-        assert (image.mean((1, 2)) - colour).abs().max() < 3, manifest.files[index]
+        assert (image.mean((1, 2)) - colour).abs().max() < 3, manifest.name(index)
 
 
 @pytest.fixture
@@ -119,12 +120,12 @@ def test_hidden_entries_and_other_files_are_ignored(small: Path) -> None:
     for name in ("labels.csv", "a/Thumbs.db", "a/1.gif", "a/1.jpg.part", "b/jpg"):
         (small / "train" / name).write_bytes(b"x")
     after = scan(small, "train")
-    assert after.files == before.files == ("a/1.jpg", "a/2.jpg", "b/1.jpg", "b/2.jpg")
+    assert after.names() == before.names() == ["a/1.jpg", "a/2.jpg", "b/1.jpg", "b/2.jpg"]
     assert after.classes == before.classes == ("a", "b")
     assert after.fingerprint == before.fingerprint
 
 
-def test_what_is_ignored_is_counted_and_told(small: Path) -> None:
+def test_what_is_ignored_is_counted_and_described(small: Path) -> None:
     before = scan(small, "train")
     assert (before.ignored, describe_ignored(before)) == ({}, "")
     (small / "train" / "loose.JPG").write_bytes(b"x")
@@ -138,20 +139,20 @@ def test_what_is_ignored_is_counted_and_told(small: Path) -> None:
         (small / "train" / name).write_bytes(b"x")
     found = scan(small, "train")
     assert found.ignored == {".jfif": 5, "without a suffix": 2, "without a class folder": 1}
-    told = "5 files .jfif, 2 files without a suffix, 1 image without a class folder"
-    assert describe_ignored(found) == told
-    assert (found.files, found.fingerprint) == (before.files, before.fingerprint)
+    described = "5 files .jfif, 2 files without a suffix, 1 image without a class folder"
+    assert describe_ignored(found) == described
+    assert (found.names(), found.fingerprint) == (before.names(), before.fingerprint)
     assert found.without({"a/1.jpg": "damaged"}).ignored == found.ignored
     assert found.with_replacements({"a/1.jpg": "damaged"}).ignored == found.ignored
     assert scan(small, "val").ignored == {}
     for number in range(12):
         (small / "train" / "a" / f"x.{number:02}").write_bytes(b"x")
     (small / "train" / "a" / "x.\n").write_bytes(b"x")
-    told = "5 files .jfif, 2 files without a suffix, 1 file .\\n, 1 file .00, 1 file .01, 10 more files"
-    assert describe_ignored(scan(small, "train")) == f"{told}, 1 image without a class folder"
+    described = "5 files .jfif, 2 files without a suffix, 1 file .\\n, 1 file .00, 1 file .01, 10 more files"
+    assert describe_ignored(scan(small, "train")) == f"{described}, 1 image without a class folder"
 
 
-def test_a_class_of_other_files_alone_says_which(small: Path) -> None:
+def test_a_class_of_other_files_alone_names_them(small: Path) -> None:
     for name in ("1.jpg", "2.jpg"):
         (small / "train" / "a" / name).rename(small / "train" / "a" / f"{name}.part")
     with pytest.raises(
@@ -172,7 +173,7 @@ def test_a_class_that_is_a_link_to_nowhere_is_refused(small: Path, split: str, t
         scan_splits(small)
     link.unlink()
     (small / split / ".c").symlink_to(target)
-    (small / split / "c.jpg").symlink_to(target)  # nothing tells that it was a class
+    (small / split / "c.jpg").symlink_to(target)  # nothing shows that it was a class
     assert scan(small, split).ignored == {"without a class folder": 1}
 
 
@@ -181,7 +182,7 @@ def test_a_class_that_is_a_link_to_nowhere_is_refused(small: Path, split: str, t
 )
 def test_suffixes(small: Path, suffix: str) -> None:
     (small / "train" / "b" / f"3.{suffix}").write_bytes(b"x")
-    assert f"b/3.{suffix}" in scan(small, "train").files
+    assert f"b/3.{suffix}" in scan(small, "train").names()
 
 
 def test_links_are_followed(small: Path) -> None:
@@ -190,14 +191,14 @@ def test_links_are_followed(small: Path) -> None:
     for name in ("a", "b"):
         (small / "train" / name).symlink_to(small / "elsewhere" / name)
     (small / "elsewhere" / "a" / "3.jpg").symlink_to("1.jpg")
-    assert scan(small, "train").files == ("a/1.jpg", "a/2.jpg", "a/3.jpg", "b/1.jpg", "b/2.jpg")
+    assert scan(small, "train").names() == ["a/1.jpg", "a/2.jpg", "a/3.jpg", "b/1.jpg", "b/2.jpg"]
 
 
 def test_relative_folder_stays_found_from_elsewhere(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(small.parent)
     found = scan(Path("small"), "train")
     monkeypatch.chdir("/")
-    assert Path(found.path(0)).read_bytes() == b"content"
+    assert read_image(found.record(0)) == b"content"
 
 
 CHANGES: dict[str, Callable[[Path], object]] = {
@@ -236,11 +237,11 @@ def test_fingerprint_of_the_same_content(small: Path, tmp_path: Path) -> None:
     for root in (tmp_path / "copied" / "there", tmp_path / "moved"):
         after = scan(root, "train")
         assert after.fingerprint == before.fingerprint
-        assert after.files == before.files
+        assert after.names() == before.names()
         assert after.root == root / "train"
 
 
-def test_bad_files_are_left_out_as_if_they_did_not_exist(small: Path) -> None:
+def test_bad_files_are_excluded_as_if_they_did_not_exist(small: Path) -> None:
     """So that a run with --bad-files skip resumes as well after they are deleted."""
     (small / "train" / "a" / "0.jpg").write_bytes(b"")
     os.mkfifo(small / "train" / "b" / "9.jpg")
@@ -264,28 +265,28 @@ def test_bad_files_are_left_out_as_if_they_did_not_exist(small: Path) -> None:
     for name in left.bad:
         (small / "train" / name).unlink()
     clean = scan(small, "train")
-    assert left.files == clean.files == ("a/1.jpg", "b/1.jpg", "b/2.jpg")
+    assert left.names() == clean.names() == ["a/1.jpg", "b/1.jpg", "b/2.jpg"]
     assert left.fingerprint == clean.fingerprint != listed.fingerprint
     for one, other in ((left.labels, clean.labels), (left.sizes, clean.sizes), (left.mtimes, clean.mtimes)):
         assert one.tolist() == other.tolist()
     assert clean.bad == {}
 
 
-def test_stand_ins_keep_the_order(small: Path) -> None:
+def test_replacements_keep_the_order(small: Path) -> None:
     for number in range(4, 8):
         (small / "train" / "b" / f"{number}.jpg").write_bytes(b"x" * number)
     listed = scan(small, "train")
-    assert listed.files == ("a/1.jpg", "a/2.jpg", *(f"b/{number}.jpg" for number in (1, 2, 4, 5, 6, 7)))
+    assert listed.names() == ["a/1.jpg", "a/2.jpg", *(f"b/{number}.jpg" for number in (1, 2, 4, 5, 6, 7))]
     bad = {"a/2.jpg": "damaged", "b/2.jpg": "damaged", "b/4.jpg": "torn", "b/7.jpg": "gone"}
-    stood_in = listed.with_replacements(bad)
-    files = ("a/1.jpg", "a/1.jpg", "b/1.jpg", "b/5.jpg", "b/5.jpg", "b/5.jpg", "b/6.jpg", "b/1.jpg")
-    assert stood_in.files == files
-    assert stood_in.labels.tolist() == listed.labels.tolist()
-    assert stood_in.fingerprint == listed.fingerprint
-    assert stood_in.sizes.tolist() == [(small / "train" / name).stat().st_size for name in files]
-    assert stood_in.mtimes.tolist() == [(small / "train" / name).stat().st_mtime_ns for name in files]
-    assert stood_in.bad == bad
-    assert stood_in.replacements == {
+    replaced = listed.with_replacements(bad)
+    files = ["a/1.jpg", "a/1.jpg", "b/1.jpg", "b/5.jpg", "b/5.jpg", "b/5.jpg", "b/6.jpg", "b/1.jpg"]
+    assert replaced.names() == files
+    assert replaced.labels.tolist() == listed.labels.tolist()
+    assert replaced.fingerprint == listed.fingerprint
+    assert replaced.sizes.tolist() == [(small / "train" / name).stat().st_size for name in files]
+    assert replaced.mtimes.tolist() == [(small / "train" / name).stat().st_mtime_ns for name in files]
+    assert replaced.bad == bad
+    assert replaced.replacements == {
         "a/2.jpg": "a/1.jpg", "b/2.jpg": "b/5.jpg", "b/4.jpg": "b/5.jpg", "b/7.jpg": "b/1.jpg",
     }  # fmt: skip
     with pytest.raises(UserError, match=r"train: of a no image is left .*repair one \(a/1\.jpg: cut\)"):
@@ -325,7 +326,7 @@ def test_only_some_of_many_missing_classes_are_named(small: Path) -> None:
 
 
 def test_size_of_the_decoded_images(tmp_path: Path) -> None:
-    """Which decides whether they are kept in memory. Three bytes a pixel, also of what is grey or transparent."""
+    """Which decides whether they are cached in memory. Three bytes a pixel, also of what is grey or transparent."""
     (tmp_path / "train" / "a").mkdir(parents=True)
     for number, (mode, width, height) in enumerate([("RGB", 40, 30), ("L", 7, 5), ("RGBA", 1, 1), ("P", 1, 200)]):
         Image.new(mode, (width, height)).save(tmp_path / "train" / "a" / f"{number}.png")
@@ -336,13 +337,13 @@ def test_size_of_the_decoded_images(tmp_path: Path) -> None:
     assert one in {4 * 3 * 40 * 30, 4 * 3 * 7 * 5, 4 * 3, 4 * 3 * 200}
     assert decoded_bytes(found, sample=1) == one, "the same on all ranks"
     (tmp_path / "train" / "a" / "5.png").write_bytes(b"no image")
-    assert decoded_bytes(scan(tmp_path, "train")) == total * 5 / 4, "taken for one of the mean size"
+    assert decoded_bytes(scan(tmp_path, "train")) == total * 5 / 4, "counted with the mean size"
     for path in (tmp_path / "train" / "a").glob("[0-3].png"):
         path.unlink()
     assert decoded_bytes(scan(tmp_path, "train")) == 0
     assert decoded_bytes(synthetic(1000, 10)) == 0
 
 
-def test_synthetic_classes_take_turns() -> None:
+def test_synthetic_classes_alternate() -> None:
     found = synthetic(5, 3)
     assert (found.labels.tolist(), found.classes, len(found)) == ([0, 1, 2, 0, 1], ("0", "1", "2"), 5)

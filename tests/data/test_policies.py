@@ -1,7 +1,7 @@
 """Policies of augmentation: DALI's draw and do what torchvision's do, through real pipelines.
 
 What a policy did is read from its output: the test picture is such that nearly every operation and magnitude gives
-another one. The tables of torchvision say how often each must come.
+another one. The tables of torchvision give how often each must come.
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ import pipelines
 from tests.conftest import resolved
 from utils.config import ResolvedConfig
 from utils.data import policies
-from utils.data.dali import _remove_generated_files
-from utils.data.torch_loader import _torch_train_transform
+from utils.data.dali import remove_generated_files
+from utils.data.torch_loader import torch_train_transform
 
 ImageInfo = NDArray[np.uint8]  # (H, W, 3)
 Step = tuple[str, int, int]  # torchvision's operation, bin of its magnitude, sign
@@ -85,14 +85,14 @@ def by_dali(pictures: list[ImageInfo], policy: str, runs: int = 1) -> list[Image
         batch_size=len(pictures), num_threads=2, device_id=None, seed=0, prefetch_queue_depth=1,
     )  # fmt: skip
     pipeline.build()
-    _remove_generated_files()
+    remove_generated_files()
     batches = (pipeline.run()[0] for _ in range(runs))
     return [np.array(images.at(index)) for images in batches for index in range(len(pictures))]
 
 
 def by_torchvision(pictures: list[ImageInfo], policy: str) -> list[ImageInfo]:
     """The pictures, augmented as `--loader torch` does."""
-    transform = _torch_train_transform(config_for(policy, pictures[0].shape[0]))
+    transform = torch_train_transform(config_for(policy, pictures[0].shape[0]))
     torch.manual_seed(0)
     return [transform(Image.fromarray(one)).permute(1, 2, 0).numpy() for one in pictures]
 
@@ -123,19 +123,19 @@ def torchvision_steps(policy: str, pictures: list[ImageInfo], steps: list[Step])
 
 def dali_steps(policy: str, pictures: list[ImageInfo], steps: list[Step]) -> list[ImageInfo]:
     """Each step done to its picture by DALI, an operation after the other."""
-    places = defaultdict(list)
-    for place, (name, _, _) in enumerate(steps):
-        places[name].append(place)
+    positions = defaultdict(list)
+    for position, (name, _, _) in enumerate(steps):
+        positions[name].append(position)
     done = list(pictures)
-    for name, chosen in places.items():
+    for name, chosen in positions.items():
         operation = policies.operations(policy, len(pictures[0]))[NAMES[name]]
         inputs = [
-            [pictures[place] for place in chosen],
-            [np.int32(steps[place][1]) for place in chosen],
-            [np.int32(steps[place][2] < 0) for place in chosen],
+            [pictures[position] for position in chosen],
+            [np.int32(steps[position][1]) for position in chosen],
+            [np.int32(steps[position][2] < 0) for position in chosen],
         ]
-        for place, image in zip(chosen, one_operation(operation, inputs, BINS[policy]), strict=True):
-            done[place] = image
+        for position, image in zip(chosen, one_operation(operation, inputs, BINS[policy]), strict=True):
+            done[position] = image
     return done
 
 
@@ -155,7 +155,7 @@ def one_operation(operation: Any, inputs: list[Any], bins: int) -> list[ImageInf
 
     made = pipeline(prefetch_queue_depth=1)
     made.build()
-    _remove_generated_files()
+    remove_generated_files()
     images = made.run()[0]
     return [np.array(images.at(index)) for index in range(len(inputs[0]))]
 
@@ -201,11 +201,13 @@ def outcomes(policy: str, image: ImageInfo, apply: Any) -> dict[bytes, float]:
     todo = list(chances)
     images = [image] * len(todo)
     for stage in range(2):
-        places = [place for place, steps in enumerate(todo) if len(steps) > stage]
-        if places:
-            made = apply(policy, [images[place] for place in places], [todo[place][stage] for place in places])
-            for place, one in zip(places, made, strict=True):
-                images[place] = one
+        positions = [position for position, steps in enumerate(todo) if len(steps) > stage]
+        if positions:
+            made = apply(
+                policy, [images[position] for position in positions], [todo[position][stage] for position in positions]
+            )
+            for position, one in zip(positions, made, strict=True):
+                images[position] = one
     found: dict[bytes, float] = defaultdict(float)
     for one, steps in zip(images, todo, strict=True):
         found[one.tobytes()] += chances[steps]

@@ -67,10 +67,10 @@ def images_of_step(num_images: int, world_size: int, batch_size: int, accum: int
 
 @pytest.mark.parametrize("step", [0, 1, 4, 5, 11])  # steps 5 to 9 are epoch 1
 def test_images_of_a_step_do_not_depend_on_who_shares_it(step: int) -> None:
-    wanted = images_of_step(41, 1, 8, 1, step)
-    assert len(wanted) == 8
+    expected = images_of_step(41, 1, 8, 1, step)
+    assert len(expected) == 8
     for world_size, batch_size, accum in [(2, 4, 1), (4, 2, 1), (1, 2, 4), (2, 2, 2), (4, 1, 2), (8, 1, 1)]:
-        assert images_of_step(41, world_size, batch_size, accum, step) == wanted
+        assert images_of_step(41, world_size, batch_size, accum, step) == expected
 
 
 def test_epochs_and_seeds_differ() -> None:
@@ -81,7 +81,7 @@ def test_epochs_and_seeds_differ() -> None:
         assert (one == other).mean() < 0.02  # as alike as chance makes them
 
 
-def test_the_rest_that_is_left_out_changes() -> None:
+def test_the_remainder_that_is_dropped_changes() -> None:
     rests = [frozenset(range(41)) - set(epoch_of_rank(Sampler(41, 8), epoch)) for epoch in range(3)]
     assert len(set(rests)) == 3
 

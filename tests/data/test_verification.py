@@ -1,10 +1,11 @@
-"""Which files can be decoded: judged as the loaders themselves do, remembered, and judged again after a change."""
+"""Which files can be decoded: as the loaders decide it, saved, and decided anew after a change."""
 
 import contextlib
 import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -17,13 +18,13 @@ from PIL import Image
 import pipelines
 from tests import damage
 from tests.conftest import resolved, write_images
-from utils.data import verification as inspection
-from utils.data.decode_pool import FileReport, inspect
+from utils.data import verification
+from utils.data.decode_pool import FileReport, decode_files
 from utils.data.decoding import Decoder, ImageInfo, dali_decode, decoder_of, has_end
-from utils.data.formats.folder import scan, stat_file
+from utils.data.formats.folder import file_listing, file_record, scan, stat_file
 from utils.data.manifest import FileEntry
 from utils.data.sampler import Sampler
-from utils.data.torch_loader import _TorchImages
+from utils.data.torch_loader import TorchImages
 from utils.data.verification import load_manifest, suspicious, verify_dataset
 from utils.distributed.group import DistEnv
 from utils.errors import BadFile, UserError
@@ -53,40 +54,47 @@ def kinds(tmp_path: Path) -> dict[str, Path]:
     return damage.write_kinds(tmp_path / "val" / "a")
 
 
-def judged_good(kinds: dict[str, Path], decoder: Decoder) -> dict[str, bool]:
-    found = dict(inspect([str(path) for path in kinds.values()], decoder.decode, 2))
-    return {kind: found[str(path)].bad is None for kind, path in kinds.items()}
+def reports_of(paths: Iterable[Path], decode: Callable[[bytes], ImageInfo]) -> dict[Path, FileReport]:
+    """What `decode_files` with two processes finds in each file."""
+    listed = list(paths)
+    records = [file_record(str(path)) for path in listed]
+    return {listed[position]: report for position, report in decode_files(records, decode, 2)}
+
+
+def decodable(kinds: dict[str, Path], decoder: Decoder) -> dict[str, bool]:
+    found = reports_of(kinds.values(), decoder.decode)
+    return {kind: found[path].bad is None for kind, path in kinds.items()}
 
 
 def test_bad_is_what_dali_rejects(kinds: dict[str, Path]) -> None:
-    verdicts = judged_good(kinds, decoder_of("dali"))
-    assert verdicts == {kind: dali_accepts(path) for kind, path in kinds.items()}
-    assert min(sum(verdicts.values()), len(verdicts) - sum(verdicts.values())) > 20  # kinds of either sort
-    assert not verdicts["GIF"]
-    assert verdicts["WebP"]
+    found = decodable(kinds, decoder_of("dali"))
+    assert found == {kind: dali_accepts(path) for kind, path in kinds.items()}
+    assert min(sum(found.values()), len(found) - sum(found.values())) > 20  # kinds of either sort
+    assert not found["GIF"]
+    assert found["WebP"]
 
 
 def test_bad_for_the_torch_loader_is_what_pillow_rejects(kinds: dict[str, Path], cpu: DistEnv) -> None:
     manifest = scan(kinds["PNG"].parents[2], "val", skip_bad=True)
     config = resolved(loader="torch", image_size=32, val_resize=36, workers=1, batch_size=1)
-    images = _TorchImages(config, manifest, train=False)
+    images = TorchImages(config, manifest, train=False)
     accepted = {"empty": False}
-    for index, name in enumerate(manifest.files):
+    for index, name in enumerate(manifest.names()):
         kind = name[len("a/") : -len(".jpg")]
         try:
             accepted[kind] = images[index, 0][0].shape == (3, 32, 32)
         except Exception:
             accepted[kind] = False
-    verdicts = judged_good(kinds, decoder_of("torch"))
-    assert verdicts == {kind: accepted[kind] for kind in kinds}
-    assert verdicts["GIF"]  # unlike DALI
-    assert not verdicts["text"]
+    found = decodable(kinds, decoder_of("torch"))
+    assert found == {kind: accepted[kind] for kind in kinds}
+    assert found["GIF"]  # unlike DALI
+    assert not found["text"]
 
 
-def test_training_pipelines_take_what_is_good(kinds: dict[str, Path], cpu: DistEnv) -> None:
+def test_training_pipelines_decode_what_is_good(kinds: dict[str, Path], cpu: DistEnv) -> None:
     """Also those that decode no more than a crop: whatever the crop, a good file is no reason to end a run."""
     root = kinds["PNG"].parents[2]
-    good = judged_good(kinds, decoder_of("dali"))
+    good = decodable(kinds, decoder_of("dali"))
     manifest = scan(root, "val", skip_bad=True)
     manifest = manifest.without({f"a/{kind}.jpg": "bad" for kind in kinds if not good[kind]})
     assert len(manifest) == sum(good.values())
@@ -110,7 +118,7 @@ def test_a_cut_jpeg_has_no_end() -> None:
     assert without - headers == set(CUT)
     assert has_end(damage.JPEG + bytes(99))
     preview = Image.Exif()
-    preview[37500] = damage.JPEG  # as makers' notes have it, with scan and end marker of its own
+    preview[37500] = damage.JPEG  # as makers' notes have it, with its own scan and end marker
     content = damage.encoded(exif=preview)
     assert damage.JPEG in content
     assert has_end(content)
@@ -136,10 +144,10 @@ def test_a_cut_jpeg_is_found_whatever_the_crop(tmp_path: Path, cpu: DistEnv, loa
 
 def test_what_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
     paths = damage.write_not_regular(tmp_path)
-    found = dict(inspect([str(path) for path in paths], dali_decode, 2))
-    assert {Path(path).name for path, record in found.items() if record.bad} == set(damage.NOT_REGULAR)
-    assert found[str(paths[0])].bad == "not a regular file"
-    assert found[str(paths[3])].bad == "cannot be read (No such file or directory)"
+    found = reports_of(paths, dali_decode)
+    assert {path.name for path, report in found.items() if report.bad} == set(damage.NOT_REGULAR)
+    assert found[paths[0]].bad == "not a regular file"
+    assert found[paths[3]].bad == "cannot be read (No such file or directory)"
 
 
 def _picky(content: bytes) -> ImageInfo:
@@ -151,25 +159,25 @@ def _picky(content: bytes) -> ImageInfo:
 def test_a_file_that_kills_its_decoder_is_bad_and_the_others_are_not(tmp_path: Path) -> None:
     for index in range(40):
         (tmp_path / f"{index:03}.jpg").write_bytes(b"die" if index in (17, 18, 31) else b"live")
-    found = dict(inspect([str(path) for path in sorted(tmp_path.iterdir())], _picky, 2))
+    found = reports_of(sorted(tmp_path.iterdir()), _picky)
     assert len(found) == 40
-    assert sorted(Path(path).name for path, record in found.items() if record.bad) == ["017.jpg", "018.jpg", "031.jpg"]
-    assert "ends the process" in str(found[str(tmp_path / "017.jpg")].bad)
+    assert sorted(path.name for path, report in found.items() if report.bad) == ["017.jpg", "018.jpg", "031.jpg"]
+    assert "ends the process" in str(found[tmp_path / "017.jpg"].bad)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Surveys
+# Verification of a data set
 
 
 @pytest.fixture
-def survey_of(tmp_path: Path, cpu: DistEnv) -> "SurveyOf":
+def verify(tmp_path: Path, cpu: DistEnv) -> "Verify":
     write_images(tmp_path / "data", (4, 4, 4))
     (tmp_path / "out").mkdir()
-    return SurveyOf(tmp_path / "data", tmp_path / "out", cpu)
+    return Verify(tmp_path / "data", tmp_path / "out", cpu)
 
 
-class SurveyOf:
-    """`survey_of()`: the bad files of the data set, by a survey with the manifest of the one before."""
+class Verify:
+    """`verify()`: the bad files of the data set, by a verification with the manifest of the one before."""
 
     def __init__(self, root: Path, output_dir: Path, env: DistEnv) -> None:
         self.root, self.output_dir, self.env = root, output_dir, env
@@ -179,78 +187,77 @@ class SurveyOf:
             stat_file(str(path))._replace(name=str(path.relative_to(self.root)))
             for path in sorted(self.root.glob("*/*.jpg"))
         ]
-        known = verify_dataset(self.root, entries, decoder or decoder_of("dali"), self.output_dir, 2, self.env)
+        known = verify_dataset(
+            file_listing(self.root, entries), decoder or decoder_of("dali"), self.output_dir, 2, self.env
+        )
         assert known is not None
         assert list(known) == [entry.name for entry in entries]
-        return list(inspection.bad_files(known))
+        return list(verification.bad_files(known))
 
 
 def spoil_in_secret(path: Path) -> None:
-    """Damage that neither size nor time of change tells of: whoever notices has decoded the file again."""
+    """Damage that changes neither size nor time of change: only decoding the file again finds it."""
     before = path.stat()
     path.write_bytes(b"x" * before.st_size)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def test_what_has_not_changed_is_not_decoded_again(survey_of: SurveyOf) -> None:
-    assert survey_of() == []
-    spoil_in_secret(survey_of.root / "red" / "red-001.jpg")
-    assert survey_of() == []
-    (survey_of.output_dir / "manifest.json").unlink()
-    assert survey_of() == ["red/red-001.jpg"]
+def test_what_has_not_changed_is_not_decoded_again(verify: Verify) -> None:
+    assert verify() == []
+    spoil_in_secret(verify.root / "red" / "red-001.jpg")
+    assert verify() == []
+    (verify.output_dir / "manifest.json").unlink()
+    assert verify() == ["red/red-001.jpg"]
 
 
-def test_changed_new_and_deleted_files(survey_of: SurveyOf) -> None:
-    assert survey_of() == []
-    red, green, blue = (survey_of.root / name / f"{name}-001.jpg" for name in ("red", "green", "blue"))
+def test_changed_new_and_deleted_files(verify: Verify) -> None:
+    assert verify() == []
+    red, green, blue = (verify.root / name / f"{name}-001.jpg" for name in ("red", "green", "blue"))
     before = red.stat()
     red.write_bytes(b"x" * before.st_size)
     os.utime(red, ns=(before.st_atime_ns, before.st_mtime_ns + 1))  # the same size, a nanosecond later
     green.write_bytes(green.read_bytes()[:-100])
     blue.unlink()
     (blue.parent / "new.jpg").write_bytes(damage.CONTENTS["HTML"])
-    assert survey_of() == ["blue/new.jpg", "green/green-001.jpg", "red/red-001.jpg"]
+    assert verify() == ["blue/new.jpg", "green/green-001.jpg", "red/red-001.jpg"]
     red.write_bytes(damage.JPEG)
-    assert survey_of() == ["blue/new.jpg", "green/green-001.jpg"]
+    assert verify() == ["blue/new.jpg", "green/green-001.jpg"]
 
 
-def test_what_was_bad_is_decoded_again(survey_of: SurveyOf) -> None:
-    """It may have been the permissions or the server, of which size and time say nothing."""
-    path = survey_of.root / "red" / "red-001.jpg"
+def test_what_was_bad_is_decoded_again(verify: Verify) -> None:
+    """It may have been the permissions or the server, which change neither size nor time."""
+    path = verify.root / "red" / "red-001.jpg"
     good = path.read_bytes()
     path.write_bytes(b"x" * len(good))
     times = path.stat().st_atime_ns, path.stat().st_mtime_ns
-    assert survey_of() == ["red/red-001.jpg"]
+    assert verify() == ["red/red-001.jpg"]
     path.write_bytes(good)
     os.utime(path, ns=times)
-    assert survey_of() == []
+    assert verify() == []
 
 
-def test_a_part_of_a_data_set_does_not_forget_the_rest(survey_of: SurveyOf, cpu: DistEnv) -> None:
-    (survey_of.root / "red" / "red-001.jpg").write_bytes(b"x")
-    assert survey_of() == ["red/red-001.jpg"]
-    one = stat_file(str(survey_of.root / "blue" / "blue-001.jpg"))._replace(name="blue/blue-001.jpg")
-    decoder, out = decoder_of("dali"), survey_of.output_dir
-    assert list(verify_dataset(survey_of.root, [one], decoder, out, 1, cpu, partial=True) or {}) == [
-        "blue/blue-001.jpg"
-    ]
+def test_a_part_of_a_data_set_does_not_forget_the_rest(verify: Verify, cpu: DistEnv) -> None:
+    (verify.root / "red" / "red-001.jpg").write_bytes(b"x")
+    assert verify() == ["red/red-001.jpg"]
+    entry = stat_file(str(verify.root / "blue" / "blue-001.jpg"))._replace(name="blue/blue-001.jpg")
+    one = file_listing(verify.root, [entry])
+    decoder, out = decoder_of("dali"), verify.output_dir
+    assert list(verify_dataset(one, decoder, out, 1, cpu, partial=True) or {}) == ["blue/blue-001.jpg"]
     assert "red/red-001.jpg" in (out / "bad_files.json").read_text()
     assert len(load_manifest(out / "manifest.json", decoder.name)) == 12
-    assert list(verify_dataset(survey_of.root, [one], decoder, out, 1, cpu) or {}) == ["blue/blue-001.jpg"]
+    assert list(verify_dataset(one, decoder, out, 1, cpu) or {}) == ["blue/blue-001.jpg"]
     assert len(load_manifest(out / "manifest.json", decoder.name)) == 1
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"format": 1}', b"\xff\xfe", None])
-def test_without_a_whole_manifest_of_the_same_decoder_all_is_decoded(
-    survey_of: SurveyOf, content: bytes | None
-) -> None:
-    assert survey_of() == []
-    spoil_in_secret(survey_of.root / "red" / "red-001.jpg")
+def test_without_a_whole_manifest_of_the_same_decoder_all_is_decoded(verify: Verify, content: bytes | None) -> None:
+    assert verify() == []
+    spoil_in_secret(verify.root / "red" / "red-001.jpg")
     if content is None:
-        assert survey_of(Decoder("DALI 0.0", dali_decode)) == ["red/red-001.jpg"]
+        assert verify(Decoder("DALI 0.0", dali_decode)) == ["red/red-001.jpg"]
     else:
-        (survey_of.output_dir / "manifest.json").write_bytes(content)
-        assert survey_of() == ["red/red-001.jpg"]
+        (verify.output_dir / "manifest.json").write_bytes(content)
+        assert verify() == ["red/red-001.jpg"]
 
 
 def _slow_decode(content: bytes) -> ImageInfo:
@@ -258,31 +265,31 @@ def _slow_decode(content: bytes) -> ImageInfo:
     return dali_decode(content)
 
 
-def test_a_survey_that_is_killed_keeps_what_it_knows(survey_of: SurveyOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_images(survey_of.root / "more", (100, 0, 0))
-    for path in (survey_of.root / "more" / "blue").iterdir():
-        path.rename(survey_of.root / "blue" / f"more-{path.name}")
-    monkeypatch.setattr(inspection, "SAVE_SECONDS", 0.0)
+def test_a_verification_that_is_killed_keeps_what_it_knows(verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_images(verify.root / "more", (100, 0, 0))
+    for path in (verify.root / "more" / "blue").iterdir():
+        path.rename(verify.root / "blue" / f"more-{path.name}")
+    monkeypatch.setattr(verification, "SAVE_SECONDS", 0.0)
     decoder = Decoder(decoder_of("dali").name, _slow_decode)
-    killed = multiprocessing.get_context("fork").Process(target=survey_of, args=(decoder,))
+    killed = multiprocessing.get_context("fork").Process(target=verify, args=(decoder,))
     killed.start()
-    while not (survey_of.output_dir / "manifest.json").exists():
+    while not (verify.output_dir / "manifest.json").exists():
         assert killed.is_alive()
         time.sleep(0.01)
     killed.kill()
     killed.join()
-    known = load_manifest(survey_of.output_dir / "manifest.json", decoder.name)
+    known = load_manifest(verify.output_dir / "manifest.json", decoder.name)
     assert 0 < len(known) < 112
-    for path in survey_of.root.glob("*/*.jpg"):
+    for path in verify.root.glob("*/*.jpg"):
         spoil_in_secret(path)
-    assert len(survey_of()) == 112 - len(known)
+    assert len(verify()) == 112 - len(known)
 
 
-def test_a_manifest_that_cannot_be_written(survey_of: SurveyOf) -> None:
-    (survey_of.output_dir / "manifest.json").mkdir()
+def test_a_manifest_that_cannot_be_written(verify: Verify) -> None:
+    (verify.output_dir / "manifest.json").mkdir()
     with pytest.raises(UserError, match=r"--output-dir .*/out: manifest\.json cannot be written \(Is a directory\)"):
-        survey_of()
-    assert [path.name for path in survey_of.output_dir.iterdir()] == ["manifest.json"]
+        verify()
+    assert [path.name for path in verify.output_dir.iterdir()] == ["manifest.json"]
 
 
 def test_oddities() -> None:
@@ -317,14 +324,14 @@ def test_formats_with_several_names_are_not_suspicious(
         image.convert("RGB" if name == "c.ppm" else "L").save(tmp_path / name)
     images[6].save(tmp_path / "wrong.png", "PPM")
     entries = [stat_file(str(path))._replace(name=path.name) for path in sorted(tmp_path.iterdir())]
-    known = verify_dataset(tmp_path, entries, decoder_of(loader), tmp_path, 1, cpu)
+    known = verify_dataset(file_listing(tmp_path, entries), decoder_of(loader), tmp_path, 1, cpu)
     assert known is not None
-    assert inspection.bad_files(known) == {}
+    assert verification.bad_files(known) == {}
     assert suspicious(known) == {"wrong.png": "named .png, holds pnm"}
 
 
 def test_entries_that_their_listing_calls_bad_are_not_opened(tmp_path: Path, cpu: DistEnv) -> None:
     os.mkfifo(tmp_path / "pipe.jpg")
     entries = [FileEntry("pipe.jpg", 0, 0, "not a regular file")]
-    known = verify_dataset(tmp_path, entries, decoder_of("dali"), tmp_path, 1, cpu)
+    known = verify_dataset(file_listing(tmp_path, entries), decoder_of("dali"), tmp_path, 1, cpu)
     assert known == {"pipe.jpg": FileReport(0, 0, "not a regular file")}

@@ -10,7 +10,7 @@ import torch
 from tests.conftest import resolved
 from tests.harness import ROOT
 from utils.data.formats.folder import scan_splits
-from utils.data.torch_loader import _TorchImages
+from utils.data.torch_loader import TorchImages
 
 # A process of its own: a loader cannot be closed that has lost workers.
 PROGRAM = """
@@ -56,6 +56,6 @@ def test_workers_share_nothing_but_tensors(data: Path, train: bool) -> None:
     manifest = scan_splits(data)[0]
     config = resolved(loader="torch", image_size=32, val_resize=36, workers=1)
     last = len(manifest) - 1
-    item = _TorchImages(config, manifest, train)[last, 0]
+    item = TorchImages(config, manifest, train)[last, 0]
     assert [type(part) for part in item] == [torch.Tensor, torch.Tensor]
     assert item[1] == manifest.labels[last] > 0

@@ -101,7 +101,7 @@ def test_a_run_that_met_a_bad_file_goes_on_without_it(tmp_path: Path, launch: Ca
     records.mkdir()
     manifest = scan(root, "train")
     index = Sampler(NUMBERED, 5, 1, 0, 1, seed=0).indices(20)[2]  # of step 20 of 25
-    path = Path(manifest.path(index))
+    path = root / "train" / manifest.name(index)
     path.write_bytes(b"?" * path.stat().st_size)
     flags = [records, *TINY, "--data-dir", root, "--output-dir", tmp_path / "out", "--batch-size", 5, "--epochs", 1]
     flags += ["--seed", 0, "--checkpoint-steps", 1]
@@ -115,9 +115,9 @@ def test_a_run_that_met_a_bad_file_goes_on_without_it(tmp_path: Path, launch: Ca
     assert f"resumed at epoch 1, step {reached}" in done.out, done.err
     again = launch(*flags, "--bad-files", "skip", "--epochs", 2, program=recorder)  # last.pt is one of the new ones
     assert (done.status, again.status) == (0, 0), again.err
-    stand_in = scan(root, "train").with_replacements({manifest.files[index]: "bad"}).files[index]
+    stand_in = scan(root, "train").with_replacements({manifest.name(index): "bad"}).name(index)
     for launched in (done, again):
-        assert f"({stand_in} for {manifest.files[index]}, ...)" in launched.out
+        assert f"({stand_in} for {manifest.name(index)}, ...)" in launched.out
 
     lines = [json.loads(line) for file in records.glob("*.jsonl") for line in file.read_text().splitlines()]
     steps = {line["step"]: line["images"] for line in lines}

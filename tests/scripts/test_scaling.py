@@ -87,7 +87,7 @@ def test_links_are_to_what_train_lists(data: Path, tmp_path: Path) -> None:
     assert [split.ignored for split in linked] == [{}, {}]
     for here, there in zip(linked, listed, strict=True):
         assert here.classes == there.classes
-        assert {name.replace(name.split("/")[1][:7], "", 1) for name in here.files} == set(there.files)
+        assert {name.replace(name.split("/")[1][:7], "", 1) for name in here.names()} == set(there.names())
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """What is chosen for the user, and why."""
 
-import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -110,7 +109,7 @@ def test_images_that_do_not_fit_are_refused(tmp_path: Path, cpu: DistEnv) -> Non
     (tmp_path / "train" / "a").mkdir(parents=True)
     Image.new("1", (13_000, 13_000)).save(tmp_path / "train" / "a" / "large.png")  # half a gigabyte decoded
     train = scan(tmp_path, "train")
-    many = dataclasses.replace(train, files=train.files * 10**5, labels=np.tile(train.labels, 10**5))
+    many = train.select(np.tile(np.arange(len(train)), 10**5))
     with pytest.raises(UserError, match=r"--cache host: .* take [\d.]+ GB, and [\d.]+ GB are free.* use --cache none"):
         choose_common_loader_settings(TrainConfig(cache="host"), cpu, None, many)
     with pytest.raises(UserError, match=r"--cache gpu without a GPU: .*; use --cache none"):

@@ -101,19 +101,19 @@ def test_files_that_turned_bad_since_the_run_began(tmp_path: Path) -> None:
 
     for split, manifest in begun.items():
         same = later(split, first)
-        assert (same.files, same.fingerprint, same.bad) == (manifest.files, manifest.fingerprint, first)
+        assert (same.names(), same.fingerprint, same.bad) == (manifest.names(), manifest.fingerprint, first)
         repaired = later(split, {})
-        assert (repaired.files, repaired.fingerprint) == (manifest.files, manifest.fingerprint)
+        assert (repaired.names(), repaired.fingerprint) == (manifest.names(), manifest.fingerprint)
         assert list(repaired.bad) == ["blue/0.jpg"]
     turned = first | {"blue/2.jpg": "torn"}
     train, val = later("train", turned), later("val", turned)
-    assert train.files == ("blue/1.jpg", "blue/1.jpg", "red/0.jpg", "red/1.jpg")
+    assert train.names() == ["blue/1.jpg", "blue/1.jpg", "red/0.jpg", "red/1.jpg"]
     assert train.replacements == {"blue/2.jpg": "blue/1.jpg"}
-    assert val.files == ("blue/1.jpg", "red/0.jpg", "red/1.jpg")
+    assert val.names() == ["blue/1.jpg", "red/0.jpg", "red/1.jpg"]
     for split, manifest in (("train", train), ("val", val)):
         assert manifest.bad == turned
         assert manifest.fingerprint == begun[split].fingerprint
     initial = InitialFiles({split: [] for split in begun}, fingerprints)
     for split in begun:
-        assert later(split, turned).files == listed[split].without(turned).files
+        assert later(split, turned).names() == listed[split].without(turned).names()
         assert later(split, turned).fingerprint != begun[split].fingerprint

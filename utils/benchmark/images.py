@@ -1,9 +1,7 @@
 """The images of a benchmark: a folder of them or generated ones, and their mean size."""
 
 import contextlib
-import dataclasses
 import math
-import os
 import random
 from pathlib import Path
 
@@ -12,6 +10,7 @@ from PIL import Image, ImageDraw
 
 from utils.data.formats import folder
 from utils.data.manifest import Manifest
+from utils.data.reader import open_image
 from utils.errors import UserError
 
 NUM_GENERATED = 320
@@ -29,8 +28,7 @@ def read_images(data_dir: Path) -> Manifest:
 def repeat(manifest: Manifest, min_images: int) -> Manifest:
     """All files of the manifest as many times as it takes to have `min_images` or more."""
     times = math.ceil(min_images / len(manifest))
-    labels, sizes, mtimes = (np.tile(values, times) for values in (manifest.labels, manifest.sizes, manifest.mtimes))
-    return dataclasses.replace(manifest, files=manifest.files * times, labels=labels, sizes=sizes, mtimes=mtimes)
+    return manifest.select(np.tile(np.arange(len(manifest)), times))
 
 
 def sample_images(manifest: Manifest, count: int = 256) -> tuple[float, float, float]:
@@ -44,9 +42,10 @@ def sample_images(manifest: Manifest, count: int = 256) -> tuple[float, float, f
     for index in sample:
         with (
             contextlib.suppress(OSError, ValueError, Image.DecompressionBombError),  # the loaders report bad files
-            Image.open(manifest.path(index)) as image,
+            open_image(manifest.record(index)) as file,
+            Image.open(file) as image,
         ):
-            sizes.append((*image.size, os.path.getsize(manifest.path(index))))
+            sizes.append((*image.size, manifest.sizes[index]))
     if not sizes:
         raise UserError(f"--data-dir {manifest.root}: none of {len(sample)} files is an image that Pillow can read")
     width, height, size = np.mean(sizes, axis=0)

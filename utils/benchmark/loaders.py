@@ -21,7 +21,7 @@ from utils.data.batch import Batch, TrainLoader
 from utils.data.dali import NUM_PIPELINES
 from utils.data.manifest import Manifest
 from utils.data.policies import RATIO
-from utils.data.reader import READ_THREADS
+from utils.data.reader import READ_THREADS, open_image, read_image
 from utils.data.sampler import Sampler
 from utils.data.workers import safe_fork
 from utils.network.augment import BatchAugment
@@ -46,7 +46,7 @@ class _Reader:
         return len(self.manifest)
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
-        return open(self.manifest.path(index), "rb"), int(self.manifest.labels[index])
+        return open_image(self.manifest.record(index)), int(self.manifest.labels[index])
 
 
 class TimmLoader:
@@ -107,8 +107,8 @@ class _Bytes(torch.utils.data.Dataset[int]):
         self.manifest = manifest
 
     def __getitem__(self, index: int) -> int:
-        with contextlib.suppress(OSError), open(self.manifest.path(index), "rb", buffering=0) as file:
-            return len(file.read())
+        with contextlib.suppress(OSError):
+            return len(read_image(self.manifest.record(index)))
         return 0
 
 

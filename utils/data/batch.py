@@ -1,4 +1,4 @@
-"""Batch, and the two protocols that every loader fulfils."""
+"""A batch of images and targets, and the interfaces of the loaders that make batches."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
@@ -25,14 +25,14 @@ class TrainLoader(Protocol):
         """The next batch, always `batch_size` images."""
 
     def state(self) -> dict[str, Any]:
-        """What continues the stream after the last batch that was handed out."""
+        """What a new loader needs to continue after the last batch that was returned."""
 
     def close(self) -> None:
         """End worker processes and threads."""
 
 
 class ValLoader(Protocol):
-    """This rank's share of the validation images; each `iter()` is one whole pass."""
+    """This rank's part of the validation images; each `iter()` is one whole pass."""
 
     def __iter__(self) -> Iterator[Batch]:
         """Batches of at most `batch_size` images; none at all on a rank without images."""

@@ -1,68 +1,94 @@
-"""Images that are decoded once and kept in memory."""
+"""Training images that are decoded once and cached in memory, and how much memory they need."""
 
+import contextlib
 import itertools
+import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import nvidia.dali as dali
 import torch
-import torch.utils.data
 from numpy.typing import NDArray
 from nvidia.dali import fn, types
 from nvidia.dali.types import BatchInfo
+from PIL import Image
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 from tqdm import tqdm
 
 from utils.config import ResolvedConfig
-from utils.data.dali import _dali_device, _decoder_options, _on_device, _outputs, _pipeline_options
-from utils.data.decode_pool import _identify_bad_file
+from utils.data.dali import dali_device, decoder_options, on_device, pipeline_options, pipeline_outputs
+from utils.data.decode_pool import identify_bad_file
 from utils.data.manifest import Manifest
-from utils.data.reader import _encoded, _FileReader
+from utils.data.reader import BatchReader, encoded_images, open_image
 from utils.distributed.group import DistEnv
 
 CACHED = ("gpu", "host")  # values of --cache with which images are decoded once
 CHUNK = 2**28  # bytes; torch rounds pinned memory up to a power of two
 
 
+def decoded_bytes(manifest: Manifest, sample: int = 256) -> int:
+    """Bytes that all images of `manifest` need as uint8 RGB, estimated from `sample` of them; 0 for synthetic data."""
+    if manifest.images is None:
+        return 0
+    chosen = random.Random(0).sample(range(len(manifest)), min(sample, len(manifest)))
+    sizes = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # a size is read, nothing is decoded
+        for index in chosen:
+            # Bad files are not counted; the loader that decodes them reports them.
+            with (
+                contextlib.suppress(OSError, ValueError, Image.DecompressionBombError),
+                open_image(manifest.record(index)) as file,
+                Image.open(file) as image,
+            ):
+                sizes.append(3 * image.width * image.height)
+    return round(len(manifest) * sum(sizes) / len(sizes)) if sizes else 0
+
+
 @dali.pipeline_def(exec_dynamic=True)  # type: ignore[untyped-decorator]
 def decode_pipeline(source: Callable[[BatchInfo], Any], config: ResolvedConfig, device: str) -> Any:
     """Whole images, uint8 HWC of their own sizes, and their targets."""
-    jpegs, targets = _encoded(source)
-    return fn.decoders.image(jpegs, **_decoder_options(config, device)), targets
+    jpegs, targets = encoded_images(source)
+    return fn.decoders.image(jpegs, **decoder_options(config, device)), targets
 
 
-class _DecodedImages:
+class ImageCache:
     """All training images, decoded once, in the memory that `config.cache` names.
 
     They are decoded in the order of the manifest, so that their pixels do not depend on where a run was interrupted.
+    `cache[indices]` gives a list of DALI tensors, uint8 HWC, and their targets, int64 (N, 1).
 
     Args:
         config: resolved; `cache` is gpu or host.
-        manifest: the files.
+        manifest: the images.
         env: this process.
+
+    Raises:
+        BadFile: an image cannot be decoded.
     """
 
     def __init__(self, config: ResolvedConfig, manifest: Manifest, env: DistEnv) -> None:
         self._labels = manifest.labels[:, None]
         self._device = env.device
         self._chunks: list[Tensor] = []
-        self._free = torch.empty(0, dtype=torch.uint8)  # what is left of the newest chunk
+        self._free = torch.empty(0, dtype=torch.uint8)  # the unused part of the newest chunk
         self._images: list[Any] = []  # DALI's views of the chunks
         batches = [
             np.arange(at, min(at + config.batch_size, len(manifest)))
             for at in range(0, len(manifest), config.batch_size)
         ]
-        reader = _FileReader(manifest, lambda position: batches[position % len(batches)], config)
+        reader = BatchReader(manifest, lambda position: batches[position % len(batches)], config)
         pipeline = decode_pipeline(
-            lambda info: reader.take(info.iteration), config, _dali_device(env), **_pipeline_options(config, env)
+            lambda info: reader.read(info.iteration), config, dali_device(env), **pipeline_options(config, env)
         )
         pipeline.build()
-        bar = tqdm(batches, "decoding", unit="batch", hard_exit=False, disable=None if env.is_main else True)
+        bar = tqdm(batches, "decoding", unit="batch", leave=False, disable=None if env.is_main else True)
         for number, _ in enumerate(bar):
-            with _identify_bad_file(config, manifest, env, itertools.islice(batches, number, None)):
-                self._append(_outputs(pipeline, env.device)[0], config)
+            with identify_bad_file(config, manifest, env, itertools.islice(batches, number, None)):
+                self._append(pipeline_outputs(pipeline, env.device)[0], config)
         if env.device.type == "cuda":
             torch.cuda.synchronize(env.device)
 
@@ -79,23 +105,23 @@ class _DecodedImages:
                     pin_memory=not on_gpu and self._device.type == "cuda",
                 )
                 self._chunks.append(self._free)
-            place, self._free = self._free[: image.numel()].view(image.shape), self._free[image.numel() :]
-            place.copy_(image)
-            self._images.append(wrap(place if on_gpu else place.numpy(), "HWC"))
+            cached, self._free = self._free[: image.numel()].view(image.shape), self._free[image.numel() :]
+            cached.copy_(image)
+            self._images.append(wrap(cached if on_gpu else cached.numpy(), "HWC"))
 
     def __getitem__(self, indices: NDArray[np.int64]) -> tuple[list[Any], NDArray[np.int64]]:
         return [self._images[index] for index in indices], self._labels[indices]
 
 
-def _decoded(source: Callable[[BatchInfo], Any], config: ResolvedConfig, device: str) -> tuple[Any, Any]:
-    """Decoded images on `device` and targets on the CPU, as `_DecodedImages` gives them."""
-    where = "gpu" if config.cache == "gpu" else "cpu"
+def cached_images(source: Callable[[BatchInfo], Any], config: ResolvedConfig, device: str) -> tuple[Any, Any]:
+    """Graph op: decoded images on `device` and targets on the CPU, as `ImageCache` gives them."""
+    memory = "gpu" if config.cache == "gpu" else "cpu"
     images = fn.external_source(
         source=lambda info: source(info)[0],
         batch=True,
         batch_info=True,
         no_copy=True,
-        device=where,
+        device=memory,
         dtype=types.UINT8,
         ndim=3,
         layout="HWC",
@@ -103,4 +129,4 @@ def _decoded(source: Callable[[BatchInfo], Any], config: ResolvedConfig, device:
     targets = fn.external_source(
         source=lambda info: source(info)[1], batch=True, batch_info=True, dtype=types.INT64, ndim=1
     )
-    return _on_device(images, device) if where == "cpu" else images, targets
+    return on_device(images, device) if memory == "cpu" else images, targets

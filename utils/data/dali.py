@@ -1,4 +1,4 @@
-"""What all DALI pipelines share: device, options, outputs, generated files."""
+"""Helpers of all DALI pipelines: device, options, outputs as torch tensors, removal of generated files."""
 
 import contextlib
 import os
@@ -7,7 +7,6 @@ from typing import Any
 
 import nvidia.dali as dali
 import torch
-import torch.utils.data
 from nvidia.dali import types
 from torch.utils.dlpack import from_dlpack
 
@@ -15,11 +14,22 @@ from utils.config import ResolvedConfig
 from utils.data.batch import Batch
 from utils.distributed.group import DistEnv
 
-NUM_PIPELINES = 2  # that feed training in turns
+NUM_PIPELINES = 2  # training pipelines, which make every other batch each
 DALI_VERSION: str = dali.__version__
 
 
-def _decoder_options(config: ResolvedConfig, device: str) -> dict[str, Any]:
+def dali_device(env: DistEnv) -> str:
+    """Where the pipelines of this process decode and augment: "gpu" or "cpu"."""
+    return "gpu" if env.device.type == "cuda" else "cpu"
+
+
+def on_device(data: Any, device: str) -> Any:
+    """Graph op: CPU output of another op on `device`, "gpu" or "cpu"."""
+    return data.gpu() if device == "gpu" else data
+
+
+def decoder_options(config: ResolvedConfig, device: str) -> dict[str, Any]:
+    """Options of the image decoders in training pipelines."""
     return {
         "device": "mixed" if device == "gpu" else "cpu",
         "output_type": types.RGB,
@@ -27,11 +37,29 @@ def _decoder_options(config: ResolvedConfig, device: str) -> dict[str, Any]:
     }
 
 
-def _on_device(targets: Any, device: str) -> Any:
-    return targets.gpu() if device == "gpu" else targets
+def pipeline_options(config: ResolvedConfig, env: DistEnv) -> dict[str, Any]:
+    """Options of a pipeline that decodes. Its seed is 0; training pipelines replace it, the others draw nothing."""
+    return {
+        "batch_size": config.batch_size,
+        "num_threads": config.workers,
+        "device_id": env.device.index,  # the GPU of this machine, where the data is sharded by global rank
+        "seed": 0,
+        "prefetch_queue_depth": config.prefetch,
+    }
 
 
-def _remove_generated_files() -> None:
+def run_pipeline(pipeline: Any, device: torch.device) -> Batch:
+    """One batch of a pipeline with the outputs uint8 NHWC images and int64 (N, 1) targets, without a copy."""
+    images, targets = (from_dlpack(output.as_tensor()) for output in pipeline_outputs(pipeline, device))
+    return Batch(images.permute(0, 3, 1, 2), targets.squeeze(-1))  # NHWC seen as NCHW is channels_last
+
+
+def pipeline_outputs(pipeline: Any, device: torch.device) -> Any:
+    """Run `pipeline` once. On CUDA its outputs are ordered on the current stream."""
+    return pipeline.run(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else pipeline.run()
+
+
+def remove_generated_files() -> None:
     """Remove the Python files that DALI has made of conditional pipelines, in the temporary folder.
 
     DALI removes them only where a process comes to a regular end, and their bytecode never.
@@ -42,28 +70,3 @@ def _remove_generated_files() -> None:
                 if path is not None:
                     with contextlib.suppress(OSError):
                         os.remove(path)
-
-
-def _dali_device(env: DistEnv) -> str:
-    return "gpu" if env.device.type == "cuda" else "cpu"
-
-
-def _pipeline_options(config: ResolvedConfig, env: DistEnv) -> dict[str, Any]:
-    return {
-        "batch_size": config.batch_size,
-        "num_threads": config.workers,
-        "device_id": env.device.index,  # the GPU of this machine, where the data is sharded by global rank
-        "seed": 0,  # training pipelines have seeds of their own, the others draw nothing
-        "prefetch_queue_depth": config.prefetch,
-    }
-
-
-def _run(pipeline: Any, device: torch.device) -> Batch:
-    """One batch, without a copy."""
-    images, targets = (from_dlpack(output.as_tensor()) for output in _outputs(pipeline, device))
-    return Batch(images.permute(0, 3, 1, 2), targets.squeeze(-1))  # NHWC seen as NCHW is channels_last
-
-
-def _outputs(pipeline: Any, device: torch.device) -> Any:
-    """A run of `pipeline`; on CUDA its outputs are ordered on the current stream."""
-    return pipeline.run(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else pipeline.run()

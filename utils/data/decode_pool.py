@@ -1,6 +1,5 @@
-"""Decoding many files in worker processes, to learn which of them cannot be decoded."""
+"""Decodes many images in worker processes, to learn which of them cannot be decoded."""
 
-import collections
 import contextlib
 import ctypes
 import hashlib
@@ -21,14 +20,14 @@ from numpy.typing import NDArray
 from utils.config import ResolvedConfig
 from utils.data.dali import NUM_PIPELINES
 from utils.data.decoding import DecodeError, ImageInfo, decoder_of
-from utils.data.formats.folder import stat_file
+from utils.data.formats.table import Record
 from utils.data.manifest import Manifest
-from utils.data.reader import READ_AHEAD
+from utils.data.reader import READ_AHEAD, read_image, stat_image
 from utils.data.workers import safe_fork
 from utils.distributed.group import DistEnv
 from utils.errors import BadFile
 
-CHUNK = 8  # files that a process takes at once
+CHUNK = 8  # images that a process gets at once
 _DECORATION = re.compile(r"\x1b\[[\d;]*m|\[\w+\] ?|Could not .* stream - ")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 BAD_FILE_SEARCH_TIMEOUT = 5.0  # for finding the file that a loader failed on
@@ -38,11 +37,11 @@ class FileReport(NamedTuple):
     """What is known of a file.
 
     Attributes:
-        size, mtime: of the file that was looked at; see `FileEntry`.
+        size, mtime: of the file that was decoded; see `FileEntry`.
         bad: why it cannot be decoded; None if it can.
-        codec, width, height: see `Picture`; of good files only, as what follows.
+        codec, width, height: see `ImageInfo`; of good files only, as what follows.
         digest: of the content.
-        warning: what the decoder had to say about a file that it decoded all the same; mostly "".
+        warning: what the decoder printed about a file that it decoded all the same; mostly "".
     """
 
     size: int
@@ -55,38 +54,48 @@ class FileReport(NamedTuple):
     warning: str = ""
 
 
-def inspect(
-    paths: Sequence[str], decode: Callable[[bytes], ImageInfo], workers: int
-) -> Generator[tuple[str, FileReport]]:
-    """Decode the files in `workers` processes; they come as they are ready."""
-    left = collections.deque(paths[at : at + CHUNK] for at in range(0, len(paths), CHUNK))
-    while left:
-        lost: list[Sequence[str]] = []
+_Decode = Callable[[bytes], ImageInfo]
+_Chunk = Sequence[tuple[int, Record]]  # images and their positions
+_Reports = list[tuple[int, FileReport]]
+
+
+def decode_files(records: Iterable[Record], decode: _Decode, workers: int) -> Generator[tuple[int, FileReport]]:
+    """Decode images in `workers` processes.
+
+    Yields:
+        The position of an image in `records` and its report, as they are ready.
+    """
+    numbered = enumerate(records)
+    chunk = list(itertools.islice(numbered, CHUNK))
+    while chunk:
+        lost: list[_Chunk] = []
         with _pool(workers) as pool:
-            running: dict[Future[list[tuple[str, FileReport]]], Sequence[str]] = {}
-            while running or (left and not lost):
-                with contextlib.suppress(BrokenProcessPool):  # the running ones say so too
-                    while left and not lost and len(running) < 2 * workers:
-                        running[pool.submit(_inspect_files, left[0], decode)] = left[0]
-                        left.popleft()
+            running: dict[Future[_Reports], _Chunk] = {}
+            while running or (chunk and not lost):
+                with contextlib.suppress(BrokenProcessPool):  # the running ones raise it too
+                    while chunk and not lost and len(running) < 2 * workers:
+                        running[pool.submit(_decode_chunk, chunk, decode)] = chunk
+                        chunk = list(itertools.islice(numbered, CHUNK))
                 for done in wait(running, return_when=FIRST_COMPLETED).done:
-                    chunk = running.pop(done)
+                    finished = running.pop(done)
                     if isinstance(done.exception(), BrokenProcessPool):
-                        lost.append(chunk)
+                        lost.append(finished)
                     else:
                         yield from done.result()
-        # A process was killed, by a file or for want of memory, and took the pool's other files with it.
-        for path in itertools.chain.from_iterable(lost):
-            yield _inspect_alone(path, decode)
+        # A process was killed, by a file or because memory ran out, and the files of the whole pool are lost.
+        for image in itertools.chain.from_iterable(lost):
+            yield from _decode_alone(image, decode)
 
 
-def _inspect_alone(path: str, decode: Callable[[bytes], ImageInfo]) -> tuple[str, FileReport]:
+def _decode_alone(image: tuple[int, Record], decode: _Decode) -> _Reports:
     with _pool(1) as pool:
         try:
-            return pool.submit(_inspect_files, [path], decode).result()[0]
+            return pool.submit(_decode_chunk, [image], decode).result()
         except BrokenProcessPool:
-            _, size, mtime, _ = stat_file(path)
-            return path, FileReport(size, mtime, "its decoding ends the process (a crash, or no memory left)")
+            position, record = image
+            found = stat_image(record)
+            reason = "its decoding ends the process (a crash, or no memory left)"
+            return [(position, FileReport(found.size, found.mtime, reason))]
 
 
 @contextlib.contextmanager
@@ -99,7 +108,7 @@ def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
         try:
             yield pool
         finally:
-            pool.shutdown(cancel_futures=True)  # or a survey that is stopped would wait for all that is queued
+            pool.shutdown(cancel_futures=True)  # a verification that is stopped must not wait for all that is queued
 
 
 def _start_worker(parent: int) -> None:
@@ -113,32 +122,32 @@ def _start_worker(parent: int) -> None:
     os.close(messages)
 
 
-def _inspect_files(paths: Sequence[str], decode: Callable[[bytes], ImageInfo]) -> list[tuple[str, FileReport]]:
-    return [(path, _inspect_file(path, decode)) for path in paths]
+def _decode_chunk(chunk: _Chunk, decode: _Decode) -> _Reports:
+    return [(position, _decode_file(record, decode)) for position, record in chunk]
 
 
-def _inspect_file(path: str, decode: Callable[[bytes], ImageInfo]) -> FileReport:
-    _, size, mtime, bad = stat_file(path)
+def _decode_file(record: Record, decode: _Decode) -> FileReport:
+    _, size, mtime, bad = stat_image(record)
     if bad is not None:
         return FileReport(size, mtime, bad)
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            content = file.read()
+        content = read_image(record)
     except OSError as error:
         return FileReport(size, mtime, f"cannot be read ({error.strerror})")
     try:
         info = decode(content)
     except DecodeError as error:
-        messages = _take_messages()
+        messages = _printed_messages()
         return FileReport(size, mtime, f"{error} ({messages[0]})" if messages else str(error))
-    return FileReport(size, mtime, None, *info, _digest(content), "; ".join(_take_messages()))
+    return FileReport(size, mtime, None, *info, content_digest(content), "; ".join(_printed_messages()))
 
 
-def _digest(content: bytes) -> str:
+def content_digest(content: bytes) -> str:
+    """Digest of a file's content, 32 hex digits."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def _take_messages() -> list[str]:
+def _printed_messages() -> list[str]:
     """What the decoder printed since the last call, each message once, without colours and the names of its parts."""
     size = os.lseek(2, 0, os.SEEK_END)
     text = os.pread(2, min(size, 10_000), 0).decode(errors="replace")
@@ -149,13 +158,13 @@ def _take_messages() -> list[str]:
 
 
 @contextlib.contextmanager
-def _identify_bad_file(
+def identify_bad_file(
     config: ResolvedConfig, manifest: Manifest, env: DistEnv, upcoming: Iterable[NDArray[np.int64]]
 ) -> Iterator[None]:
-    """Around the next batch: what fails for a bad file among the `upcoming` images, a batch each, names that file.
+    """Around the next batch: an error is raised as BadFile if one of the `upcoming` images, a batch each, is bad.
 
-    Neither DALI nor torch's DataLoader says which it was, at least not always. Both read ahead, so that it need not be
-    one of the next batch.
+    Neither DALI nor torch's DataLoader names it in every case. Both read ahead, so that it need not be in the next
+    batch.
 
     Raises:
         BadFile: instead of the loader's own error.
@@ -164,12 +173,12 @@ def _identify_bad_file(
         yield
     except Exception as error:
         ahead = itertools.islice(upcoming, 2 + READ_AHEAD + NUM_PIPELINES * config.prefetch)
-        paths = [manifest.path(int(index)) for indices in ahead for index in indices]
+        records = [manifest.record(int(index)) for indices in ahead for index in indices]
         deadline = time.monotonic() + BAD_FILE_SEARCH_TIMEOUT
-        with contextlib.closing(inspect(paths, decoder_of(config.loader).decode, config.workers)) as stream:
-            for path, found in stream:
-                if found.bad is not None:
-                    raise BadFile(path, found.bad, env.rank) from error
+        with contextlib.closing(decode_files(records, decoder_of(config.loader).decode, config.workers)) as reports:
+            for position, report in reports:
+                if report.bad is not None:
+                    raise BadFile(records[position].name, report.bad, env.rank) from error
                 if time.monotonic() > deadline:
                     break
         raise

@@ -1,11 +1,8 @@
-"""Decoding one image: as DALI and as Pillow do it, and whether a JPEG was cut off."""
+"""Decodes one image, as DALI and as Pillow do it, and finds JPEGs that are cut off."""
 
-import contextlib
 import functools
 import io
 import os
-import random
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,18 +11,17 @@ import PIL
 from PIL import Image, ImageOps
 
 from utils.data.dali import DALI_VERSION
-from utils.data.manifest import Manifest
 
-CPU_ONLY_DEVICE = -99999  # NVIMGCODEC_DEVICE_CPU_ONLY: CUDA is not even looked for
+CPU_ONLY_DEVICE = -99999  # NVIMGCODEC_DEVICE_CPU_ONLY: CUDA is not started
 START, SCAN, END = b"\xff\xd8", b"\xff\xda", b"\xff\xd9"  # markers
 
 
 class DecodeError(Exception):
-    """A decoder does not take a file; the text says why, as far as it knows."""
+    """A decoder rejects a file; the text is the reason, as far as the decoder gives one."""
 
 
 class ImageInfo(NamedTuple):
-    """What a decoder tells of an image that it took: the file's format in lower case, and pixels."""
+    """What a decoder knows of an image that it has decoded: the format in lower case, and the size in pixels."""
 
     codec: str
     width: int
@@ -33,14 +29,14 @@ class ImageInfo(NamedTuple):
 
 
 class Decoder(NamedTuple):
-    """A decoder and its name with the version; `decode` raises DecodeError."""
+    """A decoder and its name with the version. `decode` maps encoded bytes to ImageInfo or raises DecodeError."""
 
     name: str
     decode: Callable[[bytes], ImageInfo]
 
 
 def decoder_of(loader: str) -> Decoder:
-    """What decides whether `--loader` can read a file, for `utils.data.verification`."""
+    """The decoder that decides whether `--loader` can read a file."""
     if loader == "torch":
         return Decoder(f"Pillow {PIL.__version__}", pillow_decode)
     from nvidia import nvimgcodec  # see `_codec`
@@ -51,7 +47,7 @@ def decoder_of(loader: str) -> Decoder:
 def dali_decode(content: bytes) -> ImageInfo:
     """Decode an image as DALI's decoders do on the CPU: by the library that they are made of.
 
-    A pipeline of DALI's own does not say which file of a batch it refused, and is of no use after.
+    A DALI pipeline does not name the file of a batch that it rejects, and cannot run after the error.
 
     Raises:
         DecodeError: DALI's pipelines fail on such a file.
@@ -82,8 +78,8 @@ def _codec(process: int) -> Any:
     return nvimgcodec.Decoder(device_id=CPU_ONLY_DEVICE, max_num_cpu_threads=1, backends=backends)
 
 
-def _check_end(content: bytes) -> None:
-    """Raise DecodeError for a JPEG that was cut off, by the verdict of `dali_decode`."""
+def check_end(content: bytes) -> None:
+    """Raise DecodeError for a JPEG without its end that `dali_decode` rejects."""
     if not has_end(content):
         dali_decode(content)
 
@@ -97,7 +93,7 @@ def pillow_decode(content: bytes) -> ImageInfo:
     try:
         with Image.open(io.BytesIO(content)) as file:
             codec = (file.format or "").lower()
-            image = _upright(file)
+            image = upright_rgb(file)
     except PIL.UnidentifiedImageError:
         raise DecodeError("no image that Pillow reads") from None
     except Exception as error:
@@ -105,8 +101,8 @@ def pillow_decode(content: bytes) -> ImageInfo:
     return ImageInfo(codec, image.width, image.height)
 
 
-def _upright(file: Image.Image) -> Image.Image:
-    """RGB and turned as its EXIF data ask, as DALI decodes."""
+def upright_rgb(file: Image.Image) -> Image.Image:
+    """The image in RGB, rotated by its EXIF orientation, as DALI decodes it."""
     image = ImageOps.exif_transpose(file)
     # Grey of 16 bits, which convert() would clip; a mode "I" of other formats may have 32.
     if image.mode.startswith("I;16") or (image.mode == "I" and file.format in ("PNG", "PPM")):
@@ -115,7 +111,7 @@ def _upright(file: Image.Image) -> Image.Image:
 
 
 def has_end(content: bytes) -> bool:
-    """Whether a JPEG goes on to its end marker, whatever may follow; True for what is no JPEG at all.
+    """Whether a JPEG has its end marker, whatever may follow it; True for content that is no JPEG.
 
     An end marker before the first scan is that of a preview within the metadata, and does not count.
     """
@@ -127,21 +123,3 @@ def has_end(content: bytes) -> bool:
             return False
         at += 2 + int.from_bytes(content[at + 2 : at + 4])  # a segment's length counts itself
     return content.find(END, at) >= 0
-
-
-def decoded_bytes(manifest: Manifest, sample: int = 256) -> int:
-    """Bytes that all images of `manifest` take as uint8 RGB, estimated from `sample` of them; 0 for synthetic data."""
-    if manifest.root is None:
-        return 0
-    chosen = random.Random(0).sample(range(len(manifest)), min(sample, len(manifest)))
-    sizes = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # a size is read, nothing is decoded
-        for index in chosen:
-            # Whoever decodes it will say what is wrong with a file.
-            with (
-                contextlib.suppress(OSError, ValueError, Image.DecompressionBombError),
-                Image.open(manifest.path(index)) as image,
-            ):
-                sizes.append(3 * image.width * image.height)
-    return round(len(manifest) * sum(sizes) / len(sizes)) if sizes else 0

@@ -1,15 +1,16 @@
-"""Manifest of a data set: its images, labels, class names, and a fingerprint of all three."""
+"""Manifest of a split: its images, their labels and class names, and a fingerprint of them."""
 
 import dataclasses
 import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from utils.data.formats.table import ImageTable, Record
 from utils.errors import UserError, escape_control_chars
 
 NAMED = 20  # bad files that one line names; a data set can have thousands
@@ -21,10 +22,10 @@ class FileEntry(NamedTuple):
     """One file of a listing.
 
     Attributes:
-        name: within its folder or, in a manifest, below the split's.
+        name: relative to the folder that was listed.
         size: bytes.
         mtime: of the last change, nanoseconds since 1970.
-        bad: why nobody can read it, as far as the listing can tell; None for the others.
+        bad: why it cannot be read, as far as a listing shows that; None for the others.
     """
 
     name: str
@@ -33,28 +34,42 @@ class FileEntry(NamedTuple):
     bad: str | None = None
 
 
+class Listing(NamedTuple):
+    """Files of any number of splits, for `utils.data.verification`.
+
+    Attributes:
+        root: folder that holds them, absolute.
+        entries: with names relative to `root`.
+        record: index of an entry that is not bad -> its image.
+    """
+
+    root: Path
+    entries: Sequence[FileEntry]
+    record: Callable[[int], Record]
+
+
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """The images of one split.
+    """The images of one split. What it knows of each is in arrays, not in an object per image.
 
     Attributes:
         root: folder of the split, `data_dir/train` or `data_dir/val`; None for synthetic data.
         classes: class names in label order (sorted by code point, as torchvision's ImageFolder does).
-        files: paths relative to `root`, sorted within each class; empty for synthetic data.
         labels: int64 (num_images,), in [0, len(classes)).
         fingerprint: hex digest of class names, file names, file sizes and labels.
+        images: names and locations, sorted by name within each class; None for synthetic data.
         sizes: int64 (num_images,), bytes; as `mtimes`, of no images for synthetic data.
         mtimes: int64 (num_images,), of the last change, nanoseconds since 1970.
-        bad: files that were left out, relative to `root`, and why.
-        replacements: those of `bad` whose place another file has taken, and which.
-        ignored: what was not taken for an image of a class, by suffix or as `NO_CLASS` or `NO_SUFFIX`, and how many.
+        bad: files that are excluded, relative to `root`, and why.
+        replacements: those of `bad` that another file replaces, and which.
+        ignored: what is not an image of a class, by suffix or as `NO_CLASS` or `NO_SUFFIX`, and how many.
     """
 
     root: Path | None
     classes: tuple[str, ...]
-    files: tuple[str, ...]
     labels: NDArray[np.int64]
     fingerprint: str
+    images: ImageTable | None = None
     sizes: NDArray[np.int64] = dataclasses.field(default_factory=lambda: np.empty(0, dtype=np.int64))
     mtimes: NDArray[np.int64] = dataclasses.field(default_factory=lambda: np.empty(0, dtype=np.int64))
     bad: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -64,10 +79,32 @@ class Manifest:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def path(self, index: int) -> str:
-        """Path of image `index`, fit for `open()`."""
-        assert self.root is not None, "synthetic data has no files"
-        return os.path.join(self.root, self.files[index])
+    def table(self) -> ImageTable:
+        """Names and locations of the images, which synthetic data does not have."""
+        assert self.images is not None, "synthetic data has no files"
+        return self.images
+
+    def record(self, index: int) -> Record:
+        """Image `index`, for `utils.data.reader`."""
+        return self.table().record(index)
+
+    def name(self, index: int) -> str:
+        """Path of image `index` relative to `root`."""
+        return os.fsdecode(self.table().names[index])
+
+    def names(self) -> list[str]:
+        """Paths of all images relative to `root`; synthetic data has none."""
+        return [] if self.images is None else [os.fsdecode(name) for name in self.images.names.tolist()]
+
+    def select(self, indices: NDArray[np.int64]) -> "Manifest":
+        """These images, in this order, with repetitions if there are any; the fingerprint stays."""
+        return dataclasses.replace(
+            self,
+            images=self.table().select(indices),
+            labels=self.labels[indices],
+            sizes=self.sizes[indices],
+            mtimes=self.mtimes[indices],
+        )
 
     def without(self, bad: Mapping[str, str]) -> "Manifest":
         """The manifest that a listing would give if the files `bad` (relative to `root`, with a reason) did not exist.
@@ -75,41 +112,63 @@ class Manifest:
         Raises:
             UserError: a class would have no image left.
         """
-        assert self.root is not None, "synthetic data has no files"
-        entries = [
-            FileEntry(name, int(size), int(mtime), bad.get(name))
-            for name, size, mtime in zip(self.files, self.sizes, self.mtimes, strict=True)
-        ]
-        return _manifest(self.root, self.classes, entries, self.labels, self.bad, self.ignored)
+        is_bad = self._is_named(bad)
+        if not is_bad.any():
+            return self
+        empty = set(range(len(self.classes))) - set(np.unique(self.labels[~is_bad]).tolist())
+        if empty:
+            count = (self.labels == min(empty)).sum()
+            raise UserError(
+                f"{self.root}/{self.classes[min(empty)]}: a class without a readable image, its {count:,} files are "
+                "bad; replace them or remove the folder"
+            )
+        good = self.select(np.flatnonzero(~is_bad))
+        excluded = [self.name(index) for index in np.flatnonzero(is_bad).tolist()]
+        return dataclasses.replace(
+            good,
+            fingerprint=fingerprint(good.table().names, good.sizes),
+            bad={**self.bad, **{name: bad[name] for name in excluded}},
+        )
 
     def with_replacements(self, bad: Mapping[str, str]) -> "Manifest":
         """The same number of images with the same labels and fingerprint, none of them among the files `bad`.
 
-        The next good file of the class takes the place of a bad one, and is in two places then: a run that has begun
-        with these files keeps its order of images.
+        The next good image of its class replaces a bad one, and is in the result twice. So a run that has begun with
+        these files keeps its order of images.
 
         Raises:
             UserError: a class would have no image left.
         """
         order = np.arange(len(self))
-        is_bad = np.array([name in bad for name in self.files], dtype=bool)
-        for index in np.flatnonzero(is_bad):
+        is_bad = self._is_named(bad)
+        for index in np.flatnonzero(is_bad).tolist():
             start, end = np.searchsorted(self.labels, [self.labels[index], self.labels[index] + 1])
             good = start + np.flatnonzero(~is_bad[start:end])
             if not len(good):
+                name = self.name(index)
                 raise UserError(
                     f"{self.root}: of {self.classes[self.labels[index]]} no image is left that this run began with; "
-                    f"repair one ({self.files[index]}: {bad[self.files[index]]}), or start anew in another --output-dir"
+                    f"repair one ({name}: {bad[name]}), or start anew in another --output-dir"
                 )
             order[index] = good[np.searchsorted(good, index) % len(good)]
         return dataclasses.replace(
-            self,
-            files=tuple(self.files[index] for index in order),
-            sizes=self.sizes[order],
-            mtimes=self.mtimes[order],
+            self.select(order),
             bad={**self.bad, **bad},
-            replacements={self.files[index]: self.files[order[index]] for index in np.flatnonzero(is_bad)},
+            replacements={self.name(index): self.name(int(order[index])) for index in np.flatnonzero(is_bad).tolist()},
         )
+
+    def _is_named(self, files: Mapping[str, str]) -> NDArray[np.bool_]:
+        """Which images are among `files`: (num_images,)."""
+        encoded = set(map(os.fsencode, files))
+        return np.array([name in encoded for name in self.table().names.tolist()], dtype=bool)
+
+
+def fingerprint(names: NDArray[np.bytes_], sizes: NDArray[np.int64]) -> str:
+    """Hex digest of the names, in which the classes are, and sizes of a split's files."""
+    digest = hashlib.sha256()
+    for name, size in zip(names.tolist(), sizes.tolist(), strict=True):
+        digest.update(name + b"\0%d\0" % size)
+    return digest.hexdigest()[:32]
 
 
 def describe(bad: Mapping[str, str]) -> str:
@@ -119,7 +178,7 @@ def describe(bad: Mapping[str, str]) -> str:
 
 
 def describe_ignored(manifest: Manifest) -> str:
-    """What lies in the split's folder and is not trained on, such as "7 files .jfif, 1 image without a class folder".
+    """What is in the split's folder and not trained on, such as "7 files .jfif, 1 image without a class folder".
 
     Empty if there is nothing.
     """
@@ -135,45 +194,8 @@ def describe_counts(ignored: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {noun}{'s' if count > 1 else ''}{kind}" for count, noun, kind in parts if count)
 
 
-def _manifest(
-    root: Path,
-    classes: tuple[str, ...],
-    entries: Sequence[FileEntry],
-    labels: NDArray[np.int64],
-    bad: Mapping[str, str],
-    ignored: Mapping[str, int],
-) -> Manifest:
-    """The manifest of those `entries` that are good; `bad` were left out before."""
-    good = np.array([entry.bad is None for entry in entries], dtype=bool)
-    kept = [entry for entry in entries if entry.bad is None]
-    bare = set(range(len(classes))) - set(np.unique(labels[good]).tolist())
-    if bare:
-        raise UserError(
-            f"{root / classes[min(bare)]}: a class without a readable image, its {(labels == min(bare)).sum():,} files "
-            "are bad; replace them or remove the folder"
-        )
-    return Manifest(
-        root,
-        classes,
-        tuple(entry.name for entry in kept),
-        labels[good],
-        _fingerprint(kept),
-        np.array([entry.size for entry in kept], dtype=np.int64),
-        np.array([entry.mtime for entry in kept], dtype=np.int64),
-        {**bad, **{entry.name: entry.bad for entry in entries if entry.bad is not None}},
-        ignored=ignored,
-    )
-
-
-def _fingerprint(entries: Iterable[FileEntry]) -> str:
-    digest = hashlib.sha256()
-    for entry in entries:
-        digest.update(os.fsencode(entry.name) + b"\0%d\0" % entry.size)
-    return digest.hexdigest()[:32]
-
-
 def synthetic(num_images: int, num_classes: int) -> Manifest:
     """A manifest of images that exist on no disk, for measuring the training step alone."""
     labels = np.arange(num_images, dtype=np.int64) % num_classes
     classes = tuple(str(index) for index in range(num_classes))
-    return Manifest(None, classes, (), labels, f"synthetic-{num_images}-{num_classes}")
+    return Manifest(None, classes, labels, f"synthetic-{num_images}-{num_classes}")

@@ -1,7 +1,7 @@
 """AutoAugment, RandAugment and TrivialAugment: torchvision's policies, and the same ones made of DALI's operators.
 
 Both draw the same operations with the same probabilities, magnitudes and signs (docs/decisions/0012). Shear, shift and
-rotation interpolate bilinearly and fill with black. Shear leaves the upper left corner in place, rotation the centre.
+rotation interpolate bilinearly and fill with black. Shear fixes the upper left corner, rotation the centre.
 
 - autoaugment: the 25 sub-policies for ImageNet of arXiv:1805.09501, table 9, with magnitudes out of 10 bins.
 - randaugment: 2 of 14 operations, each with magnitude 9 of 31 bins (arXiv:1909.13719).
@@ -69,7 +69,7 @@ def torchvision_policy(policy: str) -> torch.nn.Module:
 
 def apply_policy(images: Any, policy: str, image_size: int) -> Any:
     """DALI's: uint8 HWC images (image_size, image_size, 3) of a pipeline with conditionals; "none" returns them."""
-    # DALI's operations use operators that DALI deprecates, and it overrides every filter to say so.
+    # DALI's operations use operators that DALI deprecates, and its warnings override every filter.
     with warnings.catch_warnings(record=True):
         return _apply_policy(images, policy, image_size)
 
@@ -98,7 +98,7 @@ def operations(policy: str, image_size: int) -> dict[str, Any]:
     """DALI's augmentations with torchvision's magnitudes, by name.
 
     Magnitudes: shear as a tangent, shift in pixels, rotation in degrees, brightness to sharpness as the distance from
-    the factor 1, posterize in bits that are kept, solarize as the least value that is inverted, of 1. Those from shear
+    the factor 1, posterize in bits that remain, solarize as the least value that is inverted, of 1. Those from shear
     to sharpness get a random sign.
     """
     trivial = policy == "trivialaugment"
@@ -144,7 +144,7 @@ def _least_inverted(threshold: float) -> NDArray[np.float32]:
 
 @augmentation  # type: ignore[untyped-decorator]
 def equalize(images: Any, _: Any) -> Any:
-    """Pillow's equalisation: the brightest value is left out of the sum, where DALI leaves out the darkest.
+    """Pillow's equalisation: the sum excludes the brightest value, where DALI excludes the darkest.
 
     They differ by tens of 255 where a geometric operation has filled with black. What is dark in the inverse image is
     bright in the image.

@@ -1,12 +1,10 @@
-"""DALI Proxy: torch's DataLoader workers name the images, a DALI server decodes and augments them."""
+"""DALI Proxy: torch's DataLoader workers request the images, a DALI server reads, decodes and augments them."""
 
 import itertools
-import os
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import torch
 import torch.utils.data
 from nvidia.dali.plugin.pytorch.experimental import proxy
@@ -14,39 +12,33 @@ from torch import Tensor
 
 from utils.config import ResolvedConfig
 from utils.data.batch import Batch
-from utils.data.dali import _dali_device, _pipeline_options, _remove_generated_files
-from utils.data.decode_pool import _identify_bad_file
-from utils.data.decoding import END, _check_end
+from utils.data.dali import dali_device, pipeline_options, remove_generated_files
+from utils.data.decode_pool import identify_bad_file
 from utils.data.manifest import Manifest
+from utils.data.reader import request_of
 from utils.data.sampler import Sampler
-from utils.data.workers import _BatchSampler, _label, _shutdown_workers_now, _worker_options, safe_fork
+from utils.data.workers import BatchSampler, label_tensor, safe_fork, shutdown_workers, worker_options
 from utils.distributed.group import DistEnv
 from utils.seed import Stream, derive_seed
 
 
 class _ProxyImages(torch.utils.data.Dataset[tuple[Any, Tensor]]):
-    """File names, handed to the DALI server by each worker, and labels: int64 ()."""
+    """Requests for images, handed to the DALI server by each worker, and labels: int64 ()."""
 
     def __init__(self, manifest: Manifest, proxy: Any) -> None:
         self.manifest, self.proxy = manifest, proxy
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[Any, Tensor]:
         index, _ = key
-        path = self.manifest.path(index)
-        with open(path, "rb") as file:
-            file.seek(-len(END), os.SEEK_END)
-            if file.read() != END:
-                file.seek(0)
-                _check_end(file.read())
-        return self.proxy(np.frombuffer(os.fsencode(path), dtype=np.uint8)), _label(self.manifest, index)
+        return self.proxy(request_of(self.manifest.record(index))), label_tensor(self.manifest, index)
 
 
 class ProxyTrainLoader:
-    """DALI as a server behind torch's DataLoader: workers name the files, the server decodes and augments.
+    """DALI as a server behind torch's DataLoader.
 
-    A server cannot be restored, so each epoch has a new one, with a seed of its own: a resume at an epoch's boundary is
-    exact (with `--deterministic`, which also fixes the order in which the server takes batches). In
-    mid-epoch the images are the ones that would have come, their random draws are others.
+    A server cannot be restored, so each epoch has a new one, with a seed of its own. A resume at an epoch's boundary is
+    exact with `--deterministic`, which also fixes the order in which the server takes batches. A resume within an epoch
+    gives the same images with other random draws.
     """
 
     def __init__(
@@ -60,13 +52,13 @@ class ProxyTrainLoader:
     ) -> None:
         self._create_pipeline = create_pipeline
         self._config, self._manifest, self._sampler, self._env = config, manifest, sampler, env
-        self._stopping = ThreadPoolExecutor(1)  # a server takes up to 5 s to stop, which the next epoch need not wait
+        self._stopping = ThreadPoolExecutor(1)  # a server takes up to 5 s to stop; the next epoch does not wait for it
         self._batches = self._stream(first_batch)
         self._next = first_batch
 
     def __next__(self) -> Batch:
         upcoming = map(self._sampler.indices, itertools.count(self._next))
-        with _identify_bad_file(self._config, self._manifest, self._env, upcoming):
+        with identify_bad_file(self._config, self._manifest, self._env, upcoming):
             batch = next(self._batches)
         self._next += 1
         return batch
@@ -78,33 +70,33 @@ class ProxyTrainLoader:
             pipeline = self._epoch_pipeline(epoch, batch - epoch * self._sampler.batches_per_epoch)
             server = proxy.DALIServer(pipeline, deterministic=self._config.deterministic)
             try:
-                yield from self._epoch(server, _BatchSampler(self._sampler, batch, last))
+                yield from self._epoch(server, BatchSampler(self._sampler, batch, last))
             finally:
                 self._stopping.submit(server.stop_thread)
             batch = last
 
     def _epoch_pipeline(self, epoch: int, batch: int) -> Any:
         seed = derive_seed(Stream.PROXY, self._config.seed, self._env.rank, epoch, batch)
-        options = _pipeline_options(self._config, self._env) | {"seed": seed}
-        pipeline = self._create_pipeline(self._config, _dali_device(self._env), **options)
-        _remove_generated_files()
+        options = pipeline_options(self._config, self._env) | {"seed": seed}
+        pipeline = self._create_pipeline(self._config, dali_device(self._env), **options)
+        remove_generated_files()
         return pipeline
 
-    def _epoch(self, server: Any, order: _BatchSampler) -> Iterator[Batch]:
+    def _epoch(self, server: Any, order: BatchSampler) -> Iterator[Batch]:
         loader = proxy.DataLoader(
             server,
             _ProxyImages(self._manifest, server.proxy),
             batch_sampler=order,
-            **(_worker_options(self._config, self._env) | {"pin_memory": False}),  # there is no image to pin
+            **(worker_options(self._config, self._env) | {"pin_memory": False}),  # there is no image to pin
         )
         with safe_fork():
             batches = iter(loader)
-        server.start_thread()  # after the fork: the workers must not inherit it in the midst of something
+        server.start_thread()  # after the fork: the workers must not inherit a running thread
         try:
             for images, targets in batches:
                 yield Batch(images.permute(0, 3, 1, 2), targets.to(self._env.device, non_blocking=True))
         finally:
-            _shutdown_workers_now(batches)
+            shutdown_workers(batches)
 
     def state(self) -> dict[str, Any]:
         return {}

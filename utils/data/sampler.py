@@ -1,7 +1,7 @@
 """Which images a rank reads at each batch: a pure function of (seed, epoch, batch).
 
-Nothing here has a state to save or to lose. A resumed run, another rank and another loader compute the same order,
-and the images of one optimizer step do not depend on how many processes share it.
+There is no state to save. A resumed run, another rank and another loader compute the same order, and the images of one
+optimizer step do not depend on the number of processes.
 """
 
 import dataclasses
@@ -21,8 +21,8 @@ class Sampler:
     """Order of the training images.
 
     Every epoch is a new permutation of all images, cut into steps of `world_size * batches_per_step * batch_size`.
-    The rest, less than one step, is left out; as the permutation changes, it is another rest each epoch. So every
-    rank takes the same number of batches and no image is seen twice in an epoch.
+    The remainder, less than one step, is dropped; each epoch drops other images. So every rank has the same number of
+    batches, and no image is seen twice in an epoch.
 
     Attributes:
         num_images: images in the split.

@@ -1,14 +1,15 @@
-"""The train and val manifests of a run: read, bad files excluded, the same on all ranks."""
+"""The train and val images of a run: listed, without the bad files, the same on all ranks."""
 
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from utils.config import ResolvedConfig, TrainConfig
 from utils.data import manifest as dataset
 from utils.data.decoding import decoder_of
 from utils.data.formats import folder
-from utils.data.manifest import FileEntry, Manifest
+from utils.data.formats.table import Record
+from utils.data.manifest import FileEntry, Listing, Manifest
 from utils.data.verification import BAD_FILES, bad_files, verify_dataset
 from utils.distributed.collectives import all_gather_object, broadcast
 from utils.distributed.group import DistEnv
@@ -20,7 +21,7 @@ Splits = dict[str, Manifest]  # by the name of the split
 
 
 def read_data(config: TrainConfig) -> Splits:
-    """List what the run reads: both splits, `--evaluate` val/ alone; synthetic data without --data-dir has any size."""
+    """List the images of the run: both splits, with `--evaluate` val/ alone; without --data-dir synthetic ones."""
     names = ("val",) if config.evaluate else SPLITS
     if config.data_dir is None:
         sizes = {"train": SYNTHETIC_TRAIN, "val": SYNTHETIC_VAL}
@@ -44,73 +45,89 @@ class InitialFiles:
     fingerprints: Mapping[str, str]
 
 
-def leave_out_bad(config: ResolvedConfig, splits: Splits, env: DistEnv, initial: InitialFiles | None) -> Splits:
-    """`--bad-files skip`: the manifests without the files that the loader cannot read. A collective.
+def exclude_bad_files(config: ResolvedConfig, splits: Splits, env: DistEnv, initial: InitialFiles | None) -> Splits:
+    """`--bad-files skip`: the manifests without the files that the loader cannot read. Collective: call on every rank.
 
-    Every file is decoded once, by all ranks together; what was found is kept in the output folder, for the next launch
-    to decode no more than what has changed. A run that began with files which are bad now, or without files which are
-    good now, goes on as `apply_exclusions` says; `initial` are those with which it began.
+    Every file is decoded once, each by one rank. The output folder keeps the results, so that the next launch decodes
+    only what has changed. Where a run continues, files may have turned bad or good since its start: see
+    `apply_exclusions`.
+
+    Args:
+        config: resolved.
+        splits: the listed images.
+        env: this process.
+        initial: the files with which the run began; None for a new run.
 
     Raises:
         UserError: on all ranks: a class would be left without images, or the output folder cannot be written.
     """
     if config.bad_files != "skip" or config.loader == "synthetic" or config.data_dir is None:
         return splits
+    listing = Listing(config.data_dir.absolute(), *_listed(splits))
+    decoder = decoder_of(config.loader)
+    known = verify_dataset(listing, decoder, config.output_dir, config.workers, env, partial=config.evaluate)
+    bad = broadcast({} if known is None else bad_files(known), env)
+    good = {}
+    for split, manifest in splits.items():
+        of_split = {name[len(split) + 1 :]: reason for name, reason in bad.items() if name.startswith(f"{split}/")}
+        good[split] = manifest.without(of_split)
+        if initial and not config.evaluate:
+            good[split] = apply_exclusions(manifest, good[split], of_split, initial, split)
+    return good
+
+
+def _listed(splits: Splits) -> tuple[list[FileEntry], Callable[[int], Record]]:
+    """`Listing.entries` and `Listing.record` of all splits, the files that are bad by their listing at the end."""
     entries = [
         FileEntry(f"{split}/{name}", int(size), int(mtime))
         for split, manifest in splits.items()
-        for name, size, mtime in zip(manifest.files, manifest.sizes, manifest.mtimes, strict=True)
+        for name, size, mtime in zip(manifest.names(), manifest.sizes, manifest.mtimes, strict=True)
     ]
     entries += [FileEntry(f"{split}/{name}", 0, 0, bad) for split in splits for name, bad in splits[split].bad.items()]
-    decoder = decoder_of(config.loader)
-    known = verify_dataset(
-        config.data_dir.absolute(), entries, decoder, config.output_dir, config.workers, env, config.evaluate
-    )
-    bad = broadcast({} if known is None else bad_files(known), env)
-    kept = {}
-    for split, manifest in splits.items():
-        of_split = {name[len(split) + 1 :]: reason for name, reason in bad.items() if name.startswith(f"{split}/")}
-        kept[split] = manifest.without(of_split)
-        if initial and not config.evaluate:
-            kept[split] = apply_exclusions(manifest, kept[split], of_split, initial, split)
-    return kept
+
+    def record(index: int) -> Record:
+        for manifest in splits.values():
+            if index < len(manifest):
+                return manifest.record(index)
+            index -= len(manifest)
+        raise IndexError("a file that is bad by its listing is not read")
+
+    return entries, record
 
 
 def apply_exclusions(
-    listed: Manifest, kept: Manifest, bad: Mapping[str, str], initial: InitialFiles, split: str
+    listed: Manifest, good: Manifest, bad: Mapping[str, str], initial: InitialFiles, split: str
 ) -> Manifest:
-    """The images with which a run goes on: without `bad`, but in the order that it has begun with.
+    """The images with which a run continues: without `bad`, in the order of the run's start.
 
-    Where files of train/ have turned bad since, others stand in for them. Those of val/ are left out. What the run has
-    been without from its start stays left out, even if it is good now.
+    Files of train/ that have turned bad since are replaced by others of their class. Those of val/ are excluded. Files
+    that were excluded at the start stay excluded, even if they are good now.
 
     Args:
         listed: all files.
-        kept: those that are good now, which is the result if the run began with them.
+        good: those that are good now, which is the result for a run that began with them.
         bad: relative to the split's folder, and why.
-        initial: the files with which it began; if they are another data set's, so is the result.
+        initial: the files with which the run began. If they are of another data set, the result is `good`.
         split: train or val.
     """
-    begun = as_begun(listed, initial.excluded[split], bad)
-    if begun.fingerprint != initial.fingerprints[split]:
-        return kept
+    manifest = initial_manifest(listed, initial.excluded[split], bad)
+    if manifest.fingerprint != initial.fingerprints[split]:
+        return good
     if split == "train":
-        return begun.with_replacements(bad)
-    return dataclasses.replace(begun.without(bad), fingerprint=begun.fingerprint)
+        return manifest.with_replacements(bad)
+    return dataclasses.replace(manifest.without(bad), fingerprint=manifest.fingerprint)
 
 
-def as_begun(listed: Manifest, excluded_files: Sequence[str], bad: Mapping[str, str] | None = None) -> Manifest:
-    """The images with which a run began that has been without the files `excluded_files`; `bad` has their reasons."""
+def initial_manifest(listed: Manifest, excluded_files: Sequence[str], bad: Mapping[str, str] | None = None) -> Manifest:
+    """The images with which a run began that excluded `excluded_files`; `bad` has the reasons that are known now."""
     reasons = bad or {}
-    return (
-        listed.without({name: reasons.get(name, "bad when the run began") for name in excluded_files})
-        if excluded_files
-        else listed
-    )
+    if not excluded_files:
+        return listed
+    return listed.without({name: reasons.get(name, "bad when the run began") for name in excluded_files})
 
 
-def describe_skipped(config: ResolvedConfig, splits: Splits) -> str:
-    """How many files were left out, in all and of each class; "" for none."""
+def describe_exclusions(config: ResolvedConfig, splits: Splits) -> str:
+    """How many files are excluded, in all and of each class; "" for none."""
     parts = []
     for split, manifest in splits.items():
         if manifest.bad:
@@ -128,7 +145,7 @@ def describe_skipped(config: ResolvedConfig, splits: Splits) -> str:
 
 
 def check_files(config: ResolvedConfig, splits: Splits, env: DistEnv) -> None:
-    """Raise UserError on all ranks unless all of them list the same files. A collective."""
+    """Raise UserError on all ranks unless all list the same files. Collective: call on every rank."""
     if len(set(all_gather_object(tuple(manifest.fingerprint for manifest in splits.values()), env))) > 1:
         raise UserError(
             f"--data-dir {config.data_dir}: not the same files on all ranks; give all the same", on_all_ranks=True

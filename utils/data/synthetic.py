@@ -1,10 +1,9 @@
-"""Random images that cost nothing to load."""
+"""Loaders of random images that are made once, in place of reading and decoding files."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.utils.data
 
 from utils.config import ResolvedConfig
 from utils.data.batch import Batch
@@ -14,7 +13,7 @@ from utils.distributed.group import DistEnv
 
 
 class SyntheticTrainLoader:
-    """One batch of random images on the device, again and again: what the training step costs without a feed."""
+    """The same batch of random images on the device for every step, to time the step without loading."""
 
     def __init__(self, config: ResolvedConfig, manifest: Manifest, env: DistEnv) -> None:
         self._batch = _random_batch(config.batch_size, config.image_size, len(manifest.classes), env.device)
@@ -30,7 +29,7 @@ class SyntheticTrainLoader:
 
 
 class SyntheticValLoader:
-    """Random images, as many as this rank's share."""
+    """As many random images as this rank's part of the validation set."""
 
     def __init__(self, config: ResolvedConfig, manifest: Manifest, env: DistEnv) -> None:
         self._num_images = len(shard(len(manifest), env.rank, env.world_size))

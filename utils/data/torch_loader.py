@@ -14,17 +14,18 @@ from torchvision.transforms import v2
 
 from utils.config import ResolvedConfig
 from utils.data.batch import Batch
-from utils.data.decode_pool import _identify_bad_file
-from utils.data.decoding import _upright
+from utils.data.decode_pool import identify_bad_file
+from utils.data.decoding import upright_rgb
 from utils.data.manifest import Manifest
 from utils.data.policies import RATIO, torchvision_policy
+from utils.data.reader import open_image
 from utils.data.sampler import Sampler, shard
-from utils.data.workers import _BatchSampler, _label, _shutdown_workers_now, _to_device, _worker_options, safe_fork
+from utils.data.workers import BatchSampler, label_tensor, safe_fork, shutdown_workers, to_device, worker_options
 from utils.distributed.group import DistEnv
 from utils.seed import Stream, seed_sequence
 
 
-class _TorchImages(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+class TorchImages(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
     """Images through Pillow and torchvision: uint8 (3, H, W), and their labels: int64 ().
 
     The random draws of an image depend on (seed, epoch, image) alone: not on the worker, the rank or a resume.
@@ -32,21 +33,22 @@ class _TorchImages(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
     def __init__(self, config: ResolvedConfig, manifest: Manifest, train: bool) -> None:
         self.manifest, self.seed = manifest, config.seed if train else None
-        self.transform = _torch_train_transform(config) if train else _torch_val_transform(config)
+        self.transform = torch_train_transform(config) if train else torch_val_transform(config)
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, Tensor]:
         index, epoch = key
-        with Image.open(self.manifest.path(index)) as file:
-            image = _upright(file)
+        with open_image(self.manifest.record(index)) as file, Image.open(file) as opened:
+            image = upright_rgb(opened)
         if self.seed is None:
-            return self.transform(image), _label(self.manifest, index)
+            return self.transform(image), label_tensor(self.manifest, index)
         with torch.random.fork_rng(devices=[]):
             seed = seed_sequence(Stream.IMAGE, self.seed, epoch, index).generate_state(1, np.uint64)[0]
             torch.manual_seed(int(seed >> np.uint64(1)))
-            return self.transform(image), _label(self.manifest, index)
+            return self.transform(image), label_tensor(self.manifest, index)
 
 
-def _torch_train_transform(config: ResolvedConfig) -> Callable[[Image.Image], Tensor]:
+def torch_train_transform(config: ResolvedConfig) -> Callable[[Image.Image], Tensor]:
+    """Random resized crop, flip and policy of an RGB image: uint8 (3, image_size, image_size)."""
     transform: Callable[[Image.Image], Tensor] = v2.Compose(
         [
             v2.RandomResizedCrop(config.image_size, scale=(config.crop_scale, 1.0), ratio=RATIO),
@@ -58,7 +60,8 @@ def _torch_train_transform(config: ResolvedConfig) -> Callable[[Image.Image], Te
     return transform
 
 
-def _torch_val_transform(config: ResolvedConfig) -> Callable[[Image.Image], Tensor]:
+def torch_val_transform(config: ResolvedConfig) -> Callable[[Image.Image], Tensor]:
+    """Resize of the shorter side and centre crop of an RGB image: uint8 (3, image_size, image_size)."""
     steps = [v2.Resize(config.val_resize), v2.CenterCrop(config.image_size), v2.PILToTensor()]
     transform: Callable[[Image.Image], Tensor] = v2.Compose(steps)
     return transform
@@ -72,26 +75,26 @@ class TorchTrainLoader:
     ) -> None:
         self._device = env.device
         self._sampler, self._next = sampler, first_batch
-        self._naming = functools.partial(_identify_bad_file, config, manifest, env)
+        self._identify_bad_file = functools.partial(identify_bad_file, config, manifest, env)
         loader = torch.utils.data.DataLoader(
-            _TorchImages(config, manifest, train=True),
-            batch_sampler=_BatchSampler(sampler, first_batch),
-            **_worker_options(config, env),
+            TorchImages(config, manifest, train=True),
+            batch_sampler=BatchSampler(sampler, first_batch),
+            **worker_options(config, env),
         )
         with safe_fork():
             self._batches = iter(loader)
 
     def __next__(self) -> Batch:
-        with self._naming(map(self._sampler.indices, itertools.count(self._next))):
+        with self._identify_bad_file(map(self._sampler.indices, itertools.count(self._next))):
             images, targets = next(self._batches)
         self._next += 1
-        return _to_device(images, targets, self._device)
+        return to_device(images, targets, self._device)
 
     def state(self) -> dict[str, Any]:
         return {}  # the order and every draw follow from the position
 
     def close(self) -> None:
-        _shutdown_workers_now(self._batches)
+        shutdown_workers(self._batches)
 
 
 class TorchValLoader:
@@ -100,12 +103,12 @@ class TorchValLoader:
     def __init__(self, config: ResolvedConfig, manifest: Manifest, env: DistEnv) -> None:
         self._device = env.device
         self._indices, self._batch_size = shard(len(manifest), env.rank, env.world_size), config.batch_size
-        self._naming = functools.partial(_identify_bad_file, config, manifest, env)
+        self._identify_bad_file = functools.partial(identify_bad_file, config, manifest, env)
         self._loader = torch.utils.data.DataLoader(
-            _TorchImages(config, manifest, train=False),
+            TorchImages(config, manifest, train=False),
             sampler=[(int(index), 0) for index in self._indices],
             batch_size=config.batch_size,
-            **_worker_options(config, env),
+            **worker_options(config, env),
         )
 
     def __iter__(self) -> Iterator[Batch]:
@@ -113,8 +116,8 @@ class TorchValLoader:
             batches = iter(self._loader)
         try:
             for start in range(0, len(self._indices), self._batch_size):
-                with self._naming([self._indices[start:]]):
+                with self._identify_bad_file([self._indices[start:]]):
                     images, targets = next(batches)
-                yield _to_device(images, targets, self._device)
+                yield to_device(images, targets, self._device)
         finally:
-            _shutdown_workers_now(batches)
+            shutdown_workers(batches)

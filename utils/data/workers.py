@@ -1,4 +1,4 @@
-"""Worker processes of torch's DataLoader: their start, signals and end."""
+"""Worker processes of torch's DataLoader: their batches, start, signals and end."""
 
 import contextlib
 import gc
@@ -9,7 +9,6 @@ from multiprocessing.connection import Listener
 from typing import Any
 
 import torch
-import torch.utils.data
 from torch import Tensor
 
 from utils.config import ResolvedConfig
@@ -26,7 +25,7 @@ from utils.errors import UserError
 def safe_fork() -> Iterator[None]:
     """Around the start of worker processes: no garbage of this process may be collected in them.
 
-    A worker that frees a DALI pipeline which it inherited waits for threads that it did not, and aborts.
+    A worker that frees a DALI pipeline which it inherited waits for threads that it did not inherit, and aborts.
     """
     gc.collect()
     gc.freeze()
@@ -36,8 +35,8 @@ def safe_fork() -> Iterator[None]:
         gc.unfreeze()
 
 
-class _BatchSampler:
-    """Batches of (image, epoch) pairs from batch `first` of a run up to `last` (endless if None)."""
+class BatchSampler:
+    """Batches of (image, epoch) pairs from batch `first` of a run up to `last`, without it; endless if None."""
 
     def __init__(self, sampler: Sampler, first: int, last: int | None = None) -> None:
         self.sampler, self.first, self.last = sampler, first, last
@@ -50,8 +49,9 @@ class _BatchSampler:
             batch += 1
 
 
-def _label(manifest: Manifest, index: int) -> Tensor:
-    # A number would be shared with the trainer by a thread of the worker, which `terminate_workers` can cut off there.
+def label_tensor(manifest: Manifest, index: int) -> Tensor:
+    """Label of an image, as a worker returns it: int64 ()."""
+    # A thread of the worker would send a number to the trainer, and `terminate_workers` could interrupt it there.
     return torch.tensor(int(manifest.labels[index]))
 
 
@@ -62,7 +62,8 @@ def _worker_init(worker: int) -> None:
     install_worker_exit_handler()
 
 
-def _worker_options(config: ResolvedConfig, env: DistEnv) -> dict[str, Any]:
+def worker_options(config: ResolvedConfig, env: DistEnv) -> dict[str, Any]:
+    """Options of every DataLoader with worker processes."""
     return {
         "num_workers": config.workers,
         "pin_memory": env.device.type == "cuda",
@@ -71,15 +72,17 @@ def _worker_options(config: ResolvedConfig, env: DistEnv) -> dict[str, Any]:
     }
 
 
-def _shutdown_workers_now(batches: Any) -> None:
-    """End what a DataLoader's iterator has started, now: the traceback of an error would keep it to the very end.
+def shutdown_workers(batches: Any) -> None:
+    """End at once what a DataLoader's iterator has started.
 
-    There the interpreter asks workers to end by a signal, which ours are deaf to, and waits for them.
+    Otherwise the traceback of an error keeps the iterator until the interpreter ends. There the interpreter sends the
+    workers a signal that they ignore, and waits for them.
     """
     batches._shutdown_workers()
 
 
-def _to_device(images: Tensor, targets: Tensor, device: torch.device) -> Batch:
+def to_device(images: Tensor, targets: Tensor, device: torch.device) -> Batch:
+    """Batch on `device` of what a DataLoader has collated: uint8 (N, 3, H, W) and int64 (N,)."""
     images = images.to(device, non_blocking=True).contiguous(memory_format=torch.channels_last)
     return Batch(images, targets.to(device, non_blocking=True))
 
@@ -88,13 +91,13 @@ def check_sockets(users: str) -> None:
     """Open a socket in the temporary folder, as the workers of torch's DataLoader do to share their tensors.
 
     Where they cannot, the DataLoader waits for ever: https://github.com/python/cpython/issues/132124. Python makes a
-    folder for the sockets of this process, which its workers then share, and removes it at the process's end.
+    folder for the sockets of this process, which its workers share. It removes the folder when the process ends.
 
     Args:
-        users: for the message.
+        users: of the sockets, for the message.
 
     Raises:
-        UserError: if that fails, as it does where the folder's path is too long.
+        UserError: no socket can be opened, as where the folder's path is too long.
     """
     folder = tempfile.gettempdir()
     try:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 
 from utils.config import ResolvedConfig, TrainConfig
-from utils.data.decoding import decoded_bytes
+from utils.data.cache import decoded_bytes
 from utils.data.manifest import Manifest
 from utils.data.workers import check_sockets
 from utils.distributed.collectives import all_gather_object, raise_on_all_ranks, sync_errors

@@ -14,7 +14,7 @@ from torch import Tensor
 from utils.config import ResolvedConfig, flag, flags_with_role
 from utils.data.dali import DALI_VERSION
 from utils.data.sampler import Sampler
-from utils.data.splits import Splits, as_begun
+from utils.data.splits import Splits, initial_manifest
 from utils.data.verification import compare_contents, content_digests, load_digests
 from utils.distributed.collectives import broadcast, sync_errors
 from utils.distributed.group import DistEnv
@@ -166,7 +166,7 @@ def describe_files(
     known = load_digests(config.output_dir) if env.is_main else {}
     with sync_errors(env):
         for split, manifest in listed.items() if env.is_main else ():
-            begun = as_begun(manifest, excluded_files[split])
+            begun = initial_manifest(manifest, excluded_files[split])
             digests = content_digests(begun, known, split)
             if saved and saved.record.fingerprint[f"files of {split}/"] == begun.fingerprint:
                 before = {name: values.numpy() for name, values in saved.record.files[split].items()}
@@ -176,7 +176,7 @@ def describe_files(
                 if len(unsure):
                     lines.append(
                         f"{len(unsure):,} {split} file{'s' if len(unsure) > 1 else ''} changed since the checkpoint, "
-                        f"by time, not by size ({begun.files[unsure[0]]}{', ...' if len(unsure) > 1 else ''})"
+                        f"by time, not by size ({begun.name(unsure[0])}{', ...' if len(unsure) > 1 else ''})"
                     )
             files[split] = {"mtimes": torch.from_numpy(begun.mtimes), "digests": torch.from_numpy(digests)}
     return files, lines

@@ -11,7 +11,7 @@ import models
 import pipelines
 from utils.config import ResolvedConfig, TrainConfig, require_data
 from utils.data.manifest import Manifest
-from utils.data.splits import check_files, describe_skipped, leave_out_bad, read_data
+from utils.data.splits import check_files, describe_exclusions, exclude_bad_files, read_data
 from utils.distributed.collectives import all_reduce_sum, sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
@@ -101,10 +101,10 @@ def evaluate_checkpoint(config: TrainConfig, env: DistEnv) -> None:
     resolved = resolve(config, splits["val"].classes, env, settings, saved)
     check_files(resolved, splits, env)
     prepare_output(resolved.output_dir, env)
-    splits = leave_out_bad(resolved, splits, env, None)
+    splits = exclude_bad_files(resolved, splits, env, None)
     result, note = _evaluate_networks(resolved, splits["val"], env, saved)
     if env.is_main:
-        if skipped := describe_skipped(resolved, splits):
+        if skipped := describe_exclusions(resolved, splits):
             emit(f"skipped {skipped}")
         for line in [*notes, *([note] if note else [])]:
             emit(f"note: {line}")

@@ -6,7 +6,7 @@ from utils.config import ResolvedConfig, flag
 from utils.data.cache import CACHED
 from utils.data.dali import DALI_VERSION
 from utils.data.manifest import describe_ignored
-from utils.data.splits import Splits, describe_skipped
+from utils.data.splits import Splits, describe_exclusions
 from utils.errors import RunFailed
 from utils.files import write_json
 from utils.training.autotune import LoaderSettings
@@ -48,7 +48,7 @@ def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: C
     if settings.reasons and config.loader != "synthetic":
         chosen = (f"{flag(name)} {getattr(config, name)}: {reason}" for name, reason in settings.reasons.items())
         facts["chosen"] = "; ".join(chosen)
-    if skipped := describe_skipped(config, splits):
+    if skipped := describe_exclusions(config, splits):
         facts["skipped"] = skipped
     ignored = {split: describe_ignored(manifest) for split, manifest in splits.items()}
     if listed := "; ".join(f"in {split}/ {what}" for split, what in ignored.items() if what):

@@ -1,1 +1,1 @@
-"""The forms in which data sets are held, a file each."""
+"""Formats of data sets, one module each: it lists the images and locates the bytes of each."""

@@ -1,47 +1,76 @@
-"""Data in folders: train/CLASS/*.jpg and val/CLASS/*.jpg."""
+"""Data in folders, train/CLASS/*.jpg and val/CLASS/*.jpg: lists them and makes the manifest."""
 
 import collections
+import dataclasses
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
-from utils.data.manifest import NO_CLASS, NO_SUFFIX, FileEntry, Manifest, _manifest, describe, describe_counts
+from utils.data.codecs import IMAGE_SUFFIXES, is_image
+from utils.data.formats.table import Record
+from utils.data.manifest import (
+    NO_CLASS,
+    NO_SUFFIX,
+    FileEntry,
+    Listing,
+    Manifest,
+    describe,
+    describe_counts,
+    fingerprint,
+)
 from utils.errors import UserError
 
-# What both DALI's decoder and Pillow read. GIF and AVIF are not among them: DALI rejects both.
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".pnm")
+SCAN_THREADS = 16  # on a network file system a scan waits, it does not compute
+
+
+@dataclasses.dataclass(frozen=True)
+class FileTable:
+    """`ImageTable` of images that are files of their own below the folder `root`."""
+
+    root: Path
+    names: NDArray[np.bytes_]
+
+    def record(self, index: int) -> Record:
+        """The file as messages name it and as it is opened: the same path."""
+        return file_record(os.path.join(self.root, os.fsdecode(self.names[index])))
+
+    def locations(self, indices: NDArray[np.int64]) -> NDArray[np.bytes_]:
+        """Paths of a batch: (len(indices),)."""
+        return np.char.add(os.fsencode(os.path.join(self.root, "")), self.names[indices])
+
+    def select(self, indices: NDArray[np.int64]) -> "FileTable":
+        """The table of these files, in this order."""
+        return FileTable(self.root, self.names[indices])
+
+
+def file_record(path: str) -> Record:
+    """An image that is the file `path`."""
+    return Record(name=path, location=path)
+
+
+def file_listing(root: Path, entries: Sequence[FileEntry]) -> Listing:
+    """Files below `root`, in folders of any kind."""
+    return Listing(root, entries, lambda index: file_record(os.path.join(root, entries[index].name)))
 
 
 def scan(data_dir: Path, split: str, skip_bad: bool = False) -> Manifest:
     """List the images of `data_dir/split`, one folder a class.
 
-    Empty files and what is no regular file are bad: refused, or left out with `skip_bad`. What a file holds is not
-    looked at here. Images that lie beside the class folders and files with other suffixes are counted, hidden ones not.
+    Empty files and what is no regular file are bad: refused, or excluded with `skip_bad`. No file is opened. Images
+    beside the class folders and files with other suffixes are counted, hidden ones are not.
 
     Raises:
-        UserError: missing or unreadable folder, a link that leads nowhere in place of one, no class, an empty class,
+        UserError: missing or unreadable folder, a broken link instead of one, no class, an empty class,
             images nested deeper than one folder, or bad files.
     """
     root = data_dir / split
     try:
-        if not data_dir.is_dir():
-            raise UserError(f"--data-dir {data_dir}: no such folder; give the one that holds train/ and val/")
-        if not root.is_dir():
-            raise UserError(f"--data-dir {data_dir}: has no {split}/ folder; it must hold train/ and val/")
-        beside = _visible(root)
-        classes = sorted(entry.name for entry in beside if is_folder(entry))
-        beside = [entry for entry in beside if not is_folder(entry)]
-        _refuse_lost(beside)
-        loose = sum(is_image(entry.name) for entry in beside)
-        if not classes:
-            found = f" ({loose} images lie there without one)" if loose else ""
-            raise UserError(f"{root}: no class folders{found}; put the images of each class into a folder of its name")
-        with ThreadPoolExecutor(16) as pool:  # on a network file system a scan waits, it does not compute
-            listings, others = zip(*pool.map(_list_class, [root / name for name in classes]), strict=True)
+        classes, listings, ignored = _list_split(data_dir, split)
     except OSError as error:
         raise UserError(
             f"{error.filename}: cannot be read ({error.strerror}); remove it or check its permissions"
@@ -51,15 +80,27 @@ def scan(data_dir: Path, split: str, skip_bad: bool = False) -> Manifest:
         for name, listing in zip(classes, listings, strict=True)
         for entry in listing
     ]
-    bad = {os.path.join(root, entry.name): entry.bad for entry in entries if entry.bad is not None}
+    labels = np.repeat(np.arange(len(classes), dtype=np.int64), [len(listing) for listing in listings])
+    del listings  # memory, of millions of files
+    bad = {entry.name: entry.bad for entry in entries if entry.bad is not None}
     if bad and not skip_bad:
+        described = describe({os.path.join(root, name): reason for name, reason in bad.items()})
         raise UserError(
-            f"{describe(bad)}; delete or replace {'it' if len(bad) == 1 else 'them'}, or leave out all bad files with "
+            f"{described}; delete or replace {'it' if len(bad) == 1 else 'them'}, or exclude all bad files with "
             "--bad-files skip"
         )
-    labels = np.repeat(np.arange(len(classes), dtype=np.int64), [len(listing) for listing in listings])
-    ignored = sum(others, collections.Counter({NO_CLASS: loose} if loose else {}))
-    return _manifest(root.absolute(), tuple(classes), entries, labels, {}, dict(ignored))
+    names = np.array([os.fsencode(entry.name) for entry in entries])
+    sizes = np.array([entry.size for entry in entries], dtype=np.int64)
+    return Manifest(
+        root=root.absolute(),
+        classes=tuple(classes),
+        labels=labels,
+        fingerprint=fingerprint(names, sizes),
+        images=FileTable(root.absolute(), names),
+        sizes=sizes,
+        mtimes=np.array([entry.mtime for entry in entries], dtype=np.int64),
+        ignored=ignored,
+    ).without(bad)
 
 
 def scan_splits(data_dir: Path, skip_bad: bool = False) -> tuple[Manifest, Manifest]:
@@ -78,6 +119,27 @@ def scan_splits(data_dir: Path, skip_bad: bool = False) -> tuple[Manifest, Manif
                 "both must hold the same class folders, or every label would be shifted"
             )
     return train, val
+
+
+def _list_split(data_dir: Path, split: str) -> tuple[list[str], list[list[FileEntry]], dict[str, int]]:
+    """Class names, the images of each class, and `Manifest.ignored`."""
+    root = data_dir / split
+    if not data_dir.is_dir():
+        raise UserError(f"--data-dir {data_dir}: no such folder; give the one that holds train/ and val/")
+    if not root.is_dir():
+        raise UserError(f"--data-dir {data_dir}: has no {split}/ folder; it must hold train/ and val/")
+    visible = _visible(root)
+    classes = sorted(entry.name for entry in visible if is_folder(entry))
+    beside = [entry for entry in visible if not is_folder(entry)]
+    _refuse_broken_links(beside)
+    loose = sum(is_image(entry.name) for entry in beside)
+    if not classes:
+        found = f" ({loose} images lie there without one)" if loose else ""
+        raise UserError(f"{root}: no class folders{found}; put the images of each class into a folder of its name")
+    with ThreadPoolExecutor(SCAN_THREADS) as pool:
+        listings, others = zip(*pool.map(_list_class, [root / name for name in classes]), strict=True)
+    ignored = sum(others, collections.Counter({NO_CLASS: loose} if loose else {}))
+    return classes, list(listings), dict(ignored)
 
 
 def _list_class(folder: Path) -> tuple[list[FileEntry], collections.Counter[str]]:
@@ -100,8 +162,20 @@ def _list_class(folder: Path) -> tuple[list[FileEntry], collections.Counter[str]
     return sorted(listing, key=lambda entry: entry.name), others
 
 
-def _refuse_lost(entries: Iterable[os.DirEntry[str]]) -> None:
-    """Raise UserError for a link that leads nowhere: it may have been a class, and every label after it would shift."""
+def stat_file(path: str) -> FileEntry:
+    """Size, time and kind of a file, under its base name. It is not opened: opening a pipe waits for its writer."""
+    name = os.path.basename(path)
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        return FileEntry(name, 0, 0, f"cannot be read ({error.strerror})")
+    if not stat.S_ISREG(found.st_mode):
+        return FileEntry(name, 0, found.st_mtime_ns, "not a regular file")
+    return FileEntry(name, found.st_size, found.st_mtime_ns, None if found.st_size else "an empty file")
+
+
+def _refuse_broken_links(entries: Iterable[os.DirEntry[str]]) -> None:
+    """Raise UserError for a broken link: it may have been a class, and every label after it would shift."""
     for entry in entries:
         if entry.is_symlink() and not is_image(entry.name):
             try:
@@ -111,18 +185,6 @@ def _refuse_lost(entries: Iterable[os.DirEntry[str]]) -> None:
                     f"{entry.path}: a link that leads to no class folder ({error.strerror}); restore its target or "
                     "remove the link"
                 ) from None
-
-
-def stat_file(path: str) -> FileEntry:
-    """Look at a file from outside. Nothing is opened: a pipe would wait for its writer for ever."""
-    name = os.path.basename(path)
-    try:
-        found = os.stat(path)
-    except OSError as error:
-        return FileEntry(name, 0, 0, f"cannot be read ({error.strerror})")
-    if not stat.S_ISREG(found.st_mode):
-        return FileEntry(name, 0, found.st_mtime_ns, "not a regular file")
-    return FileEntry(name, found.st_size, found.st_mtime_ns, None if found.st_size else "an empty file")
 
 
 def _refuse_nested(folder: Path) -> None:
@@ -140,16 +202,11 @@ def _visible(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def is_folder(entry: os.DirEntry[str]) -> bool:
-    """Whether it is a folder or leads to one; a link that leads nowhere is none."""
+    """Whether it is a folder or a link to one. A broken link is not."""
     try:
         return entry.is_dir()
     except OSError:  # a link to itself
         return False
-
-
-def is_image(name: str) -> bool:
-    """Whether a file of that name is taken for an image."""
-    return name.lower().endswith(IMAGE_SUFFIXES)
 
 
 def suffix_of(name: str) -> str:
