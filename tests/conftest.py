@@ -97,13 +97,10 @@ def resolved(**values: Any) -> ResolvedConfig:
     return dataclasses.replace(config, **values)
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """For torch in this process: on busy cores several wait for each other, spinning, for most of the time."""
-    threads = torch.get_num_threads()
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """One thread for torch in this process: on busy cores several threads spend most of the time waiting, spinning."""
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # Newer Pythons put the sockets of multiprocessing into /tmp where the temporary folder has too long a path.

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -222,43 +223,45 @@ def launch_and_end(
         return started.process.wait(60)
 
 
-# Command lines of train.py one after the other in one process, which imports once: a list of lists of words comes in,
-# each one's exit status and changed files go out, its standard output and error are in files.
-_SERIES = """
-import json, os, sys
-import train
-from tests.harness import changed_names, list_output
-
-folder, commands = sys.argv[1], json.loads(sys.argv[2])
-results = []
-for number, words in enumerate(commands):
-    for stream, name in ((sys.stdout, "out"), (sys.stderr, "err")):
-        stream.flush()
-        file = os.open(f"{folder}/{number}.{name}", os.O_WRONLY | os.O_CREAT)
-        os.dup2(file, stream.fileno())
-        os.close(file)
-    before = list_output(words)
-    status = train.main(words)
-    results.append((status, sorted(changed_names(before, list_output(words)))))
-    sys.stdout.flush()
-with open(f"{folder}/results", "w") as file:
-    json.dump(results, file)
-"""
-
-
 def launch_series(*commands: Sequence[object], timeout: float = 200) -> list[Finished]:
-    """Run train.py once for each tuple of flags, in one process, for tests of what launches leave to each other."""
+    """Run train.py once for each tuple of flags, one after the other in one process, which need not import it first.
+
+    For tests of what launches leave to each other. What concerns the process itself needs `launch`.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["train"])
     with tempfile.TemporaryDirectory() as name:
-        folder, words = Path(name), json.dumps([[str(word) for word in words] for words in commands])
-        done = launch(folder, words, program=_SERIES, timeout=timeout)
-        texts = [path.read_text() for path in sorted(folder.glob("*.*"))]
-        assert done.status == 0, (done.err, texts)
+        folder, words = Path(name), [list(map(str, flags)) for flags in commands]
+        process = context.Process(target=_run_series, args=(folder, words, environment()))
+        process.start()
+        process.join(timeout)
+        if process.is_alive() and process.pid is not None:
+            kill_tree(process.pid)
+        assert process.exitcode == 0, [path.read_text() for path in sorted(folder.glob("*.*"))]
         return [
-            Finished(
-                status, (folder / f"{number}.out").read_text(), (folder / f"{number}.err").read_text(), frozenset(n)
-            )
-            for number, (status, n) in enumerate(json.loads((folder / "results").read_text()))
+            Finished(status, (folder / f"{at}.out").read_text(), (folder / f"{at}.err").read_text(), frozenset(written))
+            for at, (status, written) in enumerate(json.loads((folder / "results").read_text()))
         ]
+
+
+def _run_series(folder: Path, commands: list[list[str]], environ: dict[str, str]) -> None:
+    """Write standard output and error of each command line to a file, exit statuses and changed files to another."""
+    import train
+
+    os.environ.clear()
+    os.environ.update(environ)
+    torch.set_num_threads(1)
+    results = []
+    for number, words in enumerate(commands):
+        for stream, name in ((sys.stdout, "out"), (sys.stderr, "err")):
+            stream.flush()
+            with (folder / f"{number}.{name}").open("w") as file:
+                os.dup2(file.fileno(), stream.fileno())
+        before = list_output(words)
+        status = train.main(words)
+        results.append((status, sorted(changed_names(before, list_output(words)))))
+        sys.stdout.flush()
+    (folder / "results").write_text(json.dumps(results))
 
 
 def free_port() -> int:

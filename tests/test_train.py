@@ -51,7 +51,7 @@ def test_41_images_for_5_epochs(data: Path, tmp_path: Path, processes: int) -> N
 def test_the_files_keep_their_contract(data: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "folder"
     flags = ("--data-dir", data, *TINY, "--epochs", 2, "--batch-size", 8, "--output-dir", out, "--ema-decay", 0.9)
-    done = launch(*flags, "--tensorboard", "--log-steps", 2)
+    (done,) = launch_series((*flags, "--tensorboard", "--log-steps", 2))
     assert done.status == 0, done.err
     assert "ema  decay grows to 0.47059 in the 10 steps of the run, too few for 0.9\n" in done.out
     records = read_metrics(out)
@@ -84,18 +84,21 @@ def test_the_files_keep_their_contract(data: Path, tmp_path: Path) -> None:
 @pytest.mark.dist
 def test_accumulation_and_ranks_are_one_large_batch(tmp_path: Path) -> None:
     """The same synthetic batch twice in a step, or on two ranks, has the gradient of once; lr follows the batch."""
+    flags = (*TINY, "--loader", "synthetic", "--batch-size", 4, "--epochs", 1)
+    once, twice = (
+        (*flags, "--data-dir", write_data(tmp_path / name, train=(images - 2, 1, 1), val=(1, 1, 1)))
+        for name, images in (("20 images", 20), ("40 images", 40))
+    )
+    done = launch_series(
+        (*once, "--lr", 1.0, "--output-dir", tmp_path / "once"),
+        (*once, "--lr", 0.5, "--output-dir", tmp_path / "wrong lr"),
+        (*twice, "--lr", 0.5, "--grad-accum-steps", 2, "--output-dir", tmp_path / "accumulated"),
+    )
+    for name, extra in (("two ranks", ()), ("compressed", ("--grad-compression", "bf16"))):
+        done += [launch(*twice, "--lr", 0.5, *extra, "--output-dir", tmp_path / name, processes=2)]
+    assert [run.status for run in done] == [0] * 5, done
     weights = {}
-    for name, images, processes, extra in [
-        ("once", 20, 1, ("--lr", 1.0)),
-        ("accumulated", 40, 1, ("--lr", 0.5, "--grad-accum-steps", 2)),
-        ("two ranks", 40, 2, ("--lr", 0.5)),
-        ("compressed", 40, 2, ("--lr", 0.5, "--grad-compression", "bf16")),
-        ("wrong lr", 20, 1, ("--lr", 0.5)),
-    ]:
-        data = write_data(tmp_path / name / "data", train=(images - 2, 1, 1), val=(1, 1, 1))
-        flags = ("--data-dir", data, *TINY, "--loader", "synthetic", "--batch-size", 4, "--epochs", 1)
-        done = launch(*flags, *extra, "--output-dir", tmp_path / name, processes=processes)
-        assert done.status == 0, done.err
+    for name in ("once", "wrong lr", "accumulated", "two ranks", "compressed"):
         checkpoint = read_checkpoint(tmp_path / name)
         assert checkpoint["step"] == 5
         weights[name] = torch.cat([value["momentum_buffer"].flatten() for value in optimizer_state(checkpoint)])
@@ -182,25 +185,26 @@ def test_files_that_only_one_rank_sees(data: Path, tmp_path: Path, what: str) ->
     for folder in folders:
         folder.mkdir()
     if what != "weights":
-        assert launch(*flags, "--output-dir", both, processes=2).status == 0
+        (done,) = launch_series((*flags, "--batch-size", 8, "--output-dir", both))
+        assert done.status == 0, done.err
         for folder in folders:
             shutil.copytree(both, folder / "run")
     if what == "summary":
         (folders[1] / "run" / "summary.json").unlink()
-        done = in_separate_folders(folders, flags)
-        assert [rank.status for rank in done] == [0, 0], done
+        ranks = in_separate_folders(folders, flags)
+        assert [rank.status for rank in ranks] == [0, 0], ranks
         return
     if what == "checkpoint":  # last-1.pt is of the same step, before its evaluation
         whole = (folders[1] / "run" / "last.pt").read_bytes()
         (folders[1] / "run" / "last.pt").write_bytes(whole[:1000])
-        done = in_separate_folders(folders, flags)
+        ranks = in_separate_folders(folders, flags)
         message = "not the same checkpoint on all ranks; rank 1 skipped: --resume run/last.pt: damaged"
     else:
         torch.save(timm.create_model("test_resnet", num_classes=3).state_dict(), folders[0] / "weights.pt")
-        done = in_separate_folders(folders, [*flags, "--pretrained", "weights.pt"])
+        ranks = in_separate_folders(folders, [*flags, "--pretrained", "weights.pt"])
         message = "--pretrained weights.pt: no such file"
-    assert_refused(done[0], message)
-    assert (done[1].status, done[1].err) == (2, "")
+    assert_refused(ranks[0], message)
+    assert (ranks[1].status, ranks[1].err) == (2, "")
 
 
 def test_standard_output_on_a_full_disk(data: Path, tmp_path: Path) -> None:
@@ -211,7 +215,7 @@ def test_standard_output_on_a_full_disk(data: Path, tmp_path: Path) -> None:
     assert read_checkpoint(tmp_path)["epoch"] == 2
 
 
-@pytest.mark.parametrize("loader", ["dali", "proxy"])
+@pytest.mark.parametrize("loader", ["dali", pytest.param("proxy", marks=pytest.mark.slow)])
 def test_a_killed_run_leaves_no_generated_files(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loader: str
 ) -> None:
@@ -260,22 +264,20 @@ def test_what_the_best_checkpoint_of_a_folder_is(data: Path, tmp_path: Path) -> 
     """The best of the evaluations that were made there: neither of the run before, nor of another folder."""
     flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--output-dir")
     first, second = tmp_path / "first", tmp_path / "second"
-    started, other, later = launch_series(
+    *earlier, anew, evaluated = launch_series(
         (*flags, first, "--epochs", 1),
         (*flags, second, "--epochs", 1, "--seed", 1),
         (*flags, second, "--resume", first / "last.pt", "--overwrite", "--epochs", 2, "--lr", 1e-12),
+        (*flags, first, "--resume", "none", "--overwrite", "--epochs", 2, "--time-limit", 0.1),
+        (*flags, first, "--evaluate", "--image-size", 48, "--val-resize", 54),
     )
-    assert [one.status for one in (started, other, later)] == [0, 0, 0], later.err
+    assert [run.status for run in earlier] == [0, 0, 0], earlier
+    assert ["best.pt" in run.written for run in earlier] == [True, True, True]
     assert_keys("metrics.jsonl", read_metrics(second)[-1], "evaluation")
     assert_keys("summary.json", json.loads((second / "summary.json").read_text()), "without EMA")
     best = read_checkpoint(second, "best.pt")
     assert (best["epoch"], best["config"]["seed"]) == (2, 0)
     assert [step for step, _ in read_losses(second)] == list(range(6, 11))
-    assert (first / "best.pt").exists()
-    anew, evaluated = launch_series(
-        (*flags, first, "--resume", "none", "--overwrite", "--epochs", 2, "--time-limit", 0.1),
-        (*flags, first, "--evaluate", "--image-size", 48, "--val-resize", 54),
-    )
     assert anew.status == 143, anew.err
     assert "the same command with --resume auto and without --overwrite resumes here" in anew.out
     assert not (first / "best.pt").exists()

@@ -4,7 +4,6 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
 
 import train
 from tests.conftest import TINY, call_main
@@ -87,7 +86,6 @@ def test_refused_in_one_line_or_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     flags = draw(number, tmp_path)
-    torch.set_num_threads(1)
     done = call_main(train.main, [*RUN, "--data-dir", data, "--output-dir", tmp_path / "run", *flags], capsys)
     print(flags, done.status)
     if done.status in (0, 143):  # the latter is what --time-limit asks for

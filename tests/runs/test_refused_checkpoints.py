@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-import train
 from tests.conftest import TINY, Refused
-from tests.harness import launch
+from tests.harness import launch_series
 from tests.runs.conftest import SHORT
 from utils.training.checkpoint import FORMAT
 
@@ -103,7 +102,8 @@ def test_tag_that_timm_does_not_know(refused: Refused, good: list[str]) -> None:
 def finished_run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Output folder of one epoch, trained with `SHORT`."""
     output = tmp_path_factory.mktemp("finished") / "run"
-    assert train.main([*SHORT, "--data-dir", str(data), "--output-dir", str(output)]) == 0
+    (done,) = launch_series((*SHORT, "--data-dir", data, "--output-dir", output))
+    assert done.status == 0, done.err
     return output
 
 
@@ -159,7 +159,7 @@ def test_checkpoint_without_bad_files(refused: Refused, data: Path, tmp_path: Pa
     (tmp_path / "data" / "train" / "blue" / "text.jpg").write_text("no image")
     (tmp_path / "data" / "train" / "blue" / "text.txt").write_text("not even by its name")
     flags = (*SHORT, "--data-dir", tmp_path / "data", "--output-dir", tmp_path / "out")
-    done = launch(*flags, "--bad-files", "skip")
+    (done,) = launch_series((*flags, "--bad-files", "skip"))
     assert done.status == 0, done.err
     assert "\n ignored  in train/ 1 file .txt\n" in done.out
     check = refused(*flags, "--epochs", "2")

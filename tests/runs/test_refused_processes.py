@@ -6,55 +6,36 @@ import pytest
 from PIL import Image
 
 from tests.conftest import SOCKETS_ARE_ELSEWHERE, TINY
-from tests.harness import assert_refused, launch
-from tests.runs.conftest import SHORT
+from tests.harness import assert_refused, launch, launch_series
 
 
-@pytest.mark.parametrize(
-    ("flags", "fragments"),
-    [
-        ((), ("--data-dir is missing", "train/ and val/")),
-        (("--batchsize", "4"), ("--batchsize", "--batch-size")),
-        (("--data-dir", "{data}", "--arch", "resnet5o"), ("--arch resnet5o:", "resnet50")),
-        (
-            ("--data-dir", "{data}", *SHORT, "--output-dir", "{tmp}", "--resume", "{tmp}/damaged.pt"),
-            ("--resume {tmp}/damaged.pt:", "not a readable checkpoint"),
-        ),
-    ],
-    ids=["no flags", "unknown flag", "arch", "damaged checkpoint"],
-)
-def test_process(data: Path, tmp_path: Path, flags: tuple[str, ...], fragments: tuple[str, ...]) -> None:
-    (tmp_path / "damaged.pt").write_bytes(b"\x80 damaged")
-    words = {"data": data, "tmp": tmp_path}
-    done = launch(*(flag.format_map(words) for flag in flags), timeout=60)
-    assert_refused(done, *(fragment.format_map(words) for fragment in fragments))
+def test_process(good: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "damaged.pt"
+    path.write_bytes(b"\x80 damaged")
+    assert_refused(launch(*good, "--resume", path, timeout=60), f"--resume {path}:", "not a readable checkpoint")
 
 
-@pytest.mark.parametrize(
-    ("flags", "fragments"),
-    [
-        (("--device", "cuda"), ("--device cuda:", "no usable GPU", "use --device cpu")),
-        (("--device", "auto", "--amp", "fp16"), ("--amp fp16", "without a GPU", "use --amp none or bf16")),
-        (("--device", "auto", "--cuda-graph"), ("--cuda-graph", "without a GPU", "use --no-cuda-graph")),
-        (
-            ("--device", "auto", "--cuda-graph", "--grad-accum-steps", "2"),
-            ("--cuda-graph", "--grad-accum-steps 2", "use --no-cuda-graph"),
-        ),
-    ],
-    ids=["cuda", "fp16", "graph", "graph-accumulated"],
-)
-def test_process_without_gpu(
-    monkeypatch: pytest.MonkeyPatch,
-    good: list[str],
-    flags: tuple[str, ...],
-    fragments: tuple[str, ...],
-) -> None:
+WITHOUT_GPU: list[tuple[str, tuple[str, ...]]] = [
+    ("--device cuda", ("--device cuda:", "no usable GPU", "use --device cpu")),
+    ("--device auto --amp fp16", ("--amp fp16", "without a GPU", "use --amp none or bf16")),
+    ("--device auto --cuda-graph", ("--cuda-graph", "without a GPU", "use --no-cuda-graph")),
+    (
+        "--device auto --cuda-graph --grad-accum-steps 2",
+        ("--cuda-graph", "--grad-accum-steps 2", "use --no-cuda-graph"),
+    ),
+]
+
+
+def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, good: list[str]) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # also holds on a machine with GPUs
-    done = launch(*good, *flags, timeout=60)
-    assert_refused(done, *fragments)
+    done = launch_series(*((*good, *flags.split()) for flags, _ in WITHOUT_GPU))
+    for run, (_, fragments) in zip(done, WITHOUT_GPU, strict=True):
+        assert_refused(run, *fragments)
 
 
-@pytest.mark.parametrize("loader", ["torch", "proxy", "dali"])
+@pytest.mark.parametrize(
+    "loader", ["proxy", *(pytest.param(name, marks=pytest.mark.slow) for name in ("torch", "dali"))]
+)
 def test_too_long_a_path_for_the_sockets_of_workers(good: list[str], long_temporary_folder: Path, loader: str) -> None:
     done = launch(*good, "--loader", loader, timeout=60)
     if loader == "dali" or SOCKETS_ARE_ELSEWHERE:
@@ -66,6 +47,7 @@ def test_too_long_a_path_for_the_sockets_of_workers(good: list[str], long_tempor
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_torchrun_more_processes_than_images(tmp_path: Path) -> None:
     for split in ("train", "val"):
         (tmp_path / split / "only").mkdir(parents=True)
