@@ -32,11 +32,12 @@ from utils.config import ResolvedConfig, TrainConfig, require_data
 from utils.data.batch import Batch
 from utils.data.splits import Splits, check_files, describe_skipped, leave_out_bad, read_data
 from utils.distributed.collectives import all_gather_object, broadcast, sync_errors
-from utils.distributed.group import DistEnv, process_group, read_launch
-from utils.distributed.launcher import seconds_since_launch, terminate_torchrun
+from utils.distributed.group import DistEnv, process_group
+from utils.distributed.launcher import read_launch, seconds_since_launch, terminate_torchrun
+from utils.distributed.ownership import own_process
 from utils.distributed.signals import restore_defaults
 from utils.distributed.stop import StopRequest
-from utils.distributed.watchdog import shared_alarm
+from utils.distributed.watchdog import watchdog
 from utils.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -50,6 +51,7 @@ from utils.errors import (
 from utils.files import atomic_write_text
 from utils.log import emit
 from utils.network.augment import Normalize
+from utils.network.compiler import enable_compile_cache
 from utils.network.gradients import AMP_DTYPES
 from utils.network.parallel import average_buffers
 from utils.training.autotune import choose_common_loader_settings, resolve
@@ -364,14 +366,15 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 @contextlib.contextmanager
 def processes(config: TrainConfig) -> Iterator[tuple[DistEnv, contextlib.ExitStack, StopRequest]]:
     """All processes of a run, who stop together, and a stack that is closed at its end."""
+    device = own_process(config.device, None if config.evaluate else config.deterministic)
     with (
-        process_group(config.device, config.timeout, print_error) as env,
+        process_group(device, config.timeout, print_error) as env,
         contextlib.ExitStack() as stack,
         env.guard(print_error),
-        shared_alarm(env, print_error),
+        watchdog(env, print_error),
     ):
         stop = StopRequest(config.time_limit, env.monitor)
-        stack.callback(stop.close)
+        stack.enter_context(stop.handling_signals())
         yield env, stack, stop
 
 
@@ -424,6 +427,8 @@ def train(config: TrainConfig) -> None:
         if not locked:
             lock_output(resolved, env, stack)
         splits = leave_out_bad(resolved, listed, env, saved)
+        if resolved.compile:
+            enable_compile_cache()
         run = create_run(resolved, splits, listed, env, stack, stop, started, path, saved)
         del saved  # memory for the whole run otherwise
         log_run_summary(run, splits, feed)

@@ -49,10 +49,13 @@ from utils.data.decoding import decoded_bytes
 from utils.data.formats import folder
 from utils.data.manifest import Manifest
 from utils.data.workers import check_sockets
-from utils.distributed.group import DistEnv, process_group, read_launch
+from utils.distributed.group import DistEnv, process_group
+from utils.distributed.launcher import read_launch
+from utils.distributed.ownership import own_process
 from utils.distributed.stop import StopRequest
 from utils.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USER_ERROR, BadFile, Stopped, UserError, escape_control_chars
 from utils.files import write_json
+from utils.network.compiler import enable_compile_cache
 from utils.training.autotune import choose_loader_settings, inspect_machine, resolve
 from utils.training.build import create_run
 from utils.training.output import prepare_output
@@ -215,8 +218,10 @@ def open_run(
     resolved = resolve(dataclasses.replace(config, output_dir=work), manifest.classes, env, choice)
     prepare_output(resolved, env)
     stop = StopRequest()
-    stack.callback(stop.close)
+    stack.enter_context(stop.handling_signals())
     splits = {"train": manifest, "val": manifest}
+    if resolved.compile:
+        enable_compile_cache()
     run = create_run(resolved, splits, splits, env, stack, stop, time.perf_counter(), None, {})
     stop.enable(env)
     return run, manifest
@@ -252,7 +257,8 @@ def benchmark(options: Options, argv: Sequence[str]) -> None:
     """
     models.check_arch(options.config.arch)
     check_sockets("workers of torch's DataLoader")
-    with process_group(options.config.device, options.config.timeout) as env, contextlib.ExitStack() as stack:
+    device = own_process(options.config.device, deterministic=False)
+    with process_group(device, options.config.timeout) as env, contextlib.ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="benchmark-")))
         if options.data_dir is None:
             generate_images(work)

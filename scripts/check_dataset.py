@@ -136,7 +136,7 @@ def check(stopped_by: Callable[[], str], data_dir: Path, output_dir: Path, worke
         raise UserError(
             f"--output-dir {output_dir}: cannot be written ({error.strerror}); give another folder"
         ) from None
-    alone = DistEnv(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
+    alone = DistEnv.single(torch.device("cpu"))
     decoder = decoder_of("dali")
     known = verify_dataset(data_dir.absolute(), entries, decoder, output_dir, workers, alone, stopped_by=stopped_by)
     assert known is not None, "rank 0"

@@ -13,12 +13,10 @@ import dataclasses
 import itertools
 import math
 import multiprocessing
-import os
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import timm
@@ -38,6 +36,7 @@ from utils.data.policies import RATIO
 from utils.data.reader import READ_THREADS
 from utils.data.sampler import Sampler
 from utils.data.workers import safe_fork
+from utils.distributed.process import read_stat
 from utils.errors import Stopped
 from utils.network.augment import BatchAugment
 from utils.network.gradients import AMP_DTYPES
@@ -358,12 +357,12 @@ def _settle(device: torch.device, limit: float = 60.0) -> None:
 
 def cpu_seconds() -> float:
     """CPU time of this process and its live worker processes, which no rusage counts before their end."""
-    ticks = 0
+    seconds = time.process_time()
     for worker in multiprocessing.active_children():
+        assert worker.pid is not None  # it was started
         with contextlib.suppress(OSError):  # it has just ended
-            fields = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()
-            ticks += int(fields[11]) + int(fields[12])  # utime and stime, see proc(5)
-    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
+            seconds += read_stat(worker.pid).cpu_seconds
+    return seconds
 
 
 def measure_loaders(

@@ -26,7 +26,7 @@ from utils.log import Log
 from utils.network.augment import BatchAugment, Normalize
 from utils.network.gradients import AMP_DTYPES, ForwardBackward, GraphedForwardBackward, capture_stream, on_stream
 from utils.network.parallel import FlatAllReduce, distribute, exchanges_by_ddp
-from utils.seed import make_deterministic, seed_process, seed_weights
+from utils.seed import seed_process, seed_weights
 from utils.training import checkpoint
 from utils.training.batch_layout import layout_of, saved_layout
 from utils.training.checkpoint import RunRecord
@@ -91,10 +91,6 @@ def create_state(
     saved: dict[str, Any],
 ) -> tuple[TrainState, Network]:
     """Everything that a checkpoint keeps, as it is before the first step, and its network."""
-    if config.deterministic:
-        make_deterministic()
-    else:
-        torch.backends.cudnn.benchmark = True
     seed_weights(config.seed)
     network = models.create_network(config, env, classes, saved_normalization(saved))
     model = network.model

@@ -16,7 +16,7 @@ import torch
 from utils.config import ResolvedConfig, TrainConfig, flag
 from utils.data.manifest import Manifest
 from utils.distributed.collectives import gather_to_rank0
-from utils.distributed.exit import writing
+from utils.distributed.exit import write_lock
 from utils.distributed.group import DistEnv
 from utils.distributed.launcher import launch_ids
 from utils.errors import UserError
@@ -278,7 +278,7 @@ def save(
     for name in state.modules():
         checkpoint[name] = checkpoint[name] | mean_buffers([own["buffers"][name] for own in ranks])
     try:
-        with writing:
+        with write_lock:
             _write(checkpoint, config.output_dir, is_best)
             if state.best_top1 < 0:  # not evaluated yet, so this is of another run
                 (config.output_dir / BEST).unlink(missing_ok=True)
