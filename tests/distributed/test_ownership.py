@@ -109,7 +109,7 @@ def run_program(text: str, *arguments: object, **variables: str) -> subprocess.C
 
 @pytest.mark.parametrize("launcher", [{}, {"TORCHELASTIC_RUN_ID": "1"}], ids=["notebook", "torchrun"])
 def test_a_notebook_keeps_its_process(data: Path, tmp_path: Path, launcher: dict[str, str]) -> None:
-    """Loaders, network and process group, opened, used and closed; also under torchrun, if no program owns the process."""
+    """Loaders, network and process group are opened, used and closed; under torchrun, too, nothing more happens."""
     done = run_program(NOTEBOOK, data, XDG_CACHE_HOME=str(tmp_path), **launcher)
     assert done.returncode == -signal.SIGTERM, done.stderr
     result = json.loads(done.stdout)
