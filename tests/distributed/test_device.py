@@ -1,4 +1,4 @@
-"""Which GPU a rank takes, and ranks whose devices do not fit together."""
+"""The GPU of each rank, and ranks whose devices do not fit together."""
 
 from concurrent.futures import ThreadPoolExecutor
 

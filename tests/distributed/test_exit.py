@@ -11,7 +11,7 @@ from tests.conftest import ROOT, resolved
 from utils.data.formats.folder import scan_splits
 from utils.data.torch_loader import _TorchImages
 
-# A process of its own: a loader cannot be closed that has lost workers.
+# In a process of its own, as a loader that has lost workers cannot be closed.
 PROGRAM = """
 import multiprocessing, os, signal, sys
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_workers_end_by_themselves_and_a_stopped_one_is_killed(data: Path, loade
 
 @pytest.mark.parametrize("train", [True, False])
 def test_workers_share_nothing_but_tensors(data: Path, train: bool) -> None:
-    """A batch of numbers becomes a shared tensor in a thread of the worker, which its end can cut off."""
+    """A batch of numbers becomes a shared tensor in a thread of the worker, which may end before that is done."""
     manifest = scan_splits(data)[0]
     config = resolved(loader="torch", image_size=32, val_resize=36, workers=1)
     last = len(manifest) - 1

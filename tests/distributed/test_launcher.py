@@ -73,10 +73,10 @@ sys.exit(train.main(sys.argv[1:]))
 
 
 def torchrun(program: Path, *flags: Any, **variables: str) -> subprocess.CompletedProcess[str]:
-    words = [*command(1, "--standalone", "--max-restarts=2", program=program), *map(str, flags)]
+    command_line = [*command(1, "--standalone", "--max-restarts=2", program=program), *map(str, flags)]
     variables |= {"PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        words, env=environment() | variables, capture_output=True, text=True, timeout=200, check=False
+        command_line, env=environment() | variables, capture_output=True, text=True, timeout=200, check=False
     )
 
 
@@ -100,7 +100,7 @@ def test_seconds_count_the_imports_too_and_under_torchrun_from_its_start(tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize(("death", "start"), [(7, "resumed at epoch 2, step 6"), (1, "from scratch")])
 def test_a_restart_goes_on_although_the_run_began_anew(data: Path, tmp_path: Path, death: int, start: str) -> None:
-    """From its own checkpoint, not from the one that was there before."""
+    """It resumes its own checkpoint, not the earlier one in the folder."""
     program = tmp_path / "dies_once.py"
     program.write_text(DIES_ONCE)
     flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--checkpoint-steps", 2, "--output-dir", tmp_path / "out")
@@ -137,13 +137,14 @@ def test_a_restart_goes_on_after_a_death_on_another_machine(data: Path, tmp_path
     program.write_text(DIES_ON_ANOTHER_MACHINE)
     flags = ("--data-dir", data, *TINY, "--batch-size", 4, "--checkpoint-steps", 2, "--output-dir", tmp_path / "out")
     rendezvous = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-id=1")
-    words = [*command(1, *rendezvous, "--max-restarts=2", program=program), *flags, "--epochs", 2, "--resume", "none"]
+    flags += ("--epochs", 2, "--resume", "none")
+    command_line = [*command(1, *rendezvous, "--max-restarts=2", program=program), *flags]
     logs = [tmp_path / f"{machine}.log" for machine in range(2)]
     agents = []
     for path in logs:
         with path.open("w") as log:
             variables = environment() | {"PYTHONPATH": str(ROOT)}
-            agents.append(subprocess.Popen(list(map(str, words)), env=variables, stdout=log, stderr=log))
+            agents.append(subprocess.Popen(list(map(str, command_line)), env=variables, stdout=log, stderr=log))
     try:
         statuses = [agent.wait(timeout=200) for agent in agents]
     finally:
@@ -156,7 +157,7 @@ def test_a_restart_goes_on_after_a_death_on_another_machine(data: Path, tmp_path
 
 @pytest.mark.dist
 def test_the_time_limit_ends_torchrun_too(data: Path, tmp_path: Path) -> None:
-    """It would start the processes again."""
+    """Otherwise torchrun would start the processes again."""
     flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--epochs", 1000, "--output-dir", tmp_path)
     done = torchrun(ROOT / "train.py", *flags, "--time-limit", "0.5")
     assert done.returncode == 1, done.stderr

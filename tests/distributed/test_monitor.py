@@ -129,7 +129,7 @@ def test_a_rank_that_never_comes_is_named(data: Path, tmp_path: Path, rank: int)
 
 @pytest.mark.slow
 def test_workers_end_with_their_launcher(data: Path, tmp_path: Path, launch: Callable[..., Finished]) -> None:
-    """Killed, torchrun ends nobody; its workers save and stop, and the next launch waits for them and goes on."""
+    """Killed, torchrun ends no worker. They save and stop, and the next launch waits for them and resumes."""
     with started(data, tmp_path) as first:
         first.wait_for(first.trains)
         first.launcher.kill()
@@ -215,7 +215,7 @@ def stopped() -> Iterator[int]:
 
 
 def test_poll_ranks(monkeypatch: pytest.MonkeyPatch, gone: int, stopped: int) -> None:
-    """What is known of each, and that one which failed or died explains why others are silent."""
+    """What is known of each rank. One that failed or died explains why others do not answer."""
     monkeypatch.setattr(monitor_module, "POLL_TIMEOUT", 0.3)
     here, hung = os.uname().nodename, "does not answer; --timeout 7 is over: it hangs, or its machine or the network"
     group = Group(4)
@@ -223,7 +223,7 @@ def test_poll_ranks(monkeypatch: pytest.MonkeyPatch, gone: int, stopped: int) ->
     status = group.ranks[1]._poll_ranks()
     assert (list(status.lost), status.healthy) == ([0, 3], [1, 2])
     assert status.lost[3].startswith(f"(process {os.getpid()} on {here}) {hung}")
-    group.set_address(3, gone, "elsewhere/1/2")  # whose processes nobody here knows
+    group.set_address(3, gone, "elsewhere/1/2")  # whose processes are unknown here
     assert group.ranks[1]._poll_ranks().lost[3].startswith(f"(process {gone} on elsewhere) {hung}")
     group.set_address(3, stopped)
     assert group.ranks[1]._poll_ranks().lost == {3: f"(process {stopped} on {here}) is stopped (SIGSTOP)"}

@@ -1,4 +1,4 @@
-"""What a program takes over of its process, and that the use of Brisk in a notebook takes over nothing."""
+"""What a program takes over of its process; in a notebook, Brisk takes over nothing."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""What the kernel says of processes, and a process that ends with its parent; on real processes."""
+"""The state and times of real processes, and a process that ends with its parent."""
 
 import os
 import shutil

@@ -69,7 +69,7 @@ class Proxy:
 
 def _shut(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)  # unlike close, it wakes who waits for it
+        connection.shutdown(socket.SHUT_RDWR)  # unlike close, it wakes the thread that waits for it
 
 
 @pytest.fixture
@@ -103,8 +103,8 @@ def test_a_call_ends_whether_or_not_an_answer_comes(server: TCPStore, proxy: Pro
             with pytest.raises(NoAnswer, match=r"no answer for 0\.2 s"):
                 call()
     proxy.passes.set()
-    assert store.check(["one/two/late"])  # the one that was under way arrives
-    assert store.get("one/two/count") == b"5"  # those that nobody waited for any more were not begun
+    assert store.check(["one/two/late"])  # the call that was under way arrives
+    assert store.get("one/two/count") == b"5"  # the calls after it were dropped, as their callers had stopped waiting
 
 
 def test_an_error_of_the_store_is_the_callers(server: TCPStore, proxy: Proxy) -> None:
@@ -288,7 +288,7 @@ def wait_for_server(port: int) -> None:
     "budget", [0, *(pytest.param(budget, marks=pytest.mark.slow) for budget in range(150, 2100, 150))]
 )
 def test_a_process_that_is_cut_off_while_it_starts_prints_it(ranks: list[subprocess.Popen[str]], budget: int) -> None:
-    """After any number of bytes; where these are more than a start takes, at a poll."""
+    """After any number of bytes; if these are more than the start needs, at a later poll."""
     timeout = 5 if budget else 1
     port = free_port()
     proxy = Proxy(port)

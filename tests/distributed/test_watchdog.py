@@ -44,7 +44,7 @@ with stop.handling_signals(), process_group(torch.device("cpu"), 300, print) as 
     if case == "saving" and env.is_main:
         with write_lock:
             time.sleep(4)  # a checkpoint of some size
-            open(os.path.join(folder, "whole"), "w").close()
+            open(os.path.join(folder, "complete"), "w").close()
     dist.all_reduce(torch.zeros(3))  # without the others it waits for 300 s
     sys.stderr.write("got through")
 """
@@ -54,9 +54,9 @@ def run_script(tmp_path: Path, text: str, processes: int, *arguments: object) ->
     """A program of a few lines over our modules, under torchrun, to its end."""
     script = tmp_path / "worker.py"
     script.write_text(text)
-    words = [*command(processes, "--standalone", program=script), *map(str, arguments)]
+    command_line = [*command(processes, "--standalone", program=script), *map(str, arguments)]
     environ = environment() | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(words, env=environ, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command_line, env=environ, capture_output=True, text=True, timeout=100, check=False)
 
 
 @pytest.mark.dist
@@ -71,7 +71,7 @@ def test_all_ranks_end(tmp_path: Path, case: str) -> None:
     assert "got through" not in done.stderr
     assert "worker.py" not in done.stderr.replace(str(tmp_path / "worker.py"), "")  # no traceback of ours
     assert "exitcode  : 2" in done.stderr
-    assert (tmp_path / "whole").exists() == (case == "saving")
+    assert (tmp_path / "complete").exists() == (case == "saving")
 
 
 def assert_ended_by(done: Finished, processes: int, path: str) -> None:
@@ -105,8 +105,8 @@ def test_a_bad_file_in_training(tmp_path: Path, launch: Callable[..., Finished])
 
 
 @pytest.mark.slow
-def test_a_run_that_met_a_bad_file_goes_on_without_it(tmp_path: Path, launch: Callable[..., Finished]) -> None:
-    """At the step where it ended, in the order that it began with; another of its class takes the bad image's place."""
+def test_a_run_that_met_a_bad_file_resumes_without_it(tmp_path: Path, launch: Callable[..., Finished]) -> None:
+    """At the step where it ended, in the same order; another image of its class replaces the bad one."""
     root, records = write_numbered(tmp_path / "data"), tmp_path / "records"
     records.mkdir()
     manifest = scan(root, "train")

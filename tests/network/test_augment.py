@@ -61,7 +61,7 @@ def test_mixes_weigh_targets_as_images(values: dict[str, Any]) -> None:
 def test_random_erase_probability() -> None:
     images, targets = batch(64)
     images = images.clamp(min=1)
-    whole = augment()(images, targets)[0]
-    assert torch.equal(augment(random_erase=0.0)(images, targets)[0], whole)
-    erased = (augment(random_erase=1.0)(images, targets)[0] != whole).flatten(1).any(1)
+    plain = augment()(images, targets)[0]
+    assert torch.equal(augment(random_erase=0.0)(images, targets)[0], plain)
+    erased = (augment(random_erase=1.0)(images, targets)[0] != plain).flatten(1).any(1)
     assert erased.float().mean() > 0.9

@@ -166,7 +166,7 @@ def test_what_does_not_match_stays(module: nn.Module) -> None:
 def create(arch: str) -> nn.Module:
     torch.manual_seed(3)
     model: nn.Module = timm.create_model(arch, num_classes=5)
-    for name, weight in model.named_parameters():  # the last norm of a block may begin at zero
+    for name, weight in model.named_parameters():  # the last norm of a block may be zero at first
         if weight.ndim == 1:
             nn.init.normal_(weight, mean=1.0 if name.endswith("weight") else 0.0, std=0.2)
     return model.double().to(memory_format=torch.channels_last)

@@ -108,7 +108,7 @@ def run_rank(rank: int, world_size: int, folder: Path) -> None:
 
 @pytest.fixture(params=[pytest.param(2, marks=pytest.mark.slow), 3])
 def ranks(request: pytest.FixtureRequest, tmp_path: Path) -> list[dict[str, Any]]:
-    """What each of two and of three processes found."""
+    """The results of each rank, of two and of three."""
     spawn(run_rank, (request.param, tmp_path), request.param)  # type: ignore[no-untyped-call]
     return [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(request.param)]
 

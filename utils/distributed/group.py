@@ -113,13 +113,13 @@ def _rendezvous(env: DistEnv, limit: datetime.timedelta) -> tuple[Store, Bounded
     timeout = limit.total_seconds()
     url, prefix = rendezvous_url(os.environ)
 
-    def connect() -> tuple[Store, Store]:
+    def open_stores() -> tuple[Store, Store]:
         store, _, _ = next(rendezvous(url, env.rank, env.world_size, timeout=limit))
-        return store, store.clone()  # one for torch, whose calls may hold up those of others, and one for us
+        return store, store.clone()  # one for torch, as one call may block those after it, and one for us
 
     try:
-        # It has --timeout of its own for most of what it does.
-        torch_store, our_store = call_with_timeout(connect, timeout + CALL_TIMEOUT)
+        # The rendezvous applies `limit` itself, but not to every call.
+        torch_store, our_store = call_with_timeout(open_stores, timeout + CALL_TIMEOUT)
         bounded = BoundedStore(our_store, timeout).with_prefix(prefix)
         store = create_store_prefix(bounded, env.rank, env.world_size, timeout)
         return torch_store, store, RankMonitor(store, env.rank, env.world_size, timeout)

@@ -1,4 +1,4 @@
-"""Launcher: what torchrun or Slurm says to a process that it has started, and may start again."""
+"""Launcher: how torchrun or Slurm has started this process, and whether it may start it again."""
 
 import dataclasses
 import functools
@@ -74,14 +74,14 @@ def rendezvous_url(environ: Mapping[str, str]) -> tuple[str, str]:
 
 
 def exit_with_torchrun() -> None:
-    """Let the kernel send SIGTERM when torchrun dies: nobody would restart or end this process any more."""
+    """Let the kernel send SIGTERM when torchrun dies, as nothing would restart or end this process any more."""
     if _by_torchrun():
         exit_with_parent(signal.SIGTERM, _PARENT)
         _torchrun_started()  # read while torchrun lives
 
 
 def terminate_torchrun() -> None:
-    """Ask torchrun to end, as this process is about to on purpose: with restarts left it would start it again."""
+    """Ask torchrun to end, as this process is about to: with restarts left, torchrun would start it again."""
     restarts_left = _restarts("TORCHELASTIC_MAX_RESTARTS") - _restarts("TORCHELASTIC_RESTART_COUNT")
     if _by_torchrun() and restarts_left > 0 and os.getppid() == _PARENT:
         os.kill(_PARENT, signal.SIGTERM)

@@ -101,7 +101,7 @@ class RankMonitor:
                 line = "; ".join(f"rank {rank} {reason}" for rank, reason in status.lost.items())
                 print_error(f"{line}; {RESUME_HINT}")
             if self.rank == 0:
-                time.sleep(STORE_LINGER_SECONDS)  # the others read the same there
+                time.sleep(STORE_LINGER_SECONDS)  # the others read there why it ends
             hard_exit(EXIT_FAILED)
 
     def exit_cut_off(self, print_error: Callable[[str], None]) -> NoReturn:
@@ -120,7 +120,7 @@ class RankMonitor:
         """Whether a rank failed, or one of this machine died; then also those on other machines will know.
 
         Raises:
-            RuntimeError: the store does not say.
+            RuntimeError: the store does not answer, or has ended.
         """
         if not self._store.check(["failed"]):
             ended = [rank for rank, pid in self._local_pids.items() if _has_ended(pid)]
@@ -167,7 +167,7 @@ class RankMonitor:
             self._set_error("")
 
     def request_abort(self) -> bool:
-        """Let all ranks end; returns whether this one was the first to ask, as far as the store says."""
+        """Let all ranks end; returns whether this one was the first to ask, or the store does not answer."""
         try:
             return self._store.add("aborts", 1) == 1
         except RuntimeError:
@@ -177,7 +177,7 @@ class RankMonitor:
         """Whether a rank has called `request_abort`.
 
         Raises:
-            RuntimeError: the store does not say.
+            RuntimeError: the store does not answer, or has ended.
         """
         return self._store.check(["aborts"])
 
@@ -187,7 +187,7 @@ class RankMonitor:
             self._store.set("failed", "")
 
     def _poll_ranks(self) -> RankStatus:
-        """Answer, and wait for the others until each has answered or is known to be unable to."""
+        """Set that this rank is well, and wait for the others until each has answered or is known to be unable to."""
         self._set_error("")
         deadline = time.monotonic() + POLL_TIMEOUT
         while True:

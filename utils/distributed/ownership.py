@@ -1,9 +1,9 @@
 """What a training program takes over of its process: environment variables, torch's switches, its end with torchrun.
 
-Only the `main` of a program does so, by a call. Whoever imports Brisk, or uses its loaders and networks in a notebook,
-keeps environment, signals and process. A program takes two things more by calls of their own, because they are undone
-or are needed later: the signal handlers of `StopRequest.handling_signals`, and TORCHINDUCTOR_CACHE_DIR
-(`utils.network.compiler.enable_compile_cache`).
+Only a program's main calls this. Importing Brisk, or using its loaders and networks in a notebook, changes none of it.
+For the same reason signal handlers are installed by `StopRequest.handling_signals`, TORCHINDUCTOR_CACHE_DIR is set by
+`utils.network.compiler.enable_compile_cache`, and only `RankMonitor.guard`, `watchdog` and a `process_group` with
+`print_error` end the process: a main calls these, too.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Processes as the Linux kernel knows them: the state and times of any, and the end of this one with its parent."""
+"""Processes as the Linux kernel sees them: state and times of any process, and a signal when the parent ends."""
 
 import ctypes
 import os
@@ -24,7 +24,7 @@ class ProcessStat(NamedTuple):
 
 
 def read_stat(pid: int) -> ProcessStat:
-    """What the kernel says of a process of this machine.
+    """State and times of a process of this machine.
 
     Raises:
         FileNotFoundError, ProcessLookupError: there is no such process.

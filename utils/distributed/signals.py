@@ -32,7 +32,7 @@ def stop_message(number: int) -> bytes:
 
 
 def restore_defaults() -> None:
-    """Undo `exit_on_signals`, where nobody else has taken over."""
+    """Undo `exit_on_signals`, except for signals that have another handler by now."""
     for number in SIGNALS:
         if signal.getsignal(number) is exit_now:
             signal.signal(number, signal.SIG_DFL)

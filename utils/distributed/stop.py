@@ -22,9 +22,9 @@ REPEAT_SECONDS = 3.0  # launchers send the same signal to a process twice: to it
 class StopRequest:
     """Whether the run must stop: by a signal (see `handling_signals`) or by its time limit.
 
-    Until `enable`, a signal ends the process at once: compilation can outlast a launcher's patience, and nothing is
-    lost. The other ranks, of which some may be enabled already, end likewise. Then the ranks agree through a sum that
-    travels while the step runs and is read one step later, so that asking costs the device nothing.
+    Until `enable`, a signal ends the process at once: compilation can take longer than a launcher waits, and nothing
+    is lost. The other ranks, of which some may be enabled already, end too. Afterwards the ranks agree through a sum
+    that is computed while the step runs and is read one step later, so that asking costs the device nothing.
 
     Args:
         time_limit: seconds since the launch, that of torchrun where it starts this process, after which to stop; 0 is

@@ -30,8 +30,8 @@ class NoAnswer(RuntimeError):
 class BoundedStore:
     """A store each of whose calls ends within `timeout` seconds, with its answer, the store's error, or NoAnswer.
 
-    Any thread may call. The calls go out one after the other, so that one which waits for an answer holds up the others
-    until then. None may wait for a key that another process has yet to set.
+    Any thread may call. The calls go out one after the other, so that one which waits for an answer delays the others.
+    None may wait for a key that another process has yet to set.
 
     Args:
         store: a TCPStore with a connection of its own.
@@ -130,7 +130,7 @@ def call_with_timeout(function: Callable[[], T], timeout: float) -> T:
 
 
 def _fulfil(future: Future[T], function: Callable[[], T]) -> bool:
-    """Whether `function` had a result. It is not called if nobody waits any more."""
+    """Whether `function` had a result. It is not called if the caller has stopped waiting."""
     if not future.set_running_or_notify_cancel():
         return False
     try:

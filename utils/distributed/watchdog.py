@@ -54,7 +54,7 @@ def watchdog(env: DistEnv, print_error: Callable[[str], None]) -> Iterator[None]
         monitor.mark_finished()
         raise
     except Exception:
-        # A rank that left breaks the collectives of the others, which need not print that.
+        # A rank that has ended breaks the collectives of the others, which need not print that.
         with contextlib.suppress(Exception):
             time.sleep(2 * POLL_INTERVAL)
             if monitor.abort_requested():

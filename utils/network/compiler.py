@@ -34,9 +34,9 @@ def enable_compile_cache() -> None:
 
     To be called by a program's main before anything is compiled. Sets that variable.
 
-    torch's own default lies in the temporary folder, which a cluster empties after each job. A home that all machines
-    share also shares the results; they are keyed by network, versions and GPU. A folder that cannot be written leaves
-    torch's default.
+    torch's default is in the temporary folder, which a cluster empties after each job. Machines with a common home
+    folder also share the results, whose key holds network, versions and GPU. If the folder cannot be written, torch's
+    default is used.
     """
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "brisk" / "compiled"

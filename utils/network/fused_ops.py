@@ -45,8 +45,8 @@ def _use_kernels(tensor: Tensor) -> bool:
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """As `tensor.to(dtype)`, but without an operation if the dtype is right.
 
-    torch.compile of torch 2.11 takes an autograd.Function's result and what it is a mere alias of for two results, and
-    gives the gradient to the wrong one.
+    torch.compile of torch 2.11 treats the result of an autograd.Function and an alias of it as two results, and gives
+    the gradient to the wrong one.
     """
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
@@ -131,8 +131,8 @@ def _input_grad(dz: Tensor, y: Tensor, activation: str) -> Tensor:
 class _BatchNormAct(torch.autograd.Function):
     """activation((x - mean) / sqrt(var + eps) * weight + bias), where mean and var are those of x.
 
-    Only x and vectors of C numbers are kept for the backward pass (Ioffe and Szegedy, 2015), which computes y anew
-    rather than read it, or a mask, from memory.
+    Only x and vectors of C numbers are kept for the backward pass (Ioffe and Szegedy, 2015), which computes y
+    again instead of reading it, or a mask, from memory.
     """
 
     @staticmethod
@@ -290,7 +290,7 @@ class _Depthwise(torch.autograd.Function):
                 dx = depthwise(dy, taps.flip(0, 1).contiguous(), 1)
             else:
                 dx = depthwise_input_grad(dy, taps.contiguous(), x.shape[2], x.shape[3])
-        # The weight's gradient is cuDNN's: a Triton kernel of ours took half as long again.
+        # The weight's gradient is cuDNN's: our Triton kernel took 1.5 times as long.
         _, grad, _ = torch.ops.aten.convolution_backward(
             dy,
             x,
