@@ -137,8 +137,8 @@ def test_a_restart_goes_on_after_a_death_on_another_machine(data: Path, tmp_path
     program.write_text(DIES_ON_ANOTHER_MACHINE)
     flags = ("--data-dir", data, *TINY, "--batch-size", 4, "--checkpoint-steps", 2, "--output-dir", tmp_path / "out")
     rendezvous = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-id=1")
-    flags += ("--epochs", 2, "--resume", "none")
-    command_line = [*command(1, *rendezvous, "--max-restarts=2", program=program), *flags]
+    start = ("--epochs", 2, "--resume", "none")
+    command_line = [*command(1, *rendezvous, "--max-restarts=2", program=program), *flags, *start]
     logs = [tmp_path / f"{machine}.log" for machine in range(2)]
     agents = []
     for path in logs:
