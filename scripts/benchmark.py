@@ -37,7 +37,9 @@ from utils.cli import Program, number_option, train_flag, with_train_flags
 from utils.config import TrainConfig, validate
 from utils.data import manifest
 from utils.data.workers import check_sockets
-from utils.distributed.group import process_group, read_launch
+from utils.distributed.group import process_group
+from utils.distributed.launcher import read_launch
+from utils.distributed.ownership import own_process
 from utils.errors import BadFile, UserError, escape_control_chars
 from utils.files import write_json
 from utils.limits import ABOVE_0
@@ -118,7 +120,8 @@ def benchmark(options: Options, argv: Sequence[str]) -> None:
     config = options.config
     models.check_arch(config.arch)
     check_sockets("workers of torch's DataLoader")
-    with process_group(config.device, config.timeout) as env, contextlib.ExitStack() as stack:
+    device = own_process(config.device, deterministic=False)
+    with process_group(device, config.timeout) as env, contextlib.ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="benchmark-")))
         if config.data_dir is None:
             generate_images(work)

@@ -134,7 +134,7 @@ def check(stopped_by: Callable[[], str], data_dir: Path, output_dir: Path, worke
         found = f" ({describe_counts(others)})" if others else ""
         raise UserError(f"{data_dir}: no images in it{found}; give a data set, or any folder of images")
     check_writable(output_dir)
-    alone = DistEnv(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
+    alone = DistEnv.single(torch.device("cpu"))
     decoder = decoder_of("dali")
     listing = file_listing(data_dir.absolute(), entries)
     known = verify_dataset(listing, decoder, output_dir, workers, alone, stopped_by=stopped_by)

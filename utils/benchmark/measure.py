@@ -11,15 +11,14 @@ import contextlib
 import dataclasses
 import math
 import multiprocessing
-import os
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Protocol
 
 import torch
 from tqdm import tqdm
 
+from utils.distributed.process import read_stat
 from utils.errors import Stopped
 from utils.training.metrics import Meter
 from utils.training.run import Run
@@ -137,9 +136,9 @@ def settle(device: torch.device, timeout: float = 60.0) -> None:
 
 def cpu_seconds() -> float:
     """CPU time of this process and its live worker processes, which no rusage counts before their end."""
-    ticks = 0
+    seconds = time.process_time()
     for worker in multiprocessing.active_children():
+        assert worker.pid is not None  # it was started
         with contextlib.suppress(OSError):  # it has just ended
-            fields = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()
-            ticks += int(fields[11]) + int(fields[12])  # utime and stime, see proc(5)
-    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
+            seconds += read_stat(worker.pid).cpu_seconds
+    return seconds
