@@ -130,13 +130,7 @@ class Started:
 
     def ranks(self) -> dict[int, int]:
         """Rank -> process id of the trainers that torchrun has started so far."""
-        found: dict[int, int] = {}
-        for pid in self.descendants():
-            with contextlib.suppress(OSError):
-                for word in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                    if word.startswith(b"RANK="):
-                        found.setdefault(int(word[5:]), pid)  # before its own children, which inherit it
-        return found
+        return ranks_among(self.descendants())
 
     def send(self, number: int, *pids: int) -> None:
         """Send a signal to some processes, to `pid` or below it."""
@@ -283,6 +277,22 @@ def descendants(pid: int) -> list[int]:
             for child in map(int, task.read_text().split()):
                 found += [child, *descendants(child)]
     return found
+
+
+def ranks_among(pids: Iterable[int]) -> dict[int, int]:
+    """Rank -> process id of the trainers among `pids`, parents first."""
+    found: dict[int, int] = {}
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for word in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                if word.startswith(b"RANK="):
+                    found.setdefault(int(word[5:]), pid)  # before its own children, which inherit it
+    return found
+
+
+def ranks_below(pid: int) -> dict[int, int]:
+    """Rank -> process id of the trainers below a launcher."""
+    return ranks_among(descendants(pid))
 
 
 def kill_tree(pid: int) -> None:

@@ -64,7 +64,7 @@ sys.exit(train.main(sys.argv[1:]))
 
 
 def torchrun(program: Path, *flags: Any, **variables: str) -> subprocess.CompletedProcess[str]:
-    command_line = [*command(1, "--standalone", "--max-restarts=2", program=program), *map(str, flags)]
+    command_line = [*command(program, torchrun=("--standalone", "--max-restarts=2")), *map(str, flags)]
     variables |= {"PYTHONPATH": str(ROOT)}
     return subprocess.run(
         command_line, env=environment() | variables, capture_output=True, text=True, timeout=200, check=False
@@ -129,7 +129,7 @@ def test_a_restart_goes_on_after_a_death_on_another_machine(data: Path, tmp_path
     flags = ("--data-dir", data, *TINY, "--batch-size", 4, "--checkpoint-steps", 2, "--output-dir", tmp_path / "out")
     rendezvous = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-id=1")
     start = ("--epochs", 2, "--resume", "none")
-    command_line = [*command(1, *rendezvous, "--max-restarts=2", program=program), *flags, *start]
+    command_line = [*command(program, torchrun=(*rendezvous, "--max-restarts=2")), *flags, *start]
     logs = [tmp_path / f"{machine}.log" for machine in range(2)]
     agents = []
     for path in logs:

@@ -22,8 +22,8 @@ from tests.harness import (
     environment,
     identify,
     kill_tree,
+    ranks_below,
     read_checkpoint,
-    workers_of,
 )
 from utils.distributed import monitor as monitor_module
 from utils.distributed.monitor import RankMonitor, _has_ended, _is_communication, _machine
@@ -42,7 +42,7 @@ class Started:
         self.out, self.err = folder / "out", folder / "err"
         self.shm_before = set(os.listdir("/dev/shm"))
         with self.out.open("w") as out, self.err.open("w") as err:
-            command_line = [*command(processes, "--standalone"), *map(str, train_flags), *flags]
+            command_line = [*command(processes=processes, torchrun=("--standalone",)), *map(str, train_flags), *flags]
             self.launcher = subprocess.Popen(command_line, stdout=out, stderr=err, env=environment())
         self.workers: dict[int, int] = {}
         self.processes: dict[int, int] = {}
@@ -53,7 +53,7 @@ class Started:
             assert self.launcher.poll() is None, self.err.read_text()
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        self.workers = workers_of(self.launcher.pid)
+        self.workers = ranks_below(self.launcher.pid)
         self.processes = identify(descendants(self.launcher.pid))
 
     def trains(self) -> bool:
@@ -121,7 +121,7 @@ def test_a_rank_that_never_comes_is_named(data: Path, tmp_path: Path, rank: int)
     """Stopped while it still imports."""
     with started(data, tmp_path, "--timeout", "10") as launch:
         (tmp_path / "run").mkdir()
-        launch.wait_for(lambda: len(workers_of(launch.launcher.pid)) == 2)
+        launch.wait_for(lambda: len(ranks_below(launch.launcher.pid)) == 2)
         os.kill(launch.workers[rank], signal.SIGSTOP)
         line = launch.check_end(60 + TORCH_KILLS)
     assert f"rank {rank} did not come within 10 s (--timeout)" in line

@@ -31,9 +31,9 @@ from tests.harness import (
     environment,
     identify,
     kill_tree,
+    ranks_below,
     read_checkpoint,
     read_metrics,
-    workers_of,
 )
 
 pytestmark = [pytest.mark.network, pytest.mark.dist, pytest.mark.timeout(900)]
@@ -286,7 +286,7 @@ def test_a_torchrun_that_is_asked_to_end_while_it_is_cut_off(start: Starter, wir
 def test_cut_at_the_start(start: Starter, wire: Wire) -> None:
     """The torchruns have met, the processes are about to."""
     run = start()
-    run.wait_for(lambda: all(workers_of(launcher.pid) for launcher in run.torchruns))
+    run.wait_for(lambda: all(ranks_below(launcher.pid) for launcher in run.torchruns))
     cut(wire, "wire")
     first, second = run.ends_cut_off()
     assert f"rank 1 did not come within {TIMEOUT} s (--timeout)" in first

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT, environment
+from tests.harness import ROOT, environment
 
 # As the user's process might notice a change: by its environment, signals, hooks and switches, and by its end.
 PROCESS_STATE = """

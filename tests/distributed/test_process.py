@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, alive, identify
+from tests.harness import ROOT, alive, identify
 from utils.distributed.process import read_stat
 
 

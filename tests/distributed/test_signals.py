@@ -20,7 +20,7 @@ def handles(pid: int) -> bool:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
 def test_a_signal_during_the_imports(number: signal.Signals, data: Path, tmp_path: Path) -> None:
-    command_line = [*command(1), "--data-dir", str(data), "--output-dir", str(tmp_path / "run")]
+    command_line = [*command(), "--data-dir", str(data), "--output-dir", str(tmp_path / "run")]
     process = subprocess.Popen(
         command_line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
     )

@@ -45,7 +45,7 @@ def run_script(tmp_path: Path, text: str, processes: int, *arguments: object) ->
     """A program of a few lines over our modules, under torchrun, to its end."""
     script = tmp_path / "worker.py"
     script.write_text(text)
-    command_line = [*command(processes, "--standalone", program=script), *map(str, arguments)]
+    command_line = [*command(script, processes, ("--standalone",)), *map(str, arguments)]
     environ = environment() | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(command_line, env=environ, capture_output=True, text=True, timeout=100, check=False)
 

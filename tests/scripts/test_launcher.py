@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, alive, environment, identify
+from tests.harness import ROOT, alive, environment, identify
 
 # A parent that ends at once, and a child that is deaf to SIGTERM, in a session of its own with another parent.
 DETACHED = """
