@@ -1,9 +1,7 @@
 """The images of a benchmark: a folder of them or generated ones, and their mean size."""
 
 import contextlib
-import dataclasses
 import math
-import os
 import random
 from pathlib import Path
 

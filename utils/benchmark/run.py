@@ -18,8 +18,8 @@ from utils.benchmark.loaders import PREFETCH, FilesReader, Loader, TrainStep
 from utils.benchmark.measure import Case, Window, measure
 from utils.benchmark.verdict import LoaderMeasurement, Measurements, Rate
 from utils.config import BATCH_SIZE, ResolvedConfig, TrainConfig
-from utils.data.dali import DALI_VERSION
 from utils.data.cache import decoded_bytes
+from utils.data.dali import DALI_VERSION
 from utils.data.manifest import Manifest
 from utils.data.splits import Splits
 from utils.distributed.group import DistEnv
