@@ -1,7 +1,6 @@
 """Whole runs of train.py: what comes out, and that the arithmetic of a step is right."""
 
 import json
-import math
 import os
 import shutil
 import signal
@@ -30,7 +29,6 @@ from tests.conftest import (
 )
 from tests.contract import assert_keys
 from tests.training.test_resume import EVERYTHING, PLAIN, flags_for, steps_logged, train_losses
-from utils.files import write_json
 from utils.training.state import mean_buffers
 
 
@@ -306,8 +304,3 @@ def test_what_the_best_checkpoint_of_a_folder_is(
     found = json.loads((first / "evaluation.json").read_text())
     assert_keys("evaluation.json", found, "checkpoint")
     assert (found["checkpoint"], found["image_size"], found["val_resize"]) == (f"{first}/last.pt", 48, 54)
-
-
-def test_json_has_null_for_what_is_not_finite(tmp_path: Path) -> None:
-    write_json(tmp_path / "values.json", {"loss": math.inf, "top1": 0.5, "checkpoint": "best.pt"})
-    assert json.loads((tmp_path / "values.json").read_text()) == {"loss": None, "top1": 0.5, "checkpoint": "best.pt"}

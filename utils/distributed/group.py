@@ -18,7 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 from utils.distributed.launcher import exit_with_parent
 from utils.distributed.monitor import RankMonitor
 from utils.distributed.store import ANSWER_SECONDS, BoundedStore, NoAnswer, in_time
-from utils.errors import RunFailed, UserError
+from utils.errors import RunFailed, UserError, first_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,9 +203,8 @@ def _meet(env: DistEnv, limit: datetime.timedelta) -> tuple[Store, BoundedStore,
         part = create_store_prefix(BoundedStore(own, timeout).part(name), env.rank, env.world_size, timeout)
         return store, part, RankMonitor(part, env.rank, env.world_size, timeout)
     except (dist.DistError, NoAnswer) as error:
-        reason = str(error).partition("\n")[0]
         raise RunFailed(
-            f"rank {env.rank}: cannot meet rank 0 or its launcher at {_where(meet)} ({reason}); "
+            f"rank {env.rank}: cannot meet rank 0 or its launcher at {_where(meet)} ({first_line(error)}); "
             f"--timeout is {timeout:g} s",
             on_all_ranks=False,
         ) from None

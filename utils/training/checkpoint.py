@@ -19,7 +19,7 @@ from utils.distributed.collectives import gather_to_rank0
 from utils.distributed.exit import writing
 from utils.distributed.group import DistEnv
 from utils.distributed.launcher import launch_ids
-from utils.errors import UserError
+from utils.errors import UserError, first_line
 from utils.training.state import TrainState, mean_buffers
 
 LAST, BEST = "last.pt", "best.pt"
@@ -280,7 +280,7 @@ def save(
         cause = next(
             (cause for cause in (error, error.__cause__, error.__context__) if isinstance(cause, OSError)), error
         )
-        return getattr(cause, "strerror", None) or str(cause).splitlines()[0]
+        return getattr(cause, "strerror", None) or first_line(cause)
     return None
 
 
