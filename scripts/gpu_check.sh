@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks what needs a GPU, in one command: the tests marked gpu, then whole runs on every GPU of this machine, then a
+# Checks what needs a GPU, in one command: the tests marked gpu, then complete runs on all GPUs of this machine, then a
 # table. Exit status 1 if one of them did not end as it should.
 #
 #   scripts/gpu_check.sh DATA_DIR OUT     # DATA_DIR: Imagenette in ImageFolder layout (train/, val/)
@@ -28,7 +28,7 @@ gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
 torchrun=("$PYTHON")
 [[ $gpus -le 1 ]] || torchrun=("$PYTHON" -m torch.distributed.run --standalone "--nproc_per_node=$gpus")
 
-# launch SECONDS [FLAGS...] -- COMMAND: runs a command with a time limit, and leaves nothing of it behind.
+# launch SECONDS [FLAGS...] -- COMMAND: runs a command with a time limit, and ends all its processes.
 launch() {
     "$PYTHON" -m scripts.launcher --limit "$@" 2>&1
 }
@@ -41,7 +41,7 @@ add_result() {
     tail -n 1 "$out/table.txt"
 }
 
-# train NAME EXPECTED [--terminate-after FILE] -- FLAGS...: a run in a folder of its own, which should end with EXPECTED;
+# train NAME EXPECTED [--terminate-after FILE] -- FLAGS...: a run in a new folder, which should end with EXPECTED;
 # its log and its summary are copied to OUT.
 train() {
     local name=$1 expected=$2 status=0 launcher_flags=()

@@ -1,4 +1,4 @@
-"""Files are whole or as they were, and JSON has no nan."""
+"""Atomic writes leave the old content or the new one, JSON has no nan, and an error has a first line."""
 
 import json
 import math
@@ -40,7 +40,7 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path, concurrent: bool)
 
 def test_concurrent_writers_do_not_share_a_temporary_file(tmp_path: Path) -> None:
     path = tmp_path / "manifest.json"
-    half = tmp_path / f".manifest.json.{os.getpid() + 1}.tmp"  # another process is in the midst of it
+    half = tmp_path / f".manifest.json.{os.getpid() + 1}.tmp"  # another process is writing it
     half.write_text("half")
     atomic_write_text(path, "whole", concurrent=True)
     assert (path.read_text(), half.read_text()) == ("whole", "half")
