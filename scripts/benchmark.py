@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure what limits training on your images with this machine, and what DALI is worth there.
+"""Measure what limits training on your images with this machine, and what DALI gains or costs.
 
     scripts/benchmark.py --data-dir DIR --arch resnet50 --output-dir runs/benchmark
 
@@ -9,7 +9,7 @@ benchmark when a loader meets it.
 
 The benchmark measures every loader alone, the step of train.py on one synthetic batch, the same step with every loader,
 and reading the files without decoding them, from the page cache if they have been read before.
-utils/benchmark/measure.py says how, verdict.py what follows from it, report.py what the keys of benchmark.json are.
+utils/benchmark/measure.py describes how, verdict.py the rules of the verdict, report.py the keys of benchmark.json.
 """
 
 import contextlib
@@ -111,7 +111,7 @@ def read_options(
 
 
 def benchmark(options: Options, argv: Sequence[str]) -> None:
-    """The whole benchmark, from the flags to the files.
+    """Run the benchmark, from the flags to the files.
 
     Raises:
         UserError: flags or data do not fit; nothing was written.

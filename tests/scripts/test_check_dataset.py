@@ -77,8 +77,8 @@ def test_any_tree_with_bad_and_suspicious_files(tmp_path: Path, capsys: pytest.C
     assert "of/any/depth/two\\nlines.jpg\n" in done.out  # a line for a file, and no escape sequence
     assert "\x1b" not in done.out
     assert len(done.out.splitlines()) == len(bad) + 7
-    told = "not decoded, as no image is named so: 2 files .jfif, 1 file .txt, 1 file without a suffix\n"
-    assert f"\n\n{told}{len(bad) + 2} files: " in done.out
+    line = "not decoded, as no image is named so: 2 files .jfif, 1 file .txt, 1 file without a suffix\n"
+    assert f"\n\n{line}{len(bad) + 2} files: " in done.out
     assert check_dataset.main([str(tmp_path / "tree"), "--output-dir", str(out), "--rows", "3"]) == 1
     assert f"  and {len(bad) - 3} more, see {out}/bad_files.json\n" in capsys.readouterr().out
 
@@ -181,8 +181,8 @@ def test_the_scan_finds_what_dali_rejects(spoiled: tuple[Path, set[str]], tmp_pa
     done = check(root, "--output-dir", tmp_path)
     assert done.status == 1, done.err
     assert set(named_bad(tmp_path)) == bad
-    again = check(root, "--output-dir", tmp_path)
-    assert again.out == done.out
+    second = check(root, "--output-dir", tmp_path)
+    assert second.out == done.out
 
 
 @pytest.mark.slow

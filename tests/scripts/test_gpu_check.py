@@ -1,4 +1,4 @@
-"""scripts/gpu_check.sh where there is no GPU, so that nothing ends as it should."""
+"""scripts/gpu_check.sh on a machine without a GPU, where every run fails."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ from tests.harness import ROOT, environment
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_what_fails_is_told_and_nothing_is_left_of_an_earlier_call(data: Path, tmp_path: Path) -> None:
+def test_failures_are_in_the_table_and_results_of_an_earlier_call_are_removed(data: Path, tmp_path: Path) -> None:
     (tmp_path / "resnet50.json").write_text(json.dumps({"top1": 71.92}))
     (tmp_path / "resnet50.log").write_text("an earlier call\n")
     (tmp_path / "mine.json").write_text(json.dumps({"top1": 99.0}))

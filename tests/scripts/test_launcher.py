@@ -1,4 +1,4 @@
-"""scripts/launcher.py: exit statuses, time limits, and that nothing is left of a command."""
+"""scripts/launcher.py: exit statuses, time limits, and the end of all processes of a command."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ import pytest
 
 from tests.harness import ROOT, alive, environment, identify
 
-# A parent that ends at once, and a child that is deaf to SIGTERM, in a session of its own with another parent.
+# A process that ends after some seconds, and its child in another session, which ignores SIGTERM.
 DETACHED = """
 import os, pathlib, signal, sys, tempfile, time
 tempfile.mkdtemp()
@@ -41,7 +41,7 @@ def launch(*words: object) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(("seconds", "status"), [(0, 0), (600, 124)])
-def test_nothing_is_left(tmp_path: Path, temporary: Path, seconds: float, status: int) -> None:
+def test_no_process_and_no_file_remains(tmp_path: Path, temporary: Path, seconds: float, status: int) -> None:
     pid_file = tmp_path / "pid"
     command = [sys.executable, "-c", DETACHED, pid_file, seconds]
     line = [sys.executable, "-m", "scripts.launcher", "--limit", "5", "--", *command]

@@ -2,7 +2,7 @@
 
 A window is the wall time of a number of steps, on CUDA between two synchronisations. Loaders fill their queues while
 others are measured. So before a window all queues are full and idle; then the queue of the case is drained, two steps
-are discarded, and the window shows the rate that lasts. A window of a loader with worker processes is a whole number of
+are discarded, and the window shows the sustained rate. A window of a loader with worker processes is a whole number of
 their rounds, as their batches come in bursts. The first windows of each case, with compilation and the search for fast
 kernels, only determine how many steps fill the wanted time.
 """
@@ -55,7 +55,7 @@ class Case:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all work on the device; the CPU never has any left."""
+    """Wait for all work on the device; on the CPU there is none."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -93,8 +93,8 @@ def measure(cases: Sequence[Case], run: Run, windows: int, window_seconds: float
             while (window := measure_once(case, steps)).seconds < window_seconds / 4:
                 steps *= 2
             bar.update()
-            wanted = max(MIN_STEPS, window_seconds * steps / window.seconds)
-            return math.ceil(wanted / case.stride) * case.stride
+            needed = max(MIN_STEPS, window_seconds * steps / window.seconds)
+            return math.ceil(needed / case.stride) * case.stride
 
         steps = [calibrate(case) for case in cases]
         results: list[list[Window]] = [[] for _ in cases]

@@ -40,7 +40,7 @@ def describe(run: Run, images: Manifest, generated: bool, windows: int, window_s
     Args:
         run: the run whose step is timed.
         images: the different images, each once.
-        generated: whether they are the benchmark's own.
+        generated: whether the benchmark generated them.
         windows: number of windows per case.
         window_seconds: wanted length of a window.
     """

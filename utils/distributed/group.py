@@ -18,7 +18,7 @@ from utils.distributed.device import check_devices, describe_device
 from utils.distributed.launcher import read_launch, rendezvous_url
 from utils.distributed.monitor import RankMonitor
 from utils.distributed.store import CALL_TIMEOUT, BoundedStore, NoAnswer, call_with_timeout
-from utils.errors import RunFailed
+from utils.errors import RunFailed, first_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,9 +124,8 @@ def _rendezvous(env: DistEnv, limit: datetime.timedelta) -> tuple[Store, Bounded
         store = create_store_prefix(bounded, env.rank, env.world_size, timeout)
         return torch_store, store, RankMonitor(store, env.rank, env.world_size, timeout)
     except (dist.DistError, NoAnswer) as error:
-        reason = str(error).partition("\n")[0]
         raise RunFailed(
-            f"rank {env.rank}: cannot meet rank 0 or its launcher at {_host_and_port(url)} ({reason}); "
+            f"rank {env.rank}: cannot meet rank 0 or its launcher at {_host_and_port(url)} ({first_line(error)}); "
             f"--timeout is {timeout:g} s",
             on_all_ranks=False,
         ) from None

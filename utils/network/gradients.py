@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from utils.errors import UserError
+from utils.errors import UserError, first_line
 from utils.seed import random_state, set_random_state
 
 WARMUP_PASSES = 3  # torch's advice; the first also compiles
@@ -131,7 +131,7 @@ class GraphedForwardBackward:
             raise
         except RuntimeError as error:
             # Going on would be unsafe: torch leaves its random generator and allocator in the state of a capture.
-            reason = str(error.__context__ or error).strip().splitlines()[0]
+            reason = first_line(error.__context__ or error)
             raise UserError(
                 f"--cuda-graph: this network's step cannot be recorded ({reason}); use --no-cuda-graph"
             ) from error

@@ -18,7 +18,7 @@ from utils.data.splits import SPLITS, InitialFiles
 from utils.distributed.collectives import gather_to_rank0
 from utils.distributed.exit import write_lock
 from utils.distributed.launcher import launch_ids
-from utils.errors import UserError
+from utils.errors import UserError, first_line
 from utils.training.state import NETWORKS, BestEpoch, RankState, ReplicatedState, TrainState, mean_buffers
 
 LAST, BEST = "last.pt", "best.pt"
@@ -321,7 +321,7 @@ def save(
         cause = next(
             (cause for cause in (error, error.__cause__, error.__context__) if isinstance(cause, OSError)), error
         )
-        return getattr(cause, "strerror", None) or str(cause).splitlines()[0]
+        return getattr(cause, "strerror", None) or first_line(cause)
     return None
 
 
