@@ -14,9 +14,9 @@ STRIP = 7  # output rows of one program, which share their input rows
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _add(totals, t: tl.constexpr, part):  # type: ignore[no-untyped-def]
-    """The tuple `totals` with `part` added to its element t."""
-    return totals[:t] + (totals[t] + part,) + totals[t + 1 :]  # noqa: RUF005 (Triton cannot unpack)
+def _add(totals, t: tl.constexpr, term):  # type: ignore[no-untyped-def]
+    """The tuple `totals` with `term` added to its element t."""
+    return totals[:t] + (totals[t] + term,) + totals[t + 1 :]  # noqa: RUF005 (Triton cannot unpack)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
