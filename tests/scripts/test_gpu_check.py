@@ -1,28 +1,24 @@
-"""scripts/gpu_check.sh where there is no GPU, so that nothing ends as it should."""
+"""scripts/gpu_check.sh without a GPU, so that every part of it fails."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.harness import ROOT, environment
+from tests.harness import ROOT, launch
 
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_what_fails_is_told_and_nothing_is_left_of_an_earlier_call(data: Path, tmp_path: Path) -> None:
+def test_failures_are_in_the_table_and_nothing_is_left_of_an_earlier_call(data: Path, tmp_path: Path) -> None:
     (tmp_path / "resnet50.json").write_text(json.dumps({"top1": 71.92}))
     (tmp_path / "resnet50.log").write_text("an earlier call\n")
     (tmp_path / "mine.json").write_text(json.dumps({"top1": 99.0}))
     hidden = {"CUDA_VISIBLE_DEVICES": "", "BRISK_PYTHON": sys.executable, "PYTEST_ADDOPTS": "--collect-only"}
-    words = [ROOT / "scripts" / "gpu_check.sh", data, tmp_path]
-    done = subprocess.run(
-        list(map(str, words)), capture_output=True, text=True, timeout=280, env=environment() | hidden, check=False
-    )
+    done = launch(data, tmp_path, program=ROOT / "scripts" / "gpu_check.sh", env=hidden, timeout=280)
     table = (tmp_path / "table.txt").read_text()
-    assert done.returncode == 1, table
+    assert done.status == 1, table
     assert "gpu tests: exit 0\n" in table
     assert "resnet50: exit 2, not 0\n" in table
     assert "efficientnet_b0: exit 2, not 143\n" in table
