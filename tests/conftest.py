@@ -2,9 +2,11 @@
 
 import dataclasses
 import multiprocessing.util
+import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from signal import SIGINT, SIGTERM
 from typing import Any
 
 import numpy as np
@@ -151,11 +153,13 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
 
 
 def call_main(main: Main, flags: Sequence[object], capsys: pytest.CaptureFixture[str]) -> Finished:
-    """A command line in this process."""
+    """A command line in this process, whose handlers of signals do not stay."""
     words = list(map(str, flags))
     capsys.readouterr()
-    before = list_output(words)
+    before, handlers = list_output(words), {number: signal.getsignal(number) for number in (SIGINT, SIGTERM)}
     status = main(words)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     return Finished(status, *capsys.readouterr(), changed_names(before, list_output(words)))
 
 

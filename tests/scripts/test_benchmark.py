@@ -3,8 +3,6 @@
 import json
 import math
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +12,12 @@ import pytest
 from PIL import Image
 
 from scripts import benchmark, performance
-from tests.conftest import SOCKETS_ARE_ELSEWHERE, write_images
+from tests.conftest import SOCKETS_ARE_ELSEWHERE, Refused, write_images
 from tests.contract import assert_keys
-from tests.harness import ROOT, environment
+from tests.harness import ROOT, error_line, launch
 from utils.benchmark.report import COLOURS
 
+BENCHMARK = ROOT / "scripts" / "benchmark.py"
 LOADERS = ("dali_fused", "dali_full", "torch", "timm")
 
 
@@ -26,19 +25,15 @@ LOADERS = ("dali_fused", "dali_full", "torch", "timm")
 def finished(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path, str]:
     """The whole command on 41 images: its JSON, its folder and what it printed."""
     output_dir = tmp_path_factory.mktemp("benchmark")
-    done = command(
+    done = launch(
         "--data-dir", data, "--arch", "test_resnet", "--output-dir", output_dir, "--image-size", "32",
         "--batch-size", "8", "--workers", "1", "--device", "cpu", "--window-seconds", "0.01",
+        program=BENCHMARK,
     )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.status, done.err) == (0, "")
     assert sorted(path.name for path in output_dir.iterdir()) == ["benchmark.json", "benchmark.png"]
     loaded: dict[str, Any] = json.loads((output_dir / "benchmark.json").read_text())
-    return loaded, output_dir, done.stdout
-
-
-def command(*flags: str | Path) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, str(ROOT / "scripts" / "benchmark.py"), *map(str, flags)]
-    return subprocess.run(words, capture_output=True, text=True, timeout=200, env=environment(), check=False)
+    return loaded, output_dir, done.out
 
 
 def numbers(value: Any) -> Iterator[float]:
@@ -138,17 +133,18 @@ def test_a_bad_file_ends_it_in_one_line(loader: str, tmp_path: Path) -> None:
     empty, text = (tmp_path / "data" / "blue" / name for name in ("empty.jpg", "text.jpg"))
     empty.touch()
     text.write_text("no image")
-    done = command(
+    done = launch(
         "--data-dir", tmp_path / "data", "--arch", "test_resnet", "--output-dir", tmp_path / "out",
         "--image-size", "32", "--batch-size", "8", "--workers", "1", "--device", "cpu", "--loaders", loader,
+        program=BENCHMARK,
     )  # fmt: skip
-    assert done.returncode == 2, done.stderr
-    assert "13 images" in done.stdout, "the empty file is not among them"
-    assert "excluded: blue/empty.jpg: an empty file" in done.stdout
-    assert done.stderr.startswith(f"benchmark.py: {text}: ")
-    assert done.stderr.count("\n") == 1
-    assert "check_dataset.py" in done.stderr
-    assert "--bad-files" not in done.stderr
+    assert done.status == 2, done.err
+    assert "13 images" in done.out, "the empty file is not among them"
+    assert "excluded: blue/empty.jpg: an empty file" in done.out
+    assert done.err.startswith(f"benchmark.py: {text}: ")
+    assert done.err == error_line(done, "benchmark.py") + "\n"
+    assert "check_dataset.py" in done.err
+    assert "--bad-files" not in done.err
 
 
 @pytest.mark.parametrize(
@@ -169,43 +165,35 @@ def test_a_bad_file_ends_it_in_one_line(loader: str, tmp_path: Path) -> None:
         (("--speed", "3"), ("--speed", "--help")),
     ],
 )
-def test_a_mistake_is_one_line(
-    flags: tuple[str, str], words: tuple[str, ...], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+def test_refusals(
+    refused: Refused, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, str],
+    words: tuple[str, ...],
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    base = ("--data-dir", str(data), "--arch", "test_resnet", "--image-size", "32", "--device", "cpu")
-    assert benchmark.main([*base, "--output-dir", "out", *flags]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("benchmark.py: ")
-    assert err.count("\n") == 1
-    for word in words:
-        assert word in err
+    base = ("--data-dir", data, "--arch", "test_resnet", "--image-size", "32", "--device", "cpu", "--output-dir", "out")
+    refused(*base, *flags, main=benchmark.main, program="benchmark.py")(*words)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_one_process_only(
-    data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+def test_one_process_only(refused: Refused, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    assert benchmark.main(["--data-dir", str(data), "--device", "cpu"]) == 2
-    assert "without torchrun" in capsys.readouterr().err
+    flags = ("--data-dir", data, "--device", "cpu")
+    refused(*flags, main=benchmark.main, program="benchmark.py")("without torchrun")
 
 
 def test_too_long_a_path_for_the_sockets_of_workers(data: Path, tmp_path: Path, long_temporary_folder: Path) -> None:
-    done = command(
+    done = launch(
         "--data-dir", data, "--arch", "test_resnet", "--output-dir", tmp_path / "out", "--image-size", "32",
         "--batch-size", "8", "--workers", "1", "--device", "cpu", "--loaders", "dali-fused", "--window-seconds", "0.1",
+        program=BENCHMARK,
     )  # fmt: skip
     if SOCKETS_ARE_ELSEWHERE:
-        assert (done.returncode, done.stderr) == (0, "")
+        assert (done.status, done.err) == (0, "")
     else:
-        assert done.returncode == 2
-        assert done.stderr.startswith(f"benchmark.py: TMPDIR {long_temporary_folder}: ")
-        assert done.stderr.count("\n") == 1
+        assert done.status == 2
+        assert error_line(done, "benchmark.py").startswith(f"benchmark.py: TMPDIR {long_temporary_folder}: ")
     assert list(long_temporary_folder.iterdir()) == []
 
 

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -13,24 +11,20 @@ from pathlib import Path
 import pytest
 
 from scripts import check_dataset
-from tests import damage
-from tests.conftest import TINY, write_data
+from tests import damage, harness
+from tests.conftest import TINY, Refused, write_data
 from tests.contract import CONTRACT, assert_keys
 from tests.data.test_verification import dali_accepts
-from tests.harness import ROOT, Finished, alive, descendants, environment, identify
+from tests.harness import ROOT, Finished, alive, identify
 from utils.data.decoding import decoder_of
 from utils.data.verification import load_manifest
 
 SCRIPT = ROOT / "scripts" / "check_dataset.py"
 
 
-def check(*words: str | Path, timeout: float = 120) -> Finished:
+def check(*words: object, timeout: float = 120) -> Finished:
     """Run the script to its end."""
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *map(str, words)],
-        capture_output=True, text=True, env=environment(), timeout=timeout, check=False,
-    )  # fmt: skip
-    return Finished(done.returncode, done.stdout, done.stderr)
+    return harness.launch(*words, program=SCRIPT, timeout=timeout)
 
 
 def named_bad(output_dir: Path) -> dict[str, str]:
@@ -77,8 +71,8 @@ def test_any_tree_with_bad_and_suspicious_files(tmp_path: Path, capsys: pytest.C
     assert "of/any/depth/two\\nlines.jpg\n" in done.out  # a line for a file, and no escape sequence
     assert "\x1b" not in done.out
     assert len(done.out.splitlines()) == len(bad) + 7
-    line = "not decoded, as no image is named so: 2 files .jfif, 1 file .txt, 1 file without a suffix\n"
-    assert f"\n\n{line}{len(bad) + 2} files: " in done.out
+    ignored = "not decoded, as no image is named so: 2 files .jfif, 1 file .txt, 1 file without a suffix\n"
+    assert f"\n\n{ignored}{len(bad) + 2} files: " in done.out
     assert check_dataset.main([str(tmp_path / "tree"), "--output-dir", str(out), "--rows", "3"]) == 1
     assert f"  and {len(bad) - 3} more, see {out}/bad_files.json\n" in capsys.readouterr().out
 
@@ -89,26 +83,19 @@ def test_a_signal_ends_it_and_what_is_known_is_kept(tmp_path: Path, number: sign
     (tmp_path / "one.jpg").write_bytes(damage.encoded(height=2000, width=2000))
     for index in range(600):
         (tmp_path / "tree" / f"{index}.jpg").symlink_to("../one.jpg")
-    words = [sys.executable, SCRIPT, tmp_path / "tree", "--output-dir", tmp_path / "out", "--workers", "2"]
-    process = subprocess.Popen(
-        [*map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        while len(workers := identify(descendants(process.pid))) < 2:
-            assert process.poll() is None
-            time.sleep(0.05)
+    words = (tmp_path / "tree", "--output-dir", tmp_path / "out", "--workers", 2)
+    with harness.start(*words, program=SCRIPT, prefix=("setsid",)) as started:
+        started.wait_for(lambda: len(started.descendants()) >= 2)
+        workers = identify(started.descendants())
         time.sleep(3)
         for _ in range(2):  # as `timeout` does; a terminal signals the workers, too
-            os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
+            os.killpg(started.pid, number) if number == signal.SIGINT else started.send(number, started.pid)
             time.sleep(0.1)
-        out, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
+        done = started.end(60)
+        assert alive(workers) == []
     name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
-    assert (process.returncode, out) == (143, "")
-    assert err == f"check_dataset.py: stopped by {name}; the same command goes on from there\n"
-    assert alive(workers) == []
+    assert (done.status, done.out) == (143, "")
+    assert done.err == f"check_dataset.py: stopped by {name}; the same command goes on from there\n"
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["manifest.json"]
     assert 0 < len(load_manifest(tmp_path / "out" / "manifest.json", decoder_of("dali").name)) < 600
 
@@ -139,19 +126,15 @@ def test_a_signal_ends_it_and_what_is_known_is_kept(tmp_path: Path, number: sign
     ],
 )
 def test_refusals(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], fragments: tuple[str, ...]
+    refused: Refused, data: Path, tmp_path: Path, words: tuple[str, ...], fragments: tuple[str, ...]
 ) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "1.jfif").write_bytes(damage.JPEG)
-    assert check_dataset.main([word.format(data=data, tmp=tmp_path) for word in words]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert len(err.splitlines()) == 1, err
-    assert err.startswith("check_dataset.py: ")
-    for fragment in fragments:
-        assert fragment.format(data=data, tmp=tmp_path) in err
+    flags = [word.format(data=data, tmp=tmp_path) for word in words]
+    check = refused(*flags, main=check_dataset.main, program="check_dataset.py")
+    check(*(fragment.format(data=data, tmp=tmp_path) for fragment in fragments))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -181,8 +164,8 @@ def test_the_scan_finds_what_dali_rejects(spoiled: tuple[Path, set[str]], tmp_pa
     done = check(root, "--output-dir", tmp_path)
     assert done.status == 1, done.err
     assert set(named_bad(tmp_path)) == bad
-    second = check(root, "--output-dir", tmp_path)
-    assert second.out == done.out
+    repeated = check(root, "--output-dir", tmp_path)
+    assert repeated.out == done.out
 
 
 @pytest.mark.slow

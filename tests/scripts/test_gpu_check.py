@@ -1,13 +1,12 @@
 """scripts/gpu_check.sh on a machine without a GPU, where every run fails."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.harness import ROOT, environment
+from tests.harness import ROOT, launch
 
 
 @pytest.mark.dist
@@ -17,12 +16,9 @@ def test_failures_are_in_the_table_and_results_of_an_earlier_call_are_removed(da
     (tmp_path / "resnet50.log").write_text("an earlier call\n")
     (tmp_path / "mine.json").write_text(json.dumps({"top1": 99.0}))
     hidden = {"CUDA_VISIBLE_DEVICES": "", "BRISK_PYTHON": sys.executable, "PYTEST_ADDOPTS": "--collect-only"}
-    words = [ROOT / "scripts" / "gpu_check.sh", data, tmp_path]
-    done = subprocess.run(
-        list(map(str, words)), capture_output=True, text=True, timeout=280, env=environment() | hidden, check=False
-    )
+    done = launch(data, tmp_path, program=ROOT / "scripts" / "gpu_check.sh", env=hidden, timeout=280)
     table = (tmp_path / "table.txt").read_text()
-    assert done.returncode == 1, table
+    assert done.status == 1, table
     assert "gpu tests: exit 0\n" in table
     assert "resnet50: exit 2, not 0\n" in table
     assert "efficientnet_b0: exit 2, not 143\n" in table

@@ -1,15 +1,17 @@
 """scripts/launcher.py: exit statuses, time limits, and the end of all processes of a command."""
 
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.harness import ROOT, alive, environment, identify
+from scripts import launcher
+from tests.conftest import Refused
+from tests.harness import ROOT, alive, identify, launch, start
+
+LAUNCHER = ROOT / "scripts" / "launcher.py"
 
 # A process that ends after some seconds, and its child in another session, which ignores SIGTERM.
 DETACHED = """
@@ -35,37 +37,24 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(folder)
 
 
-def launch(*words: object) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "scripts.launcher", *map(str, words)]
-    return subprocess.run(line, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120, check=False)
-
-
 @pytest.mark.parametrize(("seconds", "status"), [(0, 0), (600, 124)])
 def test_no_process_and_no_file_remains(tmp_path: Path, temporary: Path, seconds: float, status: int) -> None:
     pid_file = tmp_path / "pid"
     command = [sys.executable, "-c", DETACHED, pid_file, seconds]
-    line = [sys.executable, "-m", "scripts.launcher", "--limit", "5", "--", *command]
-    process = subprocess.Popen(
-        [*map(str, line)], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    try:
-        while not (pid_file.exists() and pid_file.read_text().endswith("\n")):
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.01)
+    with start("--limit", 5, "--", *command, program=LAUNCHER) as started:
+        started.wait_for(lambda: pid_file.exists() and pid_file.read_text().endswith("\n"))
         seen = identify([int(pid_file.read_text())])
         assert len(seen) == 1
-        process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == status
-    assert alive(seen) == []
+        assert started.end(60).status == status
+        assert alive(seen) == []
     assert list(temporary.iterdir()) == []
 
 
 @pytest.mark.parametrize(("code", "status"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), signal.SIGKILL)", 137)])
 def test_the_status_is_that_of_the_command(code: str, status: int) -> None:
-    done = launch("--limit", 60, "--", sys.executable, "-c", f"import os, signal, sys; {code}")
-    assert (done.returncode, done.stderr) == (status, "")
+    command = (sys.executable, "-c", f"import os, signal, sys; {code}")
+    done = launch("--limit", 60, "--", *command, program=LAUNCHER)
+    assert (done.status, done.err) == (status, "")
 
 
 def test_a_command_is_terminated_once_its_file_has_a_line(tmp_path: Path) -> None:
@@ -79,8 +68,9 @@ path.write_text("half a line\\n")
 time.sleep(600)
 """
     log = tmp_path / "log"
-    done = launch("--limit", 60, "--terminate-after", log, "--", sys.executable, "-c", code, log)
-    assert (done.returncode, log.read_text()) == (7, "half a line\n")
+    flags = ("--limit", 60, "--terminate-after", log)
+    done = launch(*flags, "--", sys.executable, "-c", code, log, program=LAUNCHER)
+    assert (done.status, log.read_text()) == (7, "half a line\n")
 
 
 @pytest.mark.parametrize(
@@ -92,7 +82,5 @@ time.sleep(600)
         (("--limit", "5", "--", "/nowhere/program"), "/nowhere/program: cannot be started (no such program)"),
     ],
 )
-def test_refusals(words: tuple[str, ...], message: str) -> None:
-    done = launch(*words)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert message in done.stderr
+def test_refusals(refused: Refused, words: tuple[str, ...], message: str) -> None:
+    refused(*words, main=launcher.main, program="launcher.py")(message)

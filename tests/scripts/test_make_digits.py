@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from scripts import make_digits
+from tests.conftest import Refused
 
 
 @pytest.mark.parametrize("exists", [True, False], ids=["to an empty folder", "to nowhere"])
@@ -22,16 +23,12 @@ def test_a_link_is_followed_and_remains(tmp_path: Path, exists: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["round: cannot be made (", "/proc/digits: cannot be made (", "full exists and is not"]
+    ("folder", "reason"),
+    [("round", "cannot be made ("), ("/proc/digits", "cannot be made ("), ("full", "exists and is not")],
 )
-def test_refusals(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str
-) -> None:
+def test_refusals(refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, reason: str) -> None:
     monkeypatch.chdir(tmp_path)
     Path("round").symlink_to("round")
     Path("full", "mine").mkdir(parents=True)
-    status = make_digits.main([words.split(":")[0].split(" ")[0]])
-    out, err = capsys.readouterr()
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith(f"make_digits.py: {words}")
+    refused(folder, main=make_digits.main, program="make_digits.py")(folder, reason)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "round"]

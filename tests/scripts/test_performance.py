@@ -2,8 +2,6 @@
 
 import re
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -13,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from scripts import launcher, performance
-from tests.harness import ROOT, alive, descendants, environment, identify, kill_tree
+from tests.conftest import Refused, call_main
+from tests.harness import alive, descendants, identify
 
 TINY = ("--arch", "test_resnet", "--image-size", "32", "--batch-size", "4", "--device", "cpu")
 # A benchmark with a temporary folder, and a worker that ignores SIGTERM, as the benchmark does for --window-seconds 2.
@@ -93,13 +92,7 @@ def test_a_benchmark_that_is_cut_off_leaves_nothing(
 def test_a_signal_ends_the_run_under_way(tmp_path: Path, number: signal.Signals, window_seconds: str) -> None:
     (tmp_path / "stubborn.py").write_text(STUBBORN)
     program = f"import sys; from scripts import performance as p; p.BENCHMARK = {str(tmp_path / 'stubborn.py')!r}; "
-    words = ["-c", f"{program}sys.exit(p.main(sys.argv[1:]))", "--data-dir", tmp_path, "--output-dir", tmp_path / "out"]
-    words += ["--only", "resnet18", "--window-seconds", window_seconds]
-    process = subprocess.Popen(
-        [sys.executable, *map(str, words)], cwd=ROOT, env=environment(),
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a job in the background ignores
-    )  # fmt: skip
+    flags = ("--data-dir", tmp_path, "--output-dir", tmp_path / "out", "--only", "resnet18")
     log = tmp_path / "out" / "resnet18" / "log.txt"
     while not (log.exists() and log.read_text() == "ready\n" * 2):
         assert process.poll() is None, process.communicate()
@@ -120,44 +113,34 @@ def test_a_signal_ends_the_run_under_way(tmp_path: Path, number: signal.Signals,
     assert alive(seen) == []
 
 
-@pytest.fixture
-def printed(capsys: pytest.CaptureFixture[str]) -> Iterator[pytest.CaptureFixture[str]]:
-    """Standard output and error; puts back the handler that `performance.main` sets."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield capsys
-    signal.signal(signal.SIGTERM, before)
-
-
-def call(data_dir: Path, output_dir: Path, only: str = "resnet18") -> int:
-    words = ("--data-dir", data_dir, "--output-dir", output_dir, "--only", only, "--limit", 100)
-    return performance.main([str(word) for word in words])
-
-
-def test_a_run_of_the_series_that_fails_leaves_no_old_figures(
-    tmp_path: Path, printed: pytest.CaptureFixture[str]
+def test_a_run_of_the_series_that_fails_leaves_no_old_measurements(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty").mkdir()
     old = tmp_path / "out" / "resnet18" / "benchmark.json"
     old.parent.mkdir(parents=True)
     old.write_text("{}")
-    assert call(tmp_path / "empty", tmp_path / "out") == 1
-    assert "resnet18: exit 2, see" in printed.readouterr().out
+    flags = ("--data-dir", tmp_path / "empty", "--output-dir", tmp_path / "out", "--only", "resnet18", "--limit", 100)
+    done = call_main(performance.main, flags, capsys)
+    assert done.status == 1
+    assert "resnet18: exit 2, see" in done.out
     assert not old.exists()
 
 
-def test_refusals(tmp_path: Path, printed: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("data_dir", "output_dir", "only", "message"),
+    [
+        ("{}/nowhere", "{}", "resnet18", "--data-dir {}/nowhere: no such folder; give"),
+        ("{}/file", "{}", "resnet18", "--data-dir {}/file: no such folder; give"),
+        ("{}", "{}/file", "resnet18", "--output-dir {}/file: cannot be written (File exists); give another"),
+        ("{}", "/proc/brisk", "resnet18", "--output-dir /proc/brisk: cannot be written (No such file or directory);"),
+        ("{}", "{}", "resnet18,foo", "--only resnet18,foo: 'foo' is not one of resnet50, "),
+    ],
+)
+def test_refusals(refused: Refused, tmp_path: Path, data_dir: str, output_dir: str, only: str, message: str) -> None:
     (tmp_path / "file").write_text("")
-    for words, message in (
-        ((tmp_path / "nowhere", tmp_path), f"--data-dir {tmp_path}/nowhere: no such folder; give"),
-        ((tmp_path / "file", tmp_path), f"--data-dir {tmp_path}/file: no such folder; give"),
-        ((tmp_path, tmp_path / "file"), f"--output-dir {tmp_path}/file: cannot be written (File exists); give another"),
-        ((tmp_path, Path("/proc/brisk")), "--output-dir /proc/brisk: cannot be written (No such file or directory);"),
-        ((tmp_path, tmp_path, "resnet18,foo"), "--only resnet18,foo: 'foo' is not one of resnet50, "),
-    ):
-        assert call(*words) == 2
-        out, err = printed.readouterr()
-        assert (out, err.count("\n")) == ("", 1)
-        assert err.startswith(f"performance.py: {message}")
+    flags = ("--data-dir", data_dir.format(tmp_path), "--output-dir", output_dir.format(tmp_path), "--only", only)
+    refused(*flags, main=performance.main, program="performance.py")(f"performance.py: {message.format(tmp_path)}")
 
 
 @pytest.mark.slow

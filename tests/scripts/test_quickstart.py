@@ -2,17 +2,18 @@
 
 import json
 import os
-import subprocess
 import sys
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.harness import ROOT, environment, kill_tree
+from tests.harness import ROOT, assert_refused, launch, start
 
-ENVIRONMENT = environment() | {"BRISK_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
-QUICKSTART = str(ROOT / "scripts" / "quickstart.sh")
+OPTIONS: Any = {
+    "program": ROOT / "scripts" / "quickstart.sh",
+    "env": {"BRISK_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""},
+}
 
 
 @pytest.mark.parametrize(
@@ -24,10 +25,8 @@ def test_another_run_is_not_deleted(tmp_path: Path, config: str | None) -> None:
     (output_dir / "last.pt").write_text("weeks of work")
     if config is not None:
         (output_dir / "config.json").write_text(config)
-    done = subprocess.run([QUICKSTART, tmp_path], env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"quickstart.sh: {output_dir} exists and is not from a quickstart")
-    assert done.stderr.count("\n") == 1
+    done = launch(tmp_path, **OPTIONS)
+    assert_refused(done, f"{output_dir} exists and is not from a quickstart", program="quickstart.sh")
     assert (output_dir / "last.pt").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
@@ -42,24 +41,12 @@ def test_its_own_run_makes_room(tmp_path: Path, to_repository: bool) -> None:
     # The default folder is written down as it is seen from the repository.
     written = os.path.relpath(data_dir, ROOT) if to_repository else str(data_dir)
     (old.parent / "config.json").write_text(json.dumps({"data_dir": written}))
-    process = subprocess.Popen([QUICKSTART, tmp_path], env=ENVIRONMENT)
-    try:
-        while old.exists():
-            assert process.poll() is None
-            time.sleep(0.05)
-    finally:
-        kill_tree(process.pid)
-        process.wait()
+    with start(tmp_path, **OPTIONS) as started:
+        started.wait_for(lambda: not old.exists())
 
 
 @pytest.mark.dist
 def test_an_empty_folder_is_used(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    process = subprocess.Popen([QUICKSTART, tmp_path], env=ENVIRONMENT)
-    try:
-        while not (tmp_path / "digits").exists():
-            assert process.poll() is None
-            time.sleep(0.05)
-    finally:
-        kill_tree(process.pid)
-        process.wait()
+    with start(tmp_path, **OPTIONS) as started:
+        started.wait_for((tmp_path / "digits").exists)

@@ -2,19 +2,20 @@
 
 import json
 import shutil
-import subprocess
-import sys
-import time
+import signal
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
+from scripts import scaling
 from scripts.scaling import gpus_of_round, link_images
+from tests.conftest import Refused
 from tests.contract import assert_keys
-from tests.harness import ROOT, descendants, environment
+from tests.harness import ROOT, launch, start
 from utils.data.formats.folder import scan_splits
 
+SCALING = ROOT / "scripts" / "scaling.py"
 FLAGS = "--arch test_resnet --image-size 32 --val-resize 36 --workers 1 --device cpu"
 
 
@@ -34,29 +35,27 @@ def test_small_runs_use_every_visible_gpu() -> None:
 
 @pytest.mark.dist
 def test_each_round_sees_its_own_gpus(data: Path, tmp_path: Path) -> None:
-    words = [sys.executable, ROOT / "scripts" / "scaling.py", "--data-dir", data, "--output-dir", tmp_path / "out"]
-    sizes = ("--batch-size", "4", "--log-steps", "1", "--windows", "2000", "--processes", "1,2")
-    chosen = environment() | {"CUDA_VISIBLE_DEVICES": "5,7"}
-    process = subprocess.Popen([*map(str, words), "--flags", FLAGS, *sizes], env=chosen)
-    log = tmp_path / "out" / "dali-1.log"
-    while not (log.exists() and "first step" in log.read_text()):
-        assert process.poll() is None
-        time.sleep(0.1)
-    (trainer, *_) = descendants(process.pid)
-    seen = Path(f"/proc/{trainer}/environ").read_bytes().split(b"\0")
-    process.terminate()
-    assert process.wait(60) == 143
+    flags = ("--data-dir", data, "--output-dir", tmp_path / "out", "--flags", FLAGS, "--batch-size", 4)
+    sizes = ("--log-steps", 1, "--windows", 2000, "--processes", "1,2")
+    with start(*flags, *sizes, program=SCALING, env={"CUDA_VISIBLE_DEVICES": "5,7"}) as started:
+        started.wait_for(lambda: has_first_step(tmp_path / "out" / "dali-1.log"))
+        (trainer, *_) = started.descendants()
+        seen = Path(f"/proc/{trainer}/environ").read_bytes().split(b"\0")
+        started.send(signal.SIGTERM, started.pid)
+        assert started.end(60).status == 143
     assert b"CUDA_VISIBLE_DEVICES=5" in seen
+
+
+def has_first_step(log: Path) -> bool:
+    return log.exists() and "first step" in log.read_text()
 
 
 @pytest.mark.dist
 def test_table_and_files(data: Path, tmp_path: Path) -> None:
-    words = [sys.executable, ROOT / "scripts" / "scaling.py", "--data-dir", data, "--output-dir", tmp_path / "out"]
-    sizes = ("--batch-size", "4", "--log-steps", "2", "--windows", "3", "--rounds", "1", "--cpus", "2")
-    done = subprocess.run(
-        [*map(str, words), "--flags", FLAGS, *sizes], capture_output=True, text=True, env=environment(), timeout=200
-    )
-    assert done.returncode == 0, done.stderr
+    flags = ("--data-dir", data, "--output-dir", tmp_path / "out", "--flags", FLAGS, "--batch-size", 4)
+    sizes = ("--log-steps", 2, "--windows", 3, "--rounds", 1, "--cpus", 2)
+    done = launch(*flags, *sizes, program=SCALING)
+    assert done.status == 0, done.err
     found = json.loads((tmp_path / "out" / "scaling.json").read_text())
     assert_keys("scaling.json", found)
     one, two = found["points"]
@@ -65,7 +64,7 @@ def test_table_and_files(data: Path, tmp_path: Path) -> None:
     assert one["efficiency"] == 1
     rates = [sorted(point["rates"])[1] for point in (one, two)]
     assert two["efficiency"] == pytest.approx(rates[1] / rates[0] / 2)
-    assert f"| dali | 2 | {rates[1]:,.0f} (" in done.stdout
+    assert f"| dali | 2 | {rates[1]:,.0f} (" in done.out
     with Image.open(tmp_path / "out" / "scaling.png") as chart:
         assert chart.size == (840, 540)
     log = (tmp_path / "out" / "dali-2.log").read_text()
@@ -100,52 +99,36 @@ def test_links_are_to_what_train_lists(data: Path, tmp_path: Path) -> None:
         (("--output-dir", "{}/file"), "--output-dir {}/file: cannot be written (File exists); give another folder"),
         (("--output-dir", "{}/file/in"), "--output-dir {}/file/in: cannot be written (Not a directory); give"),
         (("--data-dir", "{}"), "--data-dir {}: train/ holds no CLASS/IMAGE; give a folder with"),
+        (("--rounds", "0"), "--rounds 0: "),
     ],
 )
-def test_refusals(data: Path, tmp_path: Path, flags: tuple[str, ...], named: str) -> None:
+def test_refusals(refused: Refused, data: Path, tmp_path: Path, flags: tuple[str, ...], named: str) -> None:
     (tmp_path / "file").write_text("")
     words = ["--data-dir", data, "--output-dir", tmp_path / "out", *(flag.format(tmp_path) for flag in flags)]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "scaling.py"), *map(str, words)],
-        capture_output=True, text=True, env=environment(),
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"scaling.py: {named.format(tmp_path)}")
-    assert done.stderr.count("\n") == 1
-
-
-def test_no_rounds_are_refused(data: Path, tmp_path: Path) -> None:
-    words = [sys.executable, ROOT / "scripts" / "scaling.py", "--data-dir", data, "--output-dir", tmp_path]
-    done = subprocess.run([*map(str, words), "--rounds", "0"], capture_output=True, text=True, env=environment())
-    assert done.returncode == 2
-    assert "--rounds" in done.stderr
-    assert "Traceback" not in done.stderr
+    refused(*words, main=scaling.main, program="scaling.py")(f"scaling.py: {named.format(tmp_path)}")
 
 
 @pytest.mark.slow
 @pytest.mark.dist
 def test_a_signal_ends_the_run_under_way(data: Path, tmp_path: Path) -> None:
-    words = [sys.executable, ROOT / "scripts" / "scaling.py", "--data-dir", data, "--output-dir", tmp_path / "out"]
-    sizes = ("--batch-size", "4", "--log-steps", "1", "--windows", "2000", "--processes", "2")
-    process = subprocess.Popen([*map(str, words), "--flags", FLAGS, *sizes], env=environment())
+    flags = ("--data-dir", data, "--output-dir", tmp_path / "out", "--flags", FLAGS, "--batch-size", 4)
+    sizes = ("--log-steps", 1, "--windows", 2000, "--processes", 2)
     log = tmp_path / "out" / "dali-2.log"
-    while not (log.exists() and "first step" in log.read_text()):
-        assert process.poll() is None
-        time.sleep(0.1)
-    process.terminate()
-    assert process.wait(60) == 143
+    with start(*flags, *sizes, program=SCALING) as started:
+        started.wait_for(lambda: has_first_step(log))
+        started.send(signal.SIGTERM, started.pid)
+        assert started.end(60).status == 143
     assert "stopped by" in log.read_text()
 
 
 def test_a_run_that_ends_by_itself_does_not_take_the_others_along(data: Path, tmp_path: Path) -> None:
-    words = [sys.executable, ROOT / "scripts" / "scaling.py", "--data-dir", data, "--output-dir", tmp_path]
-    words += ["--batch-size", 4, "--log-steps", 1, "--processes", 1, "--rounds", 1, "--loaders", "torch,dali"]
-    words += ["--flags", f"{FLAGS} --cache host"]  # which the torch loader has not
-    done = subprocess.run([*map(str, words)], capture_output=True, text=True, env=environment(), timeout=200)
-    assert done.returncode == 1
-    assert done.stderr.startswith("round 1: torch on 1: ended too early, see"), done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    flags = ("--data-dir", data, "--output-dir", tmp_path, "--flags", f"{FLAGS} --cache host")  # not for torch
+    sizes = ("--batch-size", 4, "--log-steps", 1, "--processes", 1, "--rounds", 1, "--loaders", "torch,dali")
+    done = launch(*flags, *sizes, program=SCALING)
+    assert done.status == 1
+    assert done.err.startswith("round 1: torch on 1: ended too early, see"), done.err
+    assert len(done.err.splitlines()) == 1
     assert "--cache host with --loader torch" in (tmp_path / "torch-1.log").read_text()
-    assert "| dali | 1 |" in done.stdout
-    assert "| torch |" not in done.stdout
+    assert "| dali | 1 |" in done.out
+    assert "| torch |" not in done.out
     assert (tmp_path / "scaling.png").is_file()
