@@ -1,4 +1,4 @@
-"""scripts/performance.py: no processes and files remain of a run that is cut off; starts are timed."""
+"""scripts/performance.py: a run that takes too long leaves neither processes nor files; starts are timed."""
 
 import re
 import signal
@@ -12,10 +12,11 @@ import pytest
 
 from scripts import launcher, performance
 from tests.conftest import Refused, call_main
-from tests.harness import alive, descendants, identify
+from tests.harness import start
+from tests.processes import alive, descendants, identify
 
 TINY = ("--arch", "test_resnet", "--image-size", "32", "--batch-size", "4", "--device", "cpu")
-# A benchmark with a temporary folder, and a worker that ignores SIGTERM, as the benchmark does for --window-seconds 2.
+# A benchmark with a temporary folder and a worker that ignores SIGTERM. Its parent ignores it with windows of 2 s.
 STUBBORN = """
 import os, signal, sys, tempfile, time
 tempfile.mkdtemp(prefix="benchmark-")
@@ -94,23 +95,19 @@ def test_a_signal_ends_the_run_under_way(tmp_path: Path, number: signal.Signals,
     program = f"import sys; from scripts import performance as p; p.BENCHMARK = {str(tmp_path / 'stubborn.py')!r}; "
     flags = ("--data-dir", tmp_path, "--output-dir", tmp_path / "out", "--only", "resnet18")
     log = tmp_path / "out" / "resnet18" / "log.txt"
-    while not (log.exists() and log.read_text() == "ready\n" * 2):
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
-    seen = identify(descendants(process.pid))
-    process.send_signal(number)
-    if window_seconds == "2.0":  # the run ignores SIGTERM, and the user sends it twice
-        time.sleep(1)
-        process.send_signal(number)
-    try:
-        process.communicate(timeout=60)
-    finally:
-        if process.poll() is None:
-            kill_tree(process.pid)
-            process.communicate()
-    assert process.returncode == (130 if number == signal.SIGINT else 143)
-    assert len(seen) == 2
-    assert alive(seen) == []
+    with start(
+        *flags, "--window-seconds", window_seconds, program=f"{program}sys.exit(p.main(sys.argv[1:]))",
+        prefix=("env", "--default-signal=INT"),  # which a job in the background ignores
+    ) as started:  # fmt: skip
+        started.wait_for(lambda: log.exists() and log.read_text() == "ready\n" * 2)
+        seen = identify(started.descendants())
+        started.send(number, started.pid)
+        if window_seconds == "2.0":  # the run ignores the signal, so the user repeats it
+            time.sleep(1)
+            started.send(number, started.pid)
+        assert started.end(60).status == (130 if number == signal.SIGINT else 143)
+        assert len(seen) == 2
+        assert alive(seen) == []
 
 
 def test_a_run_of_the_series_that_fails_leaves_no_old_measurements(
@@ -151,7 +148,7 @@ def test_starts_are_timed(tmp_path: Path) -> None:
     seconds = [float(word) for word in found[1].split(", ")]
     assert len(seconds) == 2
     assert min(seconds) > 0
-    assert list(tmp_path.iterdir()) == [], "the checkpoints are not needed"
+    assert list(tmp_path.iterdir()) == [], "nobody needs the checkpoints"
     assert performance.time_starts(tmp_path, 100, ("--arch", "nonsense")).startswith(
         "exit 2: train.py: --arch nonsense"
     )
