@@ -12,7 +12,8 @@ import pytest
 
 from scripts import launcher, performance
 from tests.conftest import Refused, call_main
-from tests.harness import alive, descendants, identify, start
+from tests.harness import start
+from tests.processes import alive, descendants, identify
 
 TINY = ("--arch", "test_resnet", "--image-size", "32", "--batch-size", "4", "--device", "cpu")
 # A benchmark with a temporary folder and a worker that ignores SIGTERM. Its parent ignores it with windows of 2 s.
