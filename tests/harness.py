@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+
+from tests.processes import alive, descendants, identify, kill_tree, ranks_among
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN = ROOT / "train.py"
@@ -217,118 +218,78 @@ def launch_and_end(
         return started.process.wait(60)
 
 
-def launch_series(*commands: Sequence[object], timeout: float = 200) -> list[Finished]:
-    """Run train.py once for each tuple of flags, one after the other in one process, which need not import it first.
+def launch_forked(
+    *flags: object, program: str, env: Mapping[str, object] | None = None, timeout: float = 200
+) -> Finished:
+    """Run the text of a Python program to its end, in a process that has already imported train.py.
 
-    For tests of what launches leave to each other. What concerns the process itself needs `launch`.
+    That saves seconds. A test of how a process starts needs `launch`.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["train"])
-    with tempfile.TemporaryDirectory() as name:
-        folder, words = Path(name), [list(map(str, flags)) for flags in commands]
-        process = context.Process(target=_run_series, args=(folder, words, environment()))
+    words = list(map(str, flags))
+    before = list_output(words)
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = (Path(folder, name) for name in ("out", "err"))
+        process = context.Process(target=_run_forked, args=(program, words, environment(env), out, err))
         process.start()
         process.join(timeout)
         if process.is_alive() and process.pid is not None:
             kill_tree(process.pid)
-        assert process.exitcode == 0, [path.read_text() for path in sorted(folder.glob("*.*"))]
-        return [
-            Finished(status, (folder / f"{at}.out").read_text(), (folder / f"{at}.err").read_text(), frozenset(written))
-            for at, (status, written) in enumerate(json.loads((folder / "results").read_text()))
-        ]
+            raise TimeoutError(f"{timeout} s\n{out.read_text()}{err.read_text()}")
+        status = process.exitcode
+        assert status is not None
+        return Finished(status, out.read_text(), err.read_text(), changed_names(before, list_output(words)))
 
 
-def _run_series(folder: Path, commands: list[list[str]], environ: dict[str, str]) -> None:
-    """Write standard output and error of each command line to a file, exit statuses and changed files to another."""
-    import train
-
+def _run_forked(program: str, words: list[str], environ: dict[str, str], out: Path, err: Path) -> None:
+    for path, stream in ((out, sys.stdout), (err, sys.stderr)):
+        with path.open("w") as file:
+            os.dup2(file.fileno(), stream.fileno())
     os.environ.clear()
     os.environ.update(environ)
-    torch.set_num_threads(1)
-    results = []
-    for number, words in enumerate(commands):
-        for stream, name in ((sys.stdout, "out"), (sys.stderr, "err")):
-            stream.flush()
-            with (folder / f"{number}.{name}").open("w") as file:
-                os.dup2(file.fileno(), stream.fileno())
-        before = list_output(words)
-        status = train.main(words)
-        results.append((status, sorted(changed_names(before, list_output(words)))))
-        sys.stdout.flush()
-    (folder / "results").write_text(json.dumps(results))
+    torch.set_num_threads(1)  # OMP_NUM_THREADS comes too late
+    sys.argv = ["-c", *words]
+    exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
 
 
-def free_port() -> int:
-    """A port of this machine that no process listens on."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
+# Runs a list of command lines of train.py. Writes for each the exit status, the names of the files with its standard
+# output and error, and the changed files to the file `results`.
+_SERIES = """
+import json, os, sys
+import train
+from tests.harness import changed_names, list_output
+
+folder, commands = sys.argv[1], json.loads(sys.argv[2])
+results = []
+for number, words in enumerate(commands):
+    paths = [f"{folder}/{number}.{name}" for name in ("out", "err")]
+    for stream, path in zip((sys.stdout, sys.stderr), paths):
+        stream.flush()
+        with open(path, "w") as file:
+            os.dup2(file.fileno(), stream.fileno())
+    before = list_output(words)
+    status = train.main(words)
+    results.append((status, *paths, sorted(changed_names(before, list_output(words)))))
+    sys.stdout.flush()
+with open(f"{folder}/results", "w") as file:
+    json.dump(results, file)
+"""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Process trees
+def launch_series(*commands: Sequence[object], timeout: float = 200) -> list[Finished]:
+    """Run train.py once for each tuple of flags, one after the other in one process that has already imported it.
 
-
-def descendants(pid: int) -> list[int]:
-    """Process ids below `pid`, parents first."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            for child in map(int, task.read_text().split()):
-                found += [child, *descendants(child)]
-    return found
-
-
-def ranks_among(pids: Iterable[int]) -> dict[int, int]:
-    """Rank -> process id of the trainers among `pids`, parents first."""
-    found: dict[int, int] = {}
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            for word in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                if word.startswith(b"RANK="):
-                    found.setdefault(int(word[5:]), pid)  # before its own children, which inherit it
-    return found
-
-
-def ranks_below(pid: int) -> dict[int, int]:
-    """Rank -> process id of the trainers below a launcher."""
-    return ranks_among(descendants(pid))
-
-
-def kill_tree(pid: int) -> None:
-    """SIGKILL to a process and all below it; torchrun's workers have sessions of their own and would survive it."""
-    for each in reversed([pid, *descendants(pid)]):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(each, signal.SIGKILL)
-
-
-def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat behind the name; none if there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process has been stopped by SIGSTOP."""
-    return _stat(pid)[:1] == ["T"]
-
-
-def start_time(pid: int) -> int | None:
-    """When a process started, in the kernel's ticks; None if it is gone or a zombie."""
-    fields = _stat(pid)
-    return int(fields[19]) if fields and fields[0] not in "XZ" else None
-
-
-def identify(pids: Iterable[int]) -> dict[int, int]:
-    """Process id -> when it started, of those that are alive. The system gives an id to another process later."""
-    return {pid: when for pid in pids if (when := start_time(pid)) is not None}
-
-
-def alive(processes: dict[int, int]) -> list[int]:
-    """Which of the `processes`, as `identify` gave them, are still alive."""
-    return [pid for pid, when in processes.items() if start_time(pid) == when]
+    For tests of what launches leave to each other. A test of the process itself needs `launch`.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder, words = Path(name), json.dumps([list(map(str, flags)) for flags in commands])
+        done = launch_forked(folder, words, program=_SERIES, timeout=timeout)
+        assert done.status == 0, (done, [path.read_text() for path in sorted(folder.iterdir())])
+        return [
+            Finished(status, Path(out).read_text(), Path(err).read_text(), frozenset(written))
+            for status, out, err, written in json.loads((folder / "results").read_text())
+        ]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -4,8 +4,6 @@ import dataclasses
 import math
 import os
 import re
-import subprocess
-import sys
 import types
 import typing
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import ROOT
+from tests.harness import ROOT, launch
 from utils.cli import parse
 from utils.config import (
     FIRST,
@@ -176,13 +174,10 @@ def test_config_is_frozen() -> None:
 def help_text() -> str:
     """What --help prints on a terminal of 100 columns."""
     code = "from utils.cli import parse; parse(['--help'])"
-    colours = ("GITHUB_ACTIONS", "FORCE_COLOR", "PY_COLORS", "TERMINAL_WIDTH")  # what typer would obey
-    environ = {name: value for name, value in os.environ.items() if name not in colours}
-    environ |= {"COLUMNS": "100", "PYTHONIOENCODING": "utf-8"}
-    words = [sys.executable, "-W", "error", "-c", code]
-    done = subprocess.run(words, cwd=ROOT, env=environ, capture_output=True, encoding="utf-8", timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
+    env = dict.fromkeys(("GITHUB_ACTIONS", "FORCE_COLOR", "PY_COLORS", "TERMINAL_WIDTH"))  # what typer would obey
+    done = launch(program=code, env=env | {"COLUMNS": 100, "PYTHONIOENCODING": "utf-8", "PYTHONWARNINGS": "error"})
+    assert (done.status, done.err) == (0, "")
+    return done.out
 
 
 def listed_flags(text: str) -> list[str]:

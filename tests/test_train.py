@@ -20,7 +20,6 @@ from tests.contract import assert_keys
 from tests.harness import (
     Finished,
     assert_refused,
-    free_port,
     launch,
     launch_and_end,
     launch_series,
@@ -29,6 +28,7 @@ from tests.harness import (
     read_metrics,
     start,
 )
+from tests.processes import free_port
 from tests.training.test_resume import EVERYTHING, PLAIN, flags_for, steps_logged
 from utils.training.state import mean_buffers
 

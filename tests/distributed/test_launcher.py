@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.conftest import TINY
-from tests.harness import ROOT, Finished, command, environment, free_port, kill_tree, read_checkpoint, read_metrics
+from tests.harness import ROOT, Finished, command, environment, read_checkpoint, read_metrics
+from tests.processes import free_port, kill_tree
 from utils.distributed.launcher import Launch, read_launch, seconds_since_launch, seconds_since_start
 from utils.errors import UserError
 

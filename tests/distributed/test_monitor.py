@@ -14,17 +14,8 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.conftest import TINY
-from tests.harness import (
-    Finished,
-    alive,
-    command,
-    descendants,
-    environment,
-    identify,
-    kill_tree,
-    ranks_below,
-    read_checkpoint,
-)
+from tests.harness import Finished, command, environment, read_checkpoint
+from tests.processes import alive, descendants, identify, kill_tree, ranks_below
 from utils.distributed import monitor as monitor_module
 from utils.distributed.monitor import RankMonitor, _has_ended, _is_communication, _machine
 from utils.distributed.store import BoundedStore, NoAnswer

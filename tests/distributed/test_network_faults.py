@@ -23,18 +23,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import TINY, assert_same, write_data
-from tests.harness import (
-    ROOT,
-    Finished,
-    alive,
-    descendants,
-    environment,
-    identify,
-    kill_tree,
-    ranks_below,
-    read_checkpoint,
-    read_metrics,
-)
+from tests.harness import ROOT, Finished, environment, read_checkpoint, read_metrics
+from tests.processes import alive, descendants, identify, kill_tree, ranks_below
 
 pytestmark = [pytest.mark.network, pytest.mark.dist, pytest.mark.timeout(900)]
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import ROOT, alive, identify
+from tests.harness import ROOT
+from tests.processes import alive, identify
 from utils.distributed.process import read_stat
 
 

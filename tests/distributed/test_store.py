@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tests.harness import ROOT, environment, free_port
+from tests.harness import ROOT, environment
+from tests.processes import free_port
 from utils.distributed import monitor as monitor_module
 from utils.distributed import store as store_module
 from utils.distributed.monitor import RankMonitor

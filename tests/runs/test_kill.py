@@ -18,7 +18,8 @@ import pytest
 
 from tests import harness
 from tests.conftest import TINY, assert_same_run, curve
-from tests.harness import Finished, Started, free_port, read_checkpoint
+from tests.harness import Finished, Started, read_checkpoint
+from tests.processes import free_port
 
 KILLS, STOPS, RESTARTS = (
     int(os.environ.get(name, default))

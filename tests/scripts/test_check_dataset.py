@@ -5,7 +5,6 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,8 @@ from tests import damage, harness
 from tests.conftest import TINY, Refused, write_data
 from tests.contract import CONTRACT, assert_keys
 from tests.data.test_verification import dali_accepts
-from tests.harness import ROOT, Finished, alive, identify
+from tests.harness import ROOT, Finished, launch
+from tests.processes import alive, identify
 from utils.data.decoding import decoder_of
 from utils.data.verification import load_manifest
 
@@ -172,9 +172,7 @@ def test_the_scan_finds_what_dali_rejects(spoiled: tuple[Path, set[str]], tmp_pa
 @pytest.mark.dist
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("loader", ["dali", "proxy"])
-def test_skip_trains_to_the_end(
-    spoiled: tuple[Path, set[str]], tmp_path: Path, launch: Callable[..., Finished], processes: int, loader: str
-) -> None:
+def test_skip_trains_to_the_end(spoiled: tuple[Path, set[str]], tmp_path: Path, processes: int, loader: str) -> None:
     root, bad = spoiled
     flags = (*TINY, "--data-dir", root, "--output-dir", tmp_path, "--epochs", 2, "--batch-size", 16)
     done = launch(*flags, "--loader", loader, "--bad-files", "skip", processes=processes)
@@ -192,9 +190,7 @@ def test_skip_trains_to_the_end(
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_skip_with_the_torch_loader_asks_pillow(
-    spoiled: tuple[Path, set[str]], tmp_path: Path, launch: Callable[..., Finished]
-) -> None:
+def test_skip_with_the_torch_loader_asks_pillow(spoiled: tuple[Path, set[str]], tmp_path: Path) -> None:
     root, bad = spoiled
     flags = (*TINY, "--data-dir", root, "--output-dir", tmp_path, "--epochs", 1, "--batch-size", 16)
     done = launch(*flags, "--loader", "torch", "--bad-files", "skip", processes=2)

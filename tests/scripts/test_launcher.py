@@ -9,7 +9,8 @@ import pytest
 
 from scripts import launcher
 from tests.conftest import Refused
-from tests.harness import ROOT, alive, identify, launch, start
+from tests.harness import ROOT, launch, start
+from tests.processes import alive, identify
 
 LAUNCHER = ROOT / "scripts" / "launcher.py"
 

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from tests.conftest import NUMBERED, TINY, assert_same, resolved, write_numbered
-from tests.harness import ROOT, Finished, read_metrics
+from tests.harness import ROOT, launch, read_metrics
 from tests.training.checkpoints import checkpoint_of
 from utils.config import BATCH_SIZE, TrainConfig
 from utils.data.sampler import permutation
@@ -111,7 +110,7 @@ MODES: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
 
 @pytest.mark.dist
 @pytest.mark.parametrize("mode", [pytest.param(name, marks=[pytest.mark.slow] * (name != "dali")) for name in MODES])
-def test_every_image_of_the_epoch_comes_once(tmp_path: Path, launch: Callable[..., Finished], mode: str) -> None:
+def test_every_image_of_the_epoch_comes_once(tmp_path: Path, mode: str) -> None:
     """Stopped in mid-epoch again and again, and resumed by other numbers of processes."""
     data, records = write_numbered(tmp_path / "data"), tmp_path / "records"
     records.mkdir()

@@ -2,11 +2,7 @@
 
 import json
 import os
-import resource
-import signal
-import subprocess
-import sys
-from collections.abc import Callable
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +13,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from tests.conftest import TINY, assert_same, resolved
-from tests.harness import ROOT, Finished, environment, read_checkpoint, read_metrics
+from tests.harness import assert_refused, launch, launch_forked, launch_series, read_checkpoint, read_metrics, start
 from tests.training.checkpoints import RECORD, checkpoint_of
 from utils.config import TrainConfig
 from utils.distributed.group import DistEnv
@@ -59,11 +55,13 @@ def test_best_stays_where_the_rest_cannot_be_written(tmp_path: Path) -> None:
     assert (tmp_path / "best.pt").read_bytes() == (tmp_path / LAST).read_bytes() == b"before"
 
 
-def test_a_run_goes_on_from_such_a_crash(data: Path, tmp_path: Path, launch: Callable[..., Finished]) -> None:
+def test_a_run_goes_on_from_such_a_crash(data: Path, tmp_path: Path) -> None:
     flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--output-dir", tmp_path, "--lr", 1e-12)
-    assert launch(*flags, "--epochs", 1).status == 0
+    (first,) = launch_series((*flags, "--epochs", 1))
+    assert first.status == 0, first.err
     os.link(tmp_path / "best.pt", tmp_path / f".{LAST}.tmp")
-    assert launch(*flags, "--epochs", 2, "--lr", 1e-12).status == 0
+    (second,) = launch_series((*flags, "--epochs", 2))
+    assert second.status == 0, second.err
     assert read_checkpoint(tmp_path, "last.pt")["epoch"] == 2
     best = read_checkpoint(tmp_path, "best.pt")
     assert best["best"]["top1"] == best["result"]["val/top1"]
@@ -74,8 +72,8 @@ def test_a_run_goes_on_from_such_a_crash(data: Path, tmp_path: Path, launch: Cal
 def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of two epochs of five steps."""
     folder = tmp_path_factory.mktemp("trained")
-    words = [sys.executable, ROOT / "train.py", "--data-dir", data, *FLAGS, "--epochs", 2, "--output-dir", folder]
-    subprocess.run(list(map(str, words)), check=True, env=environment(), capture_output=True)
+    (done,) = launch_series(("--data-dir", data, *FLAGS, "--epochs", 2, "--output-dir", folder))
+    assert done.status == 0, done.err
     return folder
 
 
@@ -142,55 +140,47 @@ def test_no_damage_goes_unnoticed(trained: Path, tmp_path: Path) -> None:
     assert outcomes[EARLIER[0]] > 150, "a bit between two records of the archive is nobody's; few are"
 
 
-def test_a_resume_says_what_it_skips(
-    data: Path, trained: Path, tmp_path: Path, launch: Callable[..., Finished]
-) -> None:
+def test_a_resume_says_what_it_skips(data: Path, trained: Path, tmp_path: Path) -> None:
     for name in (LAST, EARLIER[0]):
         (tmp_path / name).write_bytes((trained / name).read_bytes())
     damage(tmp_path / LAST, "truncated")
-    done = launch("--data-dir", data, *FLAGS, "--epochs", "2", "--output-dir", tmp_path)
+    (done,) = launch_series(("--data-dir", data, *FLAGS, "--epochs", 2, "--output-dir", tmp_path))
     assert done.status == 0, done.err
     assert f"skipped: --resume {tmp_path / LAST}: damaged" in done.out
     assert read_checkpoint(tmp_path)["result"] == read_checkpoint(trained)["result"]
 
 
-def limited(*flags: str | Path) -> subprocess.CompletedProcess[str]:
-    """train.py with files of at most 100 KB, a limit of the kernel's, which a checkpoint passes and no other file."""
-
-    def limit() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-
-    words = [sys.executable, str(ROOT / "train.py"), *map(str, flags)]
-    return subprocess.run(
-        words, capture_output=True, text=True, env=environment(), preexec_fn=limit, check=False, timeout=200
-    )
+# As on a disk that is full: no file grows beyond 100 KB, which a checkpoint exceeds and no other file does.
+FULL_DISK = """
+import resource, sys, train
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+sys.exit(train.main(sys.argv[1:]))
+"""
 
 
-def test_a_failed_save_is_told_and_tried_again(data: Path, tmp_path: Path, launch: Callable[..., Finished]) -> None:
-    flags = ("--data-dir", data, *FLAGS, "--output-dir", tmp_path)
-    assert launch(*flags, "--epochs", "1").status == 0
-    before = {path.name: path.read_bytes() for path in tmp_path.glob("*.pt")}
-    done = limited(*flags, "--epochs", "2")
-    assert done.returncode == 1
-    assert done.stdout.count("warning: no checkpoint at step 10 (File too large)") == 2
-    assert "the checkpoint of step 10 could not be written (File too large)" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert {path.name: path.read_bytes() for path in tmp_path.glob("*.pt")} == before
-    assert not list(tmp_path.glob(".*.tmp"))
-    assert [record["step"] for record in read_metrics(tmp_path) if "val/top1" in record] == [5, 10]
-    resumed = launch(*flags, "--epochs", "2")
-    assert resumed.status == 0
-    assert read_checkpoint(tmp_path)["epoch"] == 2
+def test_a_failed_save_is_logged_and_tried_again(data: Path, trained: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(trained, tmp_path / "run")
+    flags = ("--data-dir", data, *FLAGS, "--output-dir", run, "--epochs", 3)
+    before = {path.name: path.read_bytes() for path in run.glob("*.pt")}
+    done = launch_forked(*flags, program=FULL_DISK)
+    assert done.status == 1
+    assert done.out.count("warning: no checkpoint at step 15 (File too large)") == 2
+    assert "the checkpoint of step 15 could not be written (File too large)" in done.err
+    assert "Traceback" not in done.err
+    assert {path.name: path.read_bytes() for path in run.glob("*.pt")} == before
+    assert not list(run.glob(".*.tmp"))
+    assert [record["step"] for record in read_metrics(run) if "val/top1" in record] == [5, 10, 15]
+    (resumed,) = launch_series(flags)
+    assert resumed.status == 0, resumed.err
+    assert read_checkpoint(run)["epoch"] == 3
 
 
 # train.py on a disk that is full from step 6, in the second of twelve epochs, to the beginning of the last.
 FULL_FOR_A_WHILE = """
-import resource, signal, sys
+import resource, sys
 from torch.optim.optimizer import register_optimizer_step_post_hook
 import train
 
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 steps = 0
 
 def limit(optimizer, arguments, options):
@@ -205,15 +195,10 @@ sys.exit(train.main(sys.argv[1:]))
 """
 
 
-def test_best_is_the_best_that_could_be_saved(data: Path, tmp_path: Path, launch: Callable[..., Finished]) -> None:
-    script = tmp_path / "full_for_a_while.py"
-    script.write_text(FULL_FOR_A_WHILE)
+def test_best_is_the_best_that_could_be_saved(data: Path, tmp_path: Path) -> None:
     flags = ("--data-dir", data, *FLAGS, "--epochs", 12, "--lr", 2, "--output-dir", tmp_path / "run")
-    done = subprocess.run(
-        [sys.executable, *map(str, (script, *flags))],
-        capture_output=True, text=True, env=environment() | {"PYTHONPATH": str(ROOT)}, check=False, timeout=200,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = launch_forked(*flags, program=FULL_FOR_A_WHILE)
+    assert done.status == 0, done.err
     first, *lost, last = (record["val/top1"] for record in read_metrics(tmp_path / "run") if "val/top1" in record)
     assert first < last <= max(lost), "or this tests nothing"
     best = read_checkpoint(tmp_path / "run", "best.pt")
@@ -221,39 +206,36 @@ def test_best_is_the_best_that_could_be_saved(data: Path, tmp_path: Path, launch
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["best_top1"] == last
 
 
-def test_a_second_run_in_the_folder_is_refused(data: Path, tmp_path: Path, launch: Callable[..., Finished]) -> None:
-    flags = ("--data-dir", data, *FLAGS, "--epochs", "100000", "--output-dir", tmp_path)
-    words = [sys.executable, str(ROOT / "train.py"), *map(str, flags)]
-    first = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, text=True)
-    try:
-        assert first.stdout is not None
-        next(line for line in first.stdout if "first step" in line)
-        second = launch(*flags)
-        assert second.status == 2
-        assert f"--output-dir {tmp_path}: another run is writing there" in second.err
-        assert first.poll() is None
-    finally:
-        first.kill()
-        first.communicate()
-    assert launch(*flags, "--epochs", "1", "--resume", "none", "--overwrite").status == 0, (
-        "the lock ends with the process"
-    )
+def test_a_second_run_in_the_folder_is_refused(data: Path, tmp_path: Path) -> None:
+    flags = ("--data-dir", data, *FLAGS, "--output-dir", tmp_path, "--epochs")
+    with start(*flags, 100000) as first:
+        first.wait_for(lambda: "first step" in first.out)
+        (second,) = launch_series((*flags, 100000))
+        message = f"--output-dir {tmp_path}: another run is writing there"
+        assert_refused(second, message, written=("metrics.jsonl", "last.pt", *EARLIER, "best.pt"))  # by the first
+        assert first.process.poll() is None
+    (third,) = launch_series((*flags, 1, "--resume", "none", "--overwrite"))
+    assert third.status == 0, "the lock ends with the process"
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_that_diverges_ends_and_keeps_its_last_good_checkpoint(
-    data: Path, tmp_path: Path, launch: Callable[..., Finished], processes: int
+    data: Path, trained: Path, tmp_path: Path, processes: int
 ) -> None:
-    flags = ("--data-dir", data, *FLAGS, "--batch-size", 8 // processes, "--output-dir", tmp_path)
-    assert launch(*flags, "--epochs", "2", processes=processes).status == 0
-    before = {path.name: path.read_bytes() for path in tmp_path.glob("*.pt")}
+    flags = ("--data-dir", data, *FLAGS, "--batch-size", 8 // processes, "--output-dir", tmp_path / "run")
+    if processes == 1:
+        shutil.copytree(trained, tmp_path / "run")
+    else:
+        assert launch(*flags, "--epochs", "2", processes=processes).status == 0
+    before = {path.name: path.read_bytes() for path in (tmp_path / "run").glob("*.pt")}
     wild = ("--epochs", "9", "--lr", "1e30", "--warmup-epochs", "0", "--checkpoint-steps", "3", "--max-bad-steps", "4")
-    done = launch(*flags, *wild, processes=processes)
+    run = (*flags, *wild)
+    done = launch_series(run)[0] if processes == 1 else launch(*run, processes=processes)
     assert done.status == 1
     assert done.err.count("the loss has not been finite for 4 steps in a row; lower --lr") == 1
     assert "the loss is not finite; the one before stands" in done.out
-    assert {path.name: path.read_bytes() for path in tmp_path.glob("*.pt")} == before
+    assert {path.name: path.read_bytes() for path in (tmp_path / "run").glob("*.pt")} == before
 
 
 def test_whether_there_is_a_best(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from torch import nn
 import models
 import pipelines
 from tests.conftest import TINY, resolved
-from tests.harness import Finished
+from tests.harness import launch, launch_series
 from utils.data.formats.folder import scan_splits
 from utils.distributed.group import DistEnv
 from utils.training.evaluate import evaluate
@@ -26,15 +25,14 @@ CONFIG = resolved(batch_size=4, image_size=32, val_resize=36, workers=1, hw_deco
 @pytest.mark.parametrize(
     "layouts", [[(1, 20), (3, 4)], pytest.param([(1, 4), (2, 20), (2, 4), (3, 20)], marks=pytest.mark.slow)]
 )
-def test_41_images_on_1_2_3_processes(
-    data: Path, tmp_path: Path, launch: Callable[..., Finished], layouts: list[tuple[int, int]]
-) -> None:
+def test_41_images_on_1_2_3_processes(data: Path, tmp_path: Path, layouts: list[tuple[int, int]]) -> None:
     flags = ("--data-dir", data, *TINY, "--output-dir", tmp_path)
-    trained = launch(*flags, "--epochs", 2, "--batch-size", 8)
+    (trained,) = launch_series((*flags, "--epochs", 2, "--batch-size", 8))
     assert trained.status == 0, trained.err
     results = []
     for processes, batch_size in layouts:
-        done = launch(*flags, "--evaluate", "--batch-size", batch_size, processes=processes)
+        words = (*flags, "--evaluate", "--batch-size", batch_size)
+        done = launch_series(words)[0] if processes == 1 else launch(*words, processes=processes)
         assert done.status == 0, done.err
         results.append(json.loads((tmp_path / "evaluation.json").read_text()))
     assert {result["count"] for result in results} == {41}
@@ -43,7 +41,7 @@ def test_41_images_on_1_2_3_processes(
 
 
 class Brightest(nn.Module):
-    """Tells the classes of the tests' data by their brightest channel; blue, green, red are 0, 1, 2."""
+    """Classifies the images of the fixture `data` by their brightest channel; blue, green, red are 0, 1, 2."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return images.mean(dim=(2, 3)).flip(1)

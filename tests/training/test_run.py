@@ -1,13 +1,11 @@
 """Weights that went wrong are never saved; a run outlives files that turn bad."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import TINY
-from tests.harness import ROOT, environment, read_checkpoint, read_metrics
+from tests.harness import error_line, launch, launch_forked, read_checkpoint, read_metrics
 from utils.data.formats.folder import scan_splits
 from utils.data.manifest import Manifest
 from utils.data.splits import InitialFiles, apply_exclusions
@@ -56,28 +54,16 @@ sys.exit(train.main(sys.argv[1:]))
 def test_weights_that_went_wrong_are_not_saved(
     data: Path, tmp_path: Path, processes: int, faulty: str, what: str, value: str, message: str, steps: list[int]
 ) -> None:
-    script = tmp_path / "faulty.py"
-    script.write_text(FAULTY)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    words = [
-        sys.executable,
-        *(torchrun if processes > 1 else ()),
-        script,
-        *TINY,
-        "--data-dir",
-        data,
-        "--batch-size",
-        "4",
-    ]
-    done = subprocess.run(
-        [*map(str, words), "--output-dir", str(tmp_path / "out"), "--checkpoint-steps", "1", "--epochs", "9",
-         "--max-bad-steps", "2"],
-        capture_output=True, text=True, timeout=200, check=False,
-        env=environment() | {"PYTHONPATH": str(ROOT), "FAULTY": faulty, "WHAT": what, "VALUE": value},
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert (done.stdout + done.stderr).count(message) == 1
-    assert done.stderr.count("train.py: ") == 1, "one line, of rank 0"
+    flags = ["--data-dir", data, *TINY, "--batch-size", 4, "--output-dir", tmp_path / "out", "--epochs", 9]
+    flags += ["--checkpoint-steps", 1, "--max-bad-steps", 2]
+    env = {"FAULTY": faulty, "WHAT": what, "VALUE": value}
+    if processes == 1:
+        done = launch_forked(*flags, program=FAULTY, env=env)
+    else:
+        done = launch(*flags, program=FAULTY, processes=processes, env=env)
+    assert done.status == 1
+    assert (done.out + done.err).count(message) == 1
+    assert error_line(done), "one line, of rank 0"
     assert read_checkpoint(tmp_path / "out")["step"] == 2
     assert [record["step"] for record in read_metrics(tmp_path / "out")] == steps
     assert "NaN" not in (tmp_path / "out" / "metrics.jsonl").read_text(), "which is not JSON"
