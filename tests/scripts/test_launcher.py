@@ -1,5 +1,8 @@
 """scripts/launcher.py: exit statuses, time limits, and the end of all processes of a command."""
 
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -48,17 +51,20 @@ def test_no_process_and_no_file_remains(tmp_path: Path, temporary: Path, seconds
     process = subprocess.Popen(
         [*map(str, line)], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
+    seen: dict[int, int] = {}
     try:
         while not (pid_file.exists() and pid_file.read_text().endswith("\n")):
             assert process.poll() is None, process.communicate()
             time.sleep(0.01)
         seen = identify([int(pid_file.read_text())])
         assert len(seen) == 1
-        process.communicate(timeout=60)
+        process.wait(timeout=60)
+        assert (process.returncode, alive(seen)) == (status, [])
     finally:
-        process.kill()
-    assert process.returncode == status
-    assert alive(seen) == []
+        for pid in (process.pid, *alive(seen)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.communicate()
     assert list(temporary.iterdir()) == []
 
 

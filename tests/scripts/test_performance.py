@@ -133,9 +133,7 @@ def call(data_dir: Path, output_dir: Path, only: str = "resnet18") -> int:
     return performance.main([str(word) for word in words])
 
 
-def test_a_run_of_the_series_that_fails_leaves_no_old_figures(
-    tmp_path: Path, printed: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_run_removes_its_old_results(tmp_path: Path, printed: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     old = tmp_path / "out" / "resnet18" / "benchmark.json"
     old.parent.mkdir(parents=True)
