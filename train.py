@@ -7,85 +7,61 @@ config.json, metrics.jsonl, last.pt, best.pt and summary.json in --output-dir.
 """
 
 import contextlib
-import json
-import math
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any, NoReturn
 
 if __name__ == "__main__":  # before the imports that take seconds
     from utils.distributed.signals import exit_on_signals
 
     exit_on_signals()
 
-import torch
-from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import models
 import pipelines
 from utils.cli import TRAIN
-from utils.config import ResolvedConfig, TrainConfig, require_data
-from utils.data.batch import Batch
-from utils.data.splits import Splits, check_files, describe_skipped, leave_out_bad, read_data
-from utils.distributed.collectives import all_gather_object, broadcast, sync_errors
+from utils.config import ResolvedConfig, TrainConfig
+from utils.data.sampler import create_sampler
+from utils.data.splits import Splits, check_files, leave_out_bad, read_data
 from utils.distributed.group import DistEnv, process_group, read_launch
-from utils.distributed.launcher import seconds_since_launch, terminate_torchrun
 from utils.distributed.signals import restore_defaults
 from utils.distributed.stop import StopRequest
 from utils.distributed.watchdog import shared_alarm
-from utils.errors import RunFailed, Stopped, UserError
-from utils.files import atomic_write_text
-from utils.log import emit
-from utils.network.augment import Normalize
-from utils.network.gradients import AMP_DTYPES
-from utils.network.parallel import average_buffers
-from utils.training.autotune import choose_common_loader_settings, resolve
-from utils.training.build import create_run
-from utils.training.checkpoint import lacks_best
-from utils.training.evaluate import evaluate
-from utils.training.optim import check_optimizer
-from utils.training.output import EVALUATION, SUMMARY, lock_output, prepare_output
-from utils.training.resume import keep_start, open_checkpoint, saved_normalization, settings_of_checkpoint
+from utils.errors import RunFailed, UserError
+from utils.log import Log
+from utils.network.augment import create_augment
+from utils.network.gradients import AMP_DTYPES, capture_stream, on_stream
+from utils.network.parallel import average_buffers, create_forward_backward, distribute
+from utils.seed import seed_process, seed_weights, set_determinism
+from utils.training.autotune import LoaderSettings, choose_common_loader_settings, resolve
+from utils.training.checkpoint import Checkpoint
+from utils.training.compatibility import check_fingerprint, create_record, resume_warnings
+from utils.training.evaluate import evaluate, evaluate_checkpoint
+from utils.training.optim import check_optimizer, create_schedule
+from utils.training.output import lock_output, prepare_output
+from utils.training.resume import files_to_replace, inherit_start, metrics_resume_point, open_checkpoint, restore
 from utils.training.run import Run
-from utils.training.state import SHARED_MODULES, TrainState
-from utils.training.summary import log_run_summary
-
-MIN_LOSS_SCALE = 1e-3  # of the loss in fp16: 26 steps that overflow, from torch's first scale
-DATA_WAIT_WARNING = 0.02  # data wait above which the user is told what to do
+from utils.training.state import create_state
+from utils.training.summary import log_run_summary, write_summary
 
 
-def train_one_epoch(run: Run) -> None:
-    """Train from the state's step to the end of its epoch, and save before evaluation can fail.
+def train(run: Run) -> None:
+    """Train and evaluate the epochs that are left.
 
     Raises:
-        Stopped: the ranks agreed to stop; the checkpoint is written.
+        Stopped: a signal came, or the time is over; the checkpoint is written.
     """
-    state, config = run.state, run.config
-    end = (state.epoch + 1) * run.sampler.steps_per_epoch
-    start = end - run.sampler.steps_per_epoch
-    if state.step == end:
-        return  # resumed before the evaluation
-    state.model.train()
-    run.log.start_epoch(state.epoch, state.step)
-    state.meter.start()
-    while state.step < end:
+    for _ in run.remaining_epochs():
+        train_epoch(run)
+        evaluate_epoch(run)
+
+
+def train_epoch(run: Run) -> None:
+    """Train to the end of the epoch."""
+    for _ in run.remaining_steps():
         train_step(run)
-        run.log.advance()
-        if run.seconds_to_first_step is None:
-            run.stop.enable(run.env)  # at once: a signal that finds one rank armed and not the other ends them unlike
-            note_first_step(run)
-            run.begin()
-        if (state.step - start) % config.log_steps == 0 or state.step == end:
-            log_interval(run)
-        if run.stop.should_stop():
-            run.save()
-            raise_stopped(run)
-        if state.step == end or (config.checkpoint_steps and state.step % config.checkpoint_steps == 0):
-            run.save()
+        run.after_step()  # logs, saves, stops
 
 
 def train_step(run: Run) -> None:
@@ -95,353 +71,139 @@ def train_step(run: Run) -> None:
     for micro in range(run.config.grad_accum_steps):
         with state.meter.waiting():
             batch = next(run.train_loader)
-        loss = run.gradients(*run.augment(*batch), micro)
+        images, targets = run.augment(*batch)
+        loss = run.forward_backward(images, targets, micro)
         state.meter.update(loss, len(batch.targets))
     state.meter.end_step()
-    optimizer_step(run)
+    state.optimizer_step(run.config.clip_grad)
     state.step += 1
 
 
-def optimizer_step(run: Run) -> None:
-    """Clip, then update the weights and their moving average."""
-    state, config = run.state, run.config
-    if config.clip_grad > 0:
-        state.scaler.unscale_(state.optimizer)
-        nn.utils.clip_grad_norm_(state.model.parameters(), config.clip_grad)
-    update_weights(state)
-    if state.ema is not None:
-        state.ema.update(state.model, step=state.step)
-
-
-def update_weights(state: TrainState) -> None:
-    """The optimizer's step; of fp16, unless a gradient overflowed, which is counted without waiting for the device."""
-    if not state.scaler.is_enabled():
-        state.optimizer.step()
-        return
-    one = torch.ones((), device=state.env.device)
-    scale = state.scaler.scale(one)
-    state.scaler.step(state.optimizer)
-    state.scaler.update()
-    state.meter.count_skipped(state.scaler.scale(one) < scale)
-
-
-def note_first_step(run: Run) -> None:
-    """Say how long it took to get going: imports, compilation, the first images."""
-    if run.env.device.type == "cuda":
-        torch.cuda.synchronize(run.env.device)
-    run.seconds_to_first_step = seconds_since_launch()
-    run.log.info(f"first step done {run.seconds_to_first_step:.1f} s after the launch")
-
-
-def log_interval(run: Run) -> None:
-    """Read the meter and write a line of metrics. A collective.
-
-    Raises:
-        RunFailed: the loss has not been finite for too many steps, or fp16 finds no scale for it.
-    """
-    interval = run.state.meter.read()
-    run.log.train(
-        {
-            "epoch": run.state.epoch + 1,
-            "step": run.state.step,
-            "train/loss": interval.loss,
-            "lr": run.state.optimizer.param_groups[0]["lr"],
-            "images_per_second": round(interval.images_per_second, 1),
-            "data_wait": round(interval.data_wait, 4),
-        }
-        | ({"skipped_steps": interval.skipped_steps} if run.state.scaler.is_enabled() else {})
-    )
-    where = f"at step {run.state.step}, lr {run.state.optimizer.param_groups[0]['lr']:.4g}"
-    remedy = "lower --lr, set --clip-grad 1, or warm up longer; the last good checkpoint stands"
-    if 0 < run.config.max_bad_steps <= interval.bad_steps:
-        raise RunFailed(f"{where}: the loss has not been finite for {interval.bad_steps} steps in a row; {remedy}")
-    if run.config.max_bad_steps and run.state.scaler.is_enabled() and run.state.scaler.get_scale() < MIN_LOSS_SCALE:
-        raise RunFailed(f"{where}: fp16 gradients overflow at any scale of the loss; use --amp bf16, or {remedy}")
-
-
-def raise_stopped(run: Run) -> NoReturn:
-    """End the run after its checkpoint."""
-    require_saved(run)
-    run.log.info(f"stopped by {run.stop.reason} at step {run.state.step}; {run.again} resumes here")
-    if not run.stop.by_signal:
-        terminate_torchrun()
-    raise Stopped
-
-
-def require_saved(run: Run) -> None:
-    """Raise RunFailed if the run is about to end and its last checkpoint could not be written. A collective.
-
-    Nobody leaves before it is written: as soon as one process ends, torchrun signals the others.
-    """
-    last_save_error = all_gather_object(run.last_save_error, run.env)[0]
-    if last_save_error is not None:
-        raise RunFailed(
-            f"--output-dir {run.config.output_dir}: the checkpoint of step {run.state.step} could not be written "
-            f"({last_save_error}); {run.again} goes on from the one before it"
-        )
-
-
 def evaluate_epoch(run: Run) -> None:
-    """Evaluate, note the best, and save: the end of an epoch.
-
-    Raises:
-        Stopped: the ranks agreed to stop; the checkpoint from before the evaluation stands.
-    """
-    state = run.state
-    run.stop.enable(run.env)
-    run.begin()
-    result = evaluate_networks(run)
-    top1 = max(result["val/top1"], result.get("val/ema_top1", 0.0))
-    if broadcast(lacks_best(run.config.output_dir), run.env):
-        state.best_top1 = -1.0  # resumed in another folder: its best.pt is the best of those that it has seen
-    before, is_best = state.best_top1, top1 > state.best_top1
-    state.epoch += 1
-    state.best_top1 = max(top1, state.best_top1)
-    state.result = {"epoch": state.epoch, "step": state.step} | result
-    run.log.evaluation(state.result)
-    run.save(is_best)
-    if broadcast(run.last_save_error, run.env) is not None:
-        state.best_top1 = before  # what best.pt has, and the next epoch is to be compared with
-
-
-def evaluate_networks(run: Run) -> dict[str, Any]:
-    """Evaluate the model and its moving average over all ranks: the keys `val/...` of metrics.jsonl."""
-    result: dict[str, Any] = {}
-    for name, module in run.state.modules().items():
-        average_buffers(module, run.env)
+    """Evaluate the model and its moving average over all ranks, and save: the end of an epoch."""
+    run.begin_evaluation()
+    result: dict[str, float | int] = {}
+    for name, network in run.state.networks().items():
+        average_buffers(network, run.env)
+        found = evaluate(network, run.val_batches(), run.augment.normalize, run.num_val, run.env, run.amp_dtype)
         prefix = "val/" if name == "model" else "val/ema_"
-        found = evaluate(module, val_batches(run), run.augment.normalize, run.num_val, run.env, run.amp_dtype)
         result |= {prefix + key: value for key, value in found.items()}
-    return result
+    run.end_epoch(result)
 
 
-def val_batches(run: Run) -> Iterator[Batch]:
-    """This rank's validation images, once.
+def build(
+    config: ResolvedConfig,
+    splits: Splits,
+    listed: Splits,
+    env: DistEnv,
+    stack: contextlib.ExitStack,
+    stop: StopRequest,
+    saved: Checkpoint | None = None,
+) -> Run:
+    """Everything that the loop holds, from the checkpoint `saved` if there is one. Collective: call on every rank.
 
-    Raises:
-        Stopped: between two batches, on all ranks.
+    `listed` are the `splits` with the files that `--bad-files skip` excludes; `stack` closes what is opened here.
     """
-    batches = iter(run.val_loader)
-    of_a_rank = math.ceil(run.num_val / run.env.world_size)  # at most; others have one less
-    for _ in range(math.ceil(of_a_rank / run.config.batch_size)):
-        batch = next(batches, None)
-        if batch is not None:
-            yield batch
-        if run.stop.should_stop():
-            raise_stopped(run)
+    sampler = create_sampler(config, len(splits["train"]), env)
+    replaced = files_to_replace(config, saved, env)
+    identity = check_fingerprint(config, splits, env, saved)
+
+    set_determinism(config.deterministic)
+    seed_weights(config.seed)
+    normalization = saved.record.normalization if saved else None
+    network = models.create_network(config, env, splits["train"].classes, normalization)
+    seed_process(config.seed, env.rank, step=0)
+    run_record, changed_files = create_record(config, identity, splits, listed, network.normalization, env, saved)
+    state = create_state(config, network.model, env, sampler.global_batch_size)
+    stream = capture_stream(env.device) if config.cuda_graph else None
+    net = distribute(state.model, config, env, stream)
+    schedule = create_schedule(config, state.optimizer, sampler.steps_per_epoch)
+    val_loader = pipelines.create_val_loader(config, splits["val"], env)
+    with on_stream(stream):
+        loader_state = restore(state, net, saved, config)
+    first_batch = state.step * config.grad_accum_steps
+    train_loader = pipelines.create_train_loader(config, splits["train"], sampler, env, first_batch, loader_state)
+    stack.callback(train_loader.close)
+    forward_backward = create_forward_backward(config, net, state.model, state.scaler, env, stream)
+    stack.callback(forward_backward.close)
+    log = Log(config.output_dir, env.is_main, config.epochs, sampler.steps_per_epoch, config.tensorboard, state.step)
+    stack.callback(log.close)
+    return Run(
+        config=config, env=env, state=state, forward_backward=forward_backward, schedule=schedule, sampler=sampler,
+        train_loader=train_loader, val_loader=val_loader, num_val=len(splits["val"]), log=log, stop=stop,
+        augment=create_augment(config, network.normalization, env), amp_dtype=AMP_DTYPES[config.amp],
+        record=run_record, origin=network.origin, replaced=replaced,
+        warnings=[*changed_files, *resume_warnings(config, saved, run_record, sampler)],
+        metrics_cutoff=metrics_resume_point(state, saved, replaced, config),
+    )  # fmt: skip
 
 
-def evaluate_checkpoint(
-    config: ResolvedConfig, splits: Splits, env: DistEnv, path: Path | None, saved: dict[str, Any], notes: list[str]
-) -> None:
-    """`--evaluate`: the networks of a checkpoint, or pretrained weights, on val/; writes evaluation.json.
-
-    Raises:
-        UserError: on all ranks, if the weights do not fit the data or the flags.
-    """
-    val = splits["val"]
-    if saved and saved["classes"] != list(val.classes):
-        raise UserError(
-            f"--data-dir {config.data_dir}: its classes are not those of {path}, labels would mean something else; "
-            "give the data set that it was trained on",
-            on_all_ranks=True,
-        )
-    model, normalization, origin, note = models.create_network(config, env, val.classes, saved_normalization(saved))
-    normalize = Normalize(*normalization, dtype=AMP_DTYPES[config.amp], device=env.device)
-    loader = pipelines.create_val_loader(config, val, env)
-    result: dict[str, Any] = {"checkpoint": str(path) if path else f"pretrained {config.pretrained}"}
-    result |= {} if path else {"weights": origin}
-    result |= {"image_size": config.image_size, "val_resize": config.val_resize}
-    for name in SHARED_MODULES if saved else SHARED_MODULES[:1]:
-        if saved and name not in saved:
-            continue
-        if saved:
-            load_weights(model, saved, name, config)
-        found = evaluate(model, loader, normalize, len(val), env, AMP_DTYPES[config.amp])
-        result |= {("" if name == "model" else "ema_") + key: value for key, value in found.items()}
-    if env.is_main:
-        if skipped := describe_skipped(config, splits):
-            emit(f"skipped {skipped}")
-        for line in [*notes, *([note] if note else [])]:
-            emit(f"note: {line}")
-        write_json(config.output_dir / EVALUATION, result)
-        emit("  ".join(f"{key} {value}" for key, value in result.items()))
-
-
-def load_weights(model: nn.Module, saved: dict[str, Any], name: str, config: TrainConfig) -> None:
-    """Put one network of a checkpoint into `model`, or say in one line why it does not fit."""
-    try:
-        model.load_state_dict(saved[name])
-    except RuntimeError:
-        raise UserError(
-            f"--num-classes {config.num_classes}: the checkpoint's head has {saved['config']['num_classes']} classes; "
-            "leave --num-classes out",
-            on_all_ranks=True,
-        ) from None
-
-
-def write_summary(run: Run) -> None:
-    """summary.json and the closing lines.
-
-    Raises:
-        RunFailed: on rank 0, if the file cannot be written.
-    """
-    state, config = run.state, run.config
-    totals = state.meter.totals
-    summary = {
-        "top1": state.result["val/top1"],
-        "top5": state.result["val/top5"],
-        "best_top1": state.best_top1,
-        "epochs": state.epoch,
-        "images_per_second": round(totals.images_per_second, 1),
-        "data_wait": round(totals.data_wait, 4),
-        "timed_steps": totals.steps,
-        "seconds": round(state.seconds, 2),
-        "world_size": run.env.world_size,
-        "arch": config.arch,
-    }
-    if state.ema is not None:
-        summary |= {"ema_top1": state.result["val/ema_top1"], "ema_top5": state.result["val/ema_top5"]}
-    if run.env.is_main:
-        try:
-            write_json(config.output_dir / SUMMARY, summary)
-        except OSError as error:
-            raise RunFailed(
-                f"--output-dir {config.output_dir}: {SUMMARY} could not be written ({error.strerror}); {run.again} "
-                "tries again"
-            ) from error
-    run.log.info(
-        f"top-1 {summary['top1']:.2f} %  top-5 {summary['top5']:.2f} %  best top-1 {summary['best_top1']:.2f} %  "
-        f"{state.seconds:.0f} s  {totals.images_per_second:,.0f} images/s\n"
-        f"{describe_wait(totals.data_wait, config)}\n"
-        f"{describe_timed(totals.steps, state.step)}"
-        f"{describe_overflows(state)}"
-        f"{config.output_dir}: {SUMMARY}, metrics.jsonl, best.pt, last.pt"
-    )
-
-
-def describe_wait(data_wait: float, config: TrainConfig) -> str:
-    """A sentence on the share of time, 0 to 1, in which the device had nothing to do; advice where it is worth it."""
-    sentence = f"data wait {data_wait:.1%}: the device had nothing to do for that share of the time, as input was late"
-    if data_wait <= DATA_WAIT_WARNING or config.loader == "synthetic":
-        return sentence
-    where = f"scripts/benchmark.py --data-dir {config.data_dir} --arch {config.arch}"
-    return f"{sentence}; {where} finds what limits it; more --workers (now {config.workers}) help where the CPU does"
-
-
-def describe_timed(timed: int, steps: int) -> str:
-    """A line on how many of the run's steps images/s and data wait cover; nothing if all."""
-    if timed == steps:
-        return ""
-    return (
-        f"images/s and data wait cover {timed:,} of {steps:,} steps: not each launch's first, in which buffers grow\n"
-    )
-
-
-def describe_overflows(state: TrainState) -> str:
-    """A line on the steps that fp16 skipped; nothing if there were none."""
-    skipped = state.meter.skipped_steps
-    return f"fp16 skipped {skipped:,} of {state.step:,} steps, whose gradients overflowed\n" if skipped else ""
-
-
-def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write a JSON file that is whole or not there; JSON has null for what is not finite."""
-    finite = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()
-    }
-    atomic_write_text(path, json.dumps(finite, indent=2, allow_nan=False) + "\n")
+def open_output(
+    given: TrainConfig, listed: Splits, env: DistEnv, stack: contextlib.ExitStack
+) -> tuple[ResolvedConfig, LoaderSettings, Checkpoint | None]:
+    """Lock the output folder, read its checkpoint, and resolve the configuration. Collective: call on every rank."""
+    # Before the checkpoint is read: a launch that is ending may be about to write another.
+    locked = lock_output(given.output_dir, env, stack)
+    saved = open_checkpoint(given, env)
+    given = inherit_start(given, saved)
+    settings = choose_common_loader_settings(given, env, saved, listed["train"])
+    config = resolve(given, listed["train"].classes, env, settings, saved)
+    check_files(config, listed, env)
+    prepare_output(config.output_dir, env)
+    if not locked:
+        lock_output(config.output_dir, env, stack)
+    return config, settings, saved
 
 
 @contextlib.contextmanager
 def processes(config: TrainConfig) -> Iterator[tuple[DistEnv, contextlib.ExitStack, StopRequest]]:
-    """All processes of a run, who stop together, and a stack that is closed at its end."""
+    """All processes of a run, which end together, and a stack that is closed at its end."""
     with (
-        process_group(config.device, config.timeout, print_error) as env,
+        process_group(config.device, config.timeout, TRAIN.print_error) as env,
         contextlib.ExitStack() as stack,
-        env.guard(print_error),
-        shared_alarm(env, print_error),
+        env.guard(TRAIN.print_error),
+        shared_alarm(env, TRAIN.print_error),
     ):
         stop = StopRequest(config.time_limit, env.monitor)
         stack.callback(stop.close)
         yield env, stack, stop
 
 
-def evaluate_only(config: TrainConfig) -> None:
-    """`--evaluate`: what was not given is as in the checkpoint.
-
-    Raises:
-        UserError: flags, data or the checkpoint do not fit.
-    """
-    with processes(config) as (env, _, _):
-        path, saved = open_checkpoint(config, env)
-        notes: list[str] = []
-        with sync_errors(env):
-            if saved:
-                config, notes = settings_of_checkpoint(config, saved["config"], path or "", env)
-            elif config.pretrained not in (None, "timm"):
-                weights = models.read_weights(Path(config.pretrained or ""), config.pretrained_ema)
-                if weights.settings is not None:
-                    config, notes = settings_of_checkpoint(config, weights.settings, weights.source, env)
-            require_data(config)
-            splits = read_data(config)
-        feed = choose_common_loader_settings(config, env, saved, splits["val"])
-        resolved = resolve(config, splits["val"].classes, env, feed, saved)
-        check_files(resolved, splits, env)
-        prepare_output(resolved, env)
-        splits = leave_out_bad(resolved, splits, env, saved)
-        evaluate_checkpoint(resolved, splits, env, path, saved, notes)
-
-
-def train(config: TrainConfig) -> None:
-    """The whole run, from the folder of images to the summary.
+def run(config: TrainConfig) -> None:
+    """Evaluate, or build and train.
 
     Raises:
         UserError: flags, data or a checkpoint do not fit; nothing was written over.
-        Stopped: a signal came; the checkpoint is written.
+        RunFailed: the run cannot go on.
+        Stopped: a signal came, or the time is over; the checkpoint is written.
     """
     started = time.perf_counter()
+    if config.evaluate:
+        with processes(config) as (env, _, _):
+            evaluate_checkpoint(config, env)
+        return
     check_optimizer(config.optimizer, read_launch().world_size)
     models.check_arch(config.arch)
     listed = read_data(config)
     with processes(config) as (env, stack, stop):
-        # Before the checkpoint is read: a launch that is ending may be about to write another.
-        locked = lock_output(config, env, stack)
-        path, saved = open_checkpoint(config, env)
-        config = keep_start(config, path, saved)
-        feed = choose_common_loader_settings(config, env, saved, listed["train"])
-        resolved = resolve(config, listed["train"].classes, env, feed, saved)
-        check_files(resolved, listed, env)
-        prepare_output(resolved, env)
-        if not locked:
-            lock_output(resolved, env, stack)
-        splits = leave_out_bad(resolved, listed, env, saved)
-        run = create_run(resolved, splits, listed, env, stack, stop, started, path, saved)
+        resolved, settings, saved = open_output(config, listed, env, stack)
+        splits = leave_out_bad(resolved, listed, env, saved.initial_files if saved else None)
+        built = build(resolved, splits, listed, env, stack, stop, saved)
+        built.state.started = started
+        log_run_summary(built, splits, settings, saved)
         del saved  # memory for the whole run otherwise
-        log_run_summary(run, splits, feed)
-        if run.state.epoch >= resolved.epochs and broadcast(os.path.isfile(resolved.output_dir / SUMMARY), env):
-            return
-        while run.state.epoch < resolved.epochs:
-            train_one_epoch(run)
-            evaluate_epoch(run)
-            if run.state.epoch < resolved.epochs and run.stop.should_stop():
-                raise_stopped(run)
-            if run.seconds_to_first_step is None:  # resumed before the evaluation; now the first step compiles
-                run.stop.disable()
-        require_saved(run)
-        write_summary(run)
+        if not built.is_finished():
+            train(built)
+            built.require_saved()
+            write_summary(built)
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line; returns the exit status."""
-    return TRAIN.run(argv, lambda config: evaluate_only(config) if config.evaluate else train(config), report)
+    return TRAIN.run(argv, run, report_error)
 
 
-def print_error(text: str) -> None:
-    """Print the one line that explains a failure."""
-    TRAIN.print_error(text)
-
-
-def report(error: UserError | RunFailed) -> None:
+def report_error(error: UserError | RunFailed) -> None:
     """Print an error on one rank, if one rank can explain it for all.
 
     Rank 0 prints what all ranks are known to meet. What they may not all meet (a file system that only one machine
@@ -449,7 +211,7 @@ def report(error: UserError | RunFailed) -> None:
     """
     if isinstance(error, RunFailed):
         if not error.on_all_ranks or read_launch().rank == 0:
-            print_error(str(error))
+            TRAIN.print_error(str(error))
         return
     restore_defaults()  # torchrun ends the others with SIGTERM as soon as one has ended
     with contextlib.suppress(UserError):  # of the launch itself, which then is `error`
@@ -457,8 +219,8 @@ def report(error: UserError | RunFailed) -> None:
             time.sleep(5)
             if error.on_all_ranks:
                 return
-    print_error(str(error))
+    TRAIN.print_error(str(error))
 
 
 if __name__ == "__main__":
-    sys.exit(record(main)(sys.argv[1:]))  # its words of an exception stand in torchrun's report
+    sys.exit(record(main)(sys.argv[1:]))  # so that torchrun's report has its exception

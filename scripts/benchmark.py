@@ -27,7 +27,7 @@ if __name__ == "__main__":
 import typer
 
 import models
-from train import train_step
+from train import build, train_step
 from utils.benchmark.images import generate_images, read_images
 from utils.benchmark.loaders import TIMM_POLICIES, open_loaders
 from utils.benchmark.report import benchmark_json, draw_chart, format_verdict, introduction, table
@@ -124,8 +124,10 @@ def benchmark(options: Options, argv: Sequence[str]) -> None:
             generate_images(work)
         images = read_images(config.data_dir or work)
         batch_size = config.batch_size or (256 if env.device.type == "cuda" else 32)
-        run, repeated = open_run(dataclasses.replace(config, batch_size=batch_size), images, env, work / "run", stack)
-        prepare_output(config, env)
+        run, repeated = open_run(
+            dataclasses.replace(config, batch_size=batch_size), images, env, work / "run", stack, build
+        )
+        prepare_output(config.output_dir, env)
         facts = {"command": shlex.join(["scripts/benchmark.py", *argv])}
         facts |= describe(run, images, config.data_dir is None, options.windows, options.window_seconds)
         excluded = f"\nexcluded: {escape_control_chars(manifest.describe(images.bad))}" if images.bad else ""

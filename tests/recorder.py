@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train
 from tests.conftest import number_of
+from train import build
 from utils.data.batch import Batch, TrainLoader
-from utils.training.build import create_run
 from utils.training.run import Run
 
 
@@ -43,11 +43,11 @@ class Witness:
 
 
 def recorded_run(*parts: Any) -> Run:
-    run = create_run(*parts)
+    run = build(*parts)
     run.train_loader = Witness(run, Path(sys.argv[1]))
     return run
 
 
 if __name__ == "__main__":
-    setattr(train, "create_run", recorded_run)  # noqa: B010 -- a name that train does not export
+    setattr(train, "build", recorded_run)  # noqa: B010 -- of another type
     sys.exit(train.main(sys.argv[2:]))

@@ -6,9 +6,9 @@ and the rules of a resume are derived from the fields below, so a new flag is on
 
 import dataclasses
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from utils.errors import UserError
 from utils.files import write_json
@@ -182,6 +182,13 @@ class TrainConfig:
         values = dataclasses.asdict(self)
         del values["config"], values["given"]
         return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Undo of `to_dict`: unknown names are ignored, absent ones get their defaults."""
+        known = {field.name: value for field in flag_fields() if (value := values.get(field.name)) is not None}
+        known |= {name: Path(known[name]) for name in ("data_dir", "output_dir") if name in known}
+        return cls(**known)
 
     def save(self, path: Path) -> None:
         """Write the fields as JSON; the file is itself a valid `--config`, on a machine of the same kind."""

@@ -24,6 +24,14 @@ class Stream(enum.Enum):
     IMAGE = (6, ("seed", "epoch", "image"))  # of `--loader torch`
 
 
+def set_determinism(deterministic: bool) -> None:
+    """`--deterministic`: the same bits in every run; otherwise cuDNN tries which of its algorithms is fastest."""
+    if deterministic:
+        make_deterministic()
+    else:
+        torch.backends.cudnn.benchmark = True
+
+
 def make_deterministic() -> None:
     """Ask torch for the same bits in every run. Call before the first use of CUDA."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, when CUDA starts

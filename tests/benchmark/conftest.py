@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from train import build
 from utils.benchmark.images import read_images
 from utils.benchmark.run import open_run
 from utils.config import TrainConfig
@@ -23,4 +24,6 @@ TINY = TrainConfig(
 def opened(data: Path, cpu: DistEnv, tmp_path: Path) -> Iterator[Callable[..., tuple[Run, Manifest]]]:
     """A run and its images, as the benchmark opens them: `opened(arch="resnet18")`."""
     with contextlib.ExitStack() as stack:
-        yield lambda **values: open_run(dataclasses.replace(TINY, **values), read_images(data), cpu, tmp_path, stack)
+        yield lambda **values: open_run(
+            dataclasses.replace(TINY, **values), read_images(data), cpu, tmp_path, stack, build
+        )

@@ -39,7 +39,7 @@ def test_timm_gives_the_step_normalised_images(opened: Callable[..., tuple[Run, 
     assert channel.tolist() == [2 - target for target in targets.tolist()]
     real_run = with_loader(run, stream)
     assert real_run.augment(images, targets)[0] is images  # not normalised twice
-    assert real_run.gradients is run.gradients
+    assert real_run.forward_backward is run.forward_backward
     train_step(real_run)
     assert run.state.step == 1
     stream.close()

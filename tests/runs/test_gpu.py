@@ -17,26 +17,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
-from tests.conftest import resolved
-from utils.network.augment import BatchAugment
-from utils.network.augment import Normalize
-from utils.data.formats.folder import scan_splits
-from utils.data.manifest import synthetic
-from utils.network.gradients import GraphedForwardBackward
-from utils.network.parallel import FlatAllReduce
-from utils.network.gradients import ForwardBackward
-from utils.network.gradients import on_stream
-from utils.network.gradients import capture_stream
-from utils.training.autotune import nvlink_between
-from utils.data.sampler import Sampler
 
 import pipelines
 from tests import damage
-from tests.conftest import ROOT, TINY, Finished, assert_same, read_checkpoint, read_metrics, write_data
+from tests.conftest import ROOT, TINY, Finished, assert_same, read_checkpoint, read_metrics, resolved, write_data
 from tests.contract import assert_keys
 from tests.training.test_optim import BAD_SCALE, OPTIMIZERS, check_skipped_first_step, fp16_losses, fp16_state
 from utils.config import ResolvedConfig
+from utils.data.formats.folder import scan_splits
+from utils.data.manifest import synthetic
+from utils.data.sampler import Sampler
 from utils.distributed.group import DistEnv
+from utils.network.augment import BatchAugment, Normalize
+from utils.network.gradients import ForwardBackward, GraphedForwardBackward, capture_stream, on_stream
+from utils.network.parallel import FlatAllReduce
+from utils.training.machine import nvlink_between
 
 pytestmark = pytest.mark.gpu
 
@@ -261,7 +256,9 @@ def test_captured_training_is_the_plain_one(amp: torch.dtype) -> None:
 
 def test_capture_draws_no_random_numbers_and_replays_draw_new_ones() -> None:
     net = network(dropout=0.5)
-    gradients = ForwardBackward(net, nn.CrossEntropyLoss(), torch.amp.GradScaler("cuda", enabled=False), torch.float32, 1)
+    gradients = ForwardBackward(
+        net, nn.CrossEntropyLoss(), torch.amp.GradScaler("cuda", enabled=False), torch.float32, 1
+    )
     step = GraphedForwardBackward(gradients, capture_stream(torch.device("cuda", 0)))
     images, targets = torch.randn(8, 3, 24, 24, device="cuda"), torch.randint(0, 10, (8,), device="cuda")
     torch.manual_seed(1)

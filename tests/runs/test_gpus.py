@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from utils.training.autotune import nvlink_between
 
 from tests.conftest import (
     ROOT,
@@ -25,6 +24,7 @@ from tests.conftest import (
     workers_of,
     write_data,
 )
+from utils.training.machine import nvlink_between
 
 pytestmark = [pytest.mark.gpu, pytest.mark.gpus, pytest.mark.dist]
 

@@ -113,7 +113,7 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
     ("--arch inception_v3", ("--image-size 32:", "inception_v3 cannot compute", "its weights were made for 299")),
     ("--batch-size 1", ("--image-size 32:", "a batch of 1 ", "another --batch-size")),
     ("--optimizer sdg", ("--optimizer sdg:", "the closest are sgd, ")),
-    ("--optimizer fusedsgd", ("--optimizer fusedsgd:", "cannot be had here", "give another")),  # apex's, CUDA only
+    ("--optimizer fusedsgd", ("--optimizer fusedsgd:", "is not available here", "give another")),  # apex's, CUDA only
     ("--optimizer adahessian", ("--optimizer adahessian:", "gradients of gradients", "give another")),
     ("--timeout 1e10", ("--timeout 1e+10:", "at most 1000000 seconds")),
     ("--resume nowhere.pt", ("--resume nowhere.pt:", "no such checkpoint", "give an existing file, auto or none")),

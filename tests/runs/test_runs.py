@@ -11,17 +11,13 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from utils.training.checkpoint import BEST
-from utils.training.checkpoint import EARLIER
-from utils.training.checkpoint import LAST
-from utils.training.checkpoint import find
-from utils.training.checkpoint import load_newest
-from utils.training.checkpoint import version_changes
 
 from tests.conftest import TINY, Finished, read_checkpoint, read_metrics, write_data
 from tests.contract import assert_keys
 from utils.config import TrainConfig
 from utils.errors import UserError
+from utils.training.checkpoint import BEST, EARLIER, LAST, find_checkpoints, load_newest
+from utils.training.compatibility import changed_versions
 
 # Two architectures with the same names and shapes of weights, which compute another thing.
 ARCH, TWIN = "tf_mobilenetv3_small_075", "mobilenetv3_small_075"
@@ -183,8 +179,9 @@ def test_a_folder_is_of_one_run(data: Path, tmp_path: Path, launch_series: Serie
     (run / LAST).write_bytes(b"damaged")
     for name in EARLIER:
         torch.save(old, run / name)
-    path, saved, skipped = load_newest(find(TrainConfig(output_dir=run)))
-    assert (path, saved["run"]) == (run / BEST, new["run"])
+    saved, skipped = load_newest(find_checkpoints(TrainConfig(output_dir=run)))
+    assert saved is not None
+    assert (saved.path, saved.record.run) == (run / BEST, new["run"])
     assert [line.rpartition("/")[2] for line in skipped[1:]] == [
         f"{name}: a checkpoint of another run" for name in EARLIER
     ]
@@ -192,11 +189,11 @@ def test_a_folder_is_of_one_run(data: Path, tmp_path: Path, launch_series: Serie
 
 def test_a_checkpoint_of_another_version_is_refused(tmp_path: Path) -> None:
     torch.save({"format": 4, "model": {}}, tmp_path / LAST)
-    with pytest.raises(UserError, match=r"not a checkpoint of this version of Brisk: it has format 4, not 5; resume"):
-        load_newest(find(TrainConfig(output_dir=tmp_path)))
+    with pytest.raises(UserError, match=r"not a checkpoint of this version of Brisk: it has format 4, not 6; resume"):
+        load_newest(find_checkpoints(TrainConfig(output_dir=tmp_path)))
     torch.save({"model": {}}, tmp_path / LAST)
     with pytest.raises(UserError, match=r"last\.pt: not a checkpoint of this version of Brisk; --pretrained"):
-        load_newest(find(TrainConfig(output_dir=tmp_path)))
+        load_newest(find_checkpoints(TrainConfig(output_dir=tmp_path)))
 
 
 def test_more_epochs_change_the_schedule(data: Path, tmp_path: Path, launch_series: Series) -> None:
@@ -209,7 +206,7 @@ def test_more_epochs_change_the_schedule(data: Path, tmp_path: Path, launch_seri
     saved = read_checkpoint(tmp_path)
     assert saved["versions"].keys() == {"torch", "torchvision", "timm", "DALI", "Pillow"}
     assert saved["versions"]["torch"] == str(torch.__version__)
-    assert version_changes(saved["versions"], saved["versions"]) == []
+    assert changed_versions(saved["versions"], saved["versions"]) == []
     saved["versions"]["timm"] = "0.4.5"
     torch.save(saved, tmp_path / LAST)
     (more,) = launch_series((*flags, 13))

@@ -9,18 +9,17 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.conftest import resolved
+from tests.training.checkpoints import checkpoint_of
 from utils.config import TrainConfig
 from utils.data.formats.folder import scan, scan_splits
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
 from utils.training.autotune import (
-    Machine,
     choose_common_loader_settings,
     choose_loader_settings,
-    cpu_share,
-    free_memory,
-    inspect_machine,
 )
+from utils.training.machine import Machine, cpu_share, free_memory, inspect_machine
 
 GB = 10**9
 
@@ -52,13 +51,13 @@ def test_choice_by_machine(there: Machine, decode: str, load: float, prefetch: i
 def test_only_what_the_loader_uses_has_a_reason(data: Path, cpu: DistEnv) -> None:
     there = machine(16, gpu=True, jpeg_engines=7)
     train, _ = scan_splits(data)
-    saved = {"config": {"decode": "full", "cache": "none"}}
+    saved = checkpoint_of(resolved(decode="full", cache="none"))
     for config in (TrainConfig(loader="dali"), TrainConfig(loader="proxy")):
         assert set(choose_loader_settings(config, there, 0).reasons) == {"workers", "decode", "hw_decoder_load"}
         assert choose_common_loader_settings(config, cpu, saved, train).reasons["decode"] == "as in the checkpoint"
     for config in (TrainConfig(loader="torch"), TrainConfig(loader="synthetic")):
         assert set(choose_loader_settings(config, there, 0).reasons) == {"workers"}
-        for before in ({}, saved):
+        for before in (None, saved):
             assert set(choose_common_loader_settings(config, cpu, before, train).reasons) == {"workers"}
 
 
@@ -87,19 +86,19 @@ def test_images_are_not_kept_against_a_flag(values: dict[str, Any]) -> None:
 
 def test_a_resume_keeps_the_pixels_of_its_checkpoint(data: Path, cpu: DistEnv) -> None:
     train, _ = scan_splits(data)
-    fresh = choose_common_loader_settings(TrainConfig(), cpu, {}, train)
+    fresh = choose_common_loader_settings(TrainConfig(), cpu, None, train)
     assert (fresh.decode, fresh.cache) == ("full", "host")
-    assert fresh.reasons["decode"] == "whole images are kept"
+    assert fresh.reasons["decode"] == "whole images are cached"
     assert "free" in fresh.reasons["cache"]
     for decode, cache in (("full", "none"), ("fused", "none"), ("full", "host")):
         choice = choose_common_loader_settings(
-            TrainConfig(), cpu, {"config": {"decode": decode, "cache": cache}}, train
+            TrainConfig(), cpu, checkpoint_of(resolved(decode=decode, cache=cache)), train
         )
         assert (choice.decode, choice.cache) == (decode, cache)
         assert choice.reasons["decode"] == choice.reasons["cache"] == "as in the checkpoint"
-    saved = {"config": {"decode": "full", "cache": "gpu"}}
+    saved = checkpoint_of(resolved(decode="full", cache="gpu"))
     assert choose_common_loader_settings(TrainConfig(evaluate=True), cpu, saved, train).cache == "none"
-    assert choose_common_loader_settings(TrainConfig(loader="torch"), cpu, {}, train).cache == "none"
+    assert choose_common_loader_settings(TrainConfig(loader="torch"), cpu, None, train).cache == "none"
     with pytest.raises(UserError, match=r"--cache gpu without a GPU: .* checkpoint was trained so: .* --output-dir"):
         choose_common_loader_settings(TrainConfig(), cpu, saved, train)
     asked = choose_common_loader_settings(TrainConfig(decode="fused", cache="none"), cpu, saved, train)
@@ -113,44 +112,44 @@ def test_images_that_do_not_fit_are_refused(tmp_path: Path, cpu: DistEnv) -> Non
     train = scan(tmp_path, "train")
     many = dataclasses.replace(train, files=train.files * 10**5, labels=np.tile(train.labels, 10**5))
     with pytest.raises(UserError, match=r"--cache host: .* take [\d.]+ GB, and [\d.]+ GB are free.* use --cache none"):
-        choose_common_loader_settings(TrainConfig(cache="host"), cpu, {}, many)
+        choose_common_loader_settings(TrainConfig(cache="host"), cpu, None, many)
     with pytest.raises(UserError, match=r"--cache gpu without a GPU: .*; use --cache none"):
-        choose_common_loader_settings(TrainConfig(cache="gpu"), cpu, {}, train)
+        choose_common_loader_settings(TrainConfig(cache="gpu"), cpu, None, train)
 
 
 def test_free_memory_is_that_of_the_control_group(tmp_path: Path) -> None:
     # An outer group of 3 GB, 2 used, 1.5 of them page cache; an inner one without a limit.
-    own = tmp_path / "cgroup"
-    own.write_text("0::/slurm/job\n")
+    membership = tmp_path / "cgroup"
+    membership.write_text("0::/slurm/job\n")
     outer, inner = tmp_path / "fs" / "slurm", tmp_path / "fs" / "slurm" / "job"
     inner.mkdir(parents=True)
     for folder, limit in ((outer, "3000000000"), (inner, "max")):
         (folder / "memory.max").write_text(f"{limit}\n")
         (folder / "memory.current").write_text("2000000000\n")
         (folder / "memory.stat").write_text("anon 1\ninactive_file 1500000000\n")
-    assert free_memory(tmp_path / "fs", own) == 2.5 * GB
+    assert free_memory(tmp_path / "fs", membership) == 2.5 * GB
     (inner / "memory.max").write_text("2500000000\n")
-    assert free_memory(tmp_path / "fs", own) == 2 * GB
+    assert free_memory(tmp_path / "fs", membership) == 2 * GB
     assert free_memory(tmp_path / "nothing", tmp_path / "none") > 2.5 * GB, "of this machine"
 
 
 def test_free_memory_is_that_of_the_control_group_of_version_1(tmp_path: Path) -> None:
     # As above; 9223372036854771712 is no limit. An empty hierarchy of version 2 is there too.
-    own = tmp_path / "cgroup"
-    own.write_text("9:name=systemd:/\n4:memory:/slurm/job\n1:cpu,cpuacct:/elsewhere\n0::/\n")
+    membership = tmp_path / "cgroup"
+    membership.write_text("9:name=systemd:/\n4:memory:/slurm/job\n1:cpu,cpuacct:/elsewhere\n0::/\n")
     outer, inner = (tmp_path / "fs" / "memory" / path for path in ("slurm", "slurm/job"))
     inner.mkdir(parents=True)
     for folder, limit in ((outer, "3000000000"), (inner, "9223372036854771712")):
         (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
         (folder / "memory.usage_in_bytes").write_text("2000000000\n")
         (folder / "memory.stat").write_text("inactive_file 8192\ntotal_inactive_file 1500000000\n")
-    assert free_memory(tmp_path / "fs", own) == 2.5 * GB
+    assert free_memory(tmp_path / "fs", membership) == 2.5 * GB
     (inner / "memory.limit_in_bytes").write_text("2500000000\n")
-    assert free_memory(tmp_path / "fs", own) == 2 * GB
-    own.write_text("4:memory:/docker/host's name of this container\n")
+    assert free_memory(tmp_path / "fs", membership) == 2 * GB
+    membership.write_text("4:memory:/docker/host's name of this container\n")
     for name in ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"):
         (outer / name).rename(outer.parent / name)  # a container sees its own group as the root
-    assert free_memory(tmp_path / "fs", own) == 2.5 * GB
+    assert free_memory(tmp_path / "fs", membership) == 2.5 * GB
 
 
 def test_cpu_threads_are_shared_by_the_processes_of_a_machine(cpu: DistEnv) -> None:

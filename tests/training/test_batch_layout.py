@@ -1,5 +1,6 @@
 """A run goes on with another number of processes: every image of the epoch still comes once."""
 
+import dataclasses
 import itertools
 import json
 from collections.abc import Callable
@@ -12,12 +13,23 @@ from timm.utils.model_ema import ModelEmaV3
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
-from tests.conftest import NUMBERED, ROOT, TINY, Finished, assert_same, read_checkpoint, read_metrics, write_numbered
+from tests.conftest import (
+    NUMBERED,
+    ROOT,
+    TINY,
+    Finished,
+    assert_same,
+    read_metrics,
+    resolved,
+    write_numbered,
+)
+from tests.training.checkpoints import checkpoint_of
 from utils.config import BATCH_SIZE, TrainConfig
 from utils.data.sampler import permutation
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
 from utils.training.batch_layout import Layout, choose_batch_size, saved_layout
+from utils.training.checkpoint import Checkpoint, load
 from utils.training.metrics import Meter
 from utils.training.state import TrainState, float_buffers, mean_buffers, reshard
 
@@ -26,21 +38,18 @@ def env_of(world_size: int, rank: int = 0) -> DistEnv:
     return DistEnv(rank, rank, world_size, world_size, torch.device("cpu"))
 
 
-def saved_by(world_size: int, batch_size: int, grad_accum_steps: int = 1) -> dict[str, Any]:
-    return {
-        "ranks": [{}] * world_size,
-        "config": {"batch_size": batch_size, "grad_accum_steps": grad_accum_steps},
-    }
+def saved_by(world_size: int, batch_size: int, grad_accum_steps: int = 1) -> Checkpoint:
+    return checkpoint_of(resolved(batch_size=batch_size, grad_accum_steps=grad_accum_steps), world_size)
 
 
-def chosen(saved: dict[str, Any], world_size: int, batch_size: int | None = None, **more: Any) -> int:
+def chosen(saved: Checkpoint | None, world_size: int, batch_size: int | None = None, **more: Any) -> int:
     config = TrainConfig(**more) if batch_size is None else TrainConfig(batch_size=batch_size, **more)
     return choose_batch_size(config, env_of(world_size), saved)
 
 
 def test_batch_size_of_a_new_run() -> None:
-    assert chosen({}, 2) == BATCH_SIZE == 256
-    assert chosen({}, 2, 7) == 7
+    assert chosen(None, 2) == BATCH_SIZE == 256
+    assert chosen(None, 2, 7) == 7
     assert chosen(saved_by(2, 32), 4, evaluate=True) == BATCH_SIZE
 
 
@@ -80,22 +89,21 @@ def create_state(env: DistEnv) -> TrainState:
     return state
 
 
-def test_what_each_rank_had_for_itself_is_shared_out() -> None:
+def test_the_state_of_each_rank_is_resharded() -> None:
     states = [create_state(env_of(2, rank)) for rank in range(2)]
-    ranks = [state.own({}) for state in states]
-    shared = states[0].shared()
-    for name in states[0].modules():
-        shared[name] = shared[name] | mean_buffers([own["buffers"][name] for own in ranks])
-    assert not torch.equal(
-        ranks[0]["buffers"]["model"]["1.running_mean"], ranks[1]["buffers"]["model"]["1.running_mean"]
-    )
+    ranks = [state.rank_state({}) for state in states]
+    replicated = states[0].replicated_state()
+    means = {name: mean_buffers([rank.buffers[name] for rank in ranks]) for name in states[0].networks()}
+    networks = {name: weights | means[name] for name, weights in replicated.networks.items()}
+    replicated = dataclasses.replace(replicated, networks=networks)
+    assert not torch.equal(ranks[0].buffers["model"]["1.running_mean"], ranks[1].buffers["model"]["1.running_mean"])
     others = [create_state(env_of(4, rank)) for rank in range(4)]
     for state in others:
-        state.load(shared, reshard(ranks, state.env.rank))
-        for name, module in state.modules().items():
-            assert_same(float_buffers(module), mean_buffers([own["buffers"][name] for own in ranks]))
+        state.load(replicated, reshard(ranks, state.env.rank))
+        for name, module in state.networks().items():
+            assert_same(float_buffers(module), means[name])
     intervals = [state.meter.state_dict() for state in others]
-    assert [(own["loss"], own["images"]) for own in intervals] == [(4 * 1.5 + 4 * 2.5, 8), (0, 0), (0, 0), (0, 0)]
+    assert [(each["loss"], each["images"]) for each in intervals] == [(4 * 1.5 + 4 * 2.5, 8), (0, 0), (0, 0), (0, 0)]
 
 
 CHAIN = (2, 1, 2, 4, 2)
@@ -118,20 +126,20 @@ def test_every_image_of_the_epoch_comes_once(tmp_path: Path, launch: Callable[..
     extra, chain = MODES[mode]
     flags = [records, "--data-dir", data, *TINY, "--output-dir", tmp_path / "run", "--epochs", 2, *extra]
     recorder = ROOT / "tests" / "recorder.py"
-    before: dict[str, Any] = {}
+    before: Checkpoint | None = None
     for launches, processes in enumerate(chain):
-        own: list[Any] = ["--batch-size", 8 // processes] if launches == 0 else []
+        layout: list[Any] = ["--batch-size", 8 // processes] if launches == 0 else []
         if mode == "accumulated" and launches:  # the other ways to make up 8 images
-            own = ["--grad-accum-steps", 2 if processes < 4 else 1]
+            layout = ["--grad-accum-steps", 2 if processes < 4 else 1]
         if launches < len(chain) - 1:
-            own += ["--time-limit", 0.1]  # over when the first step is done
-        done = launch(*flags, *own, processes=processes, program=recorder)
+            layout += ["--time-limit", 0.1]  # over when the first step is done
+        done = launch(*flags, *layout, processes=processes, program=recorder)
         assert "train.py: " not in done.err, done.err
         if before:
             assert f"saved by {saved_layout(before)}: every image still comes once" in done.out
-            place = done.out.index("every image still comes once"), done.out.index("first step done")
-            assert place[0] < place[1]
-        before = read_checkpoint(tmp_path / "run")
+            found = done.out.index("every image still comes once"), done.out.index("first step done")
+            assert found[0] < found[1]
+        before = load(tmp_path / "run" / "last.pt")
     assert done.status == 0, done.err
 
     lines = [json.loads(line) for path in records.glob("*.jsonl") for line in path.read_text().splitlines()]

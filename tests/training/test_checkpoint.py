@@ -17,30 +17,24 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from tests.conftest import ROOT, TINY, Finished, assert_same, environment, read_checkpoint, read_metrics, resolved
+from tests.training.checkpoints import RECORD, checkpoint_of
 from utils.config import TrainConfig
-from utils.data.manifest import synthetic
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
 from utils.training.checkpoint import (
-    _PARTS,
     EARLIER,
     FORMAT,
     LAST,
-    RunRecord,
-    _write,
-    changes,
-    check_fingerprint,
-    find,
-    fingerprint,
-    has_best_of,
-    lacks_best,
+    best_is_missing,
+    find_checkpoints,
     load,
     load_newest,
     save,
+    write_checkpoint,
     write_temporary,
 )
 from utils.training.metrics import Meter
-from utils.training.state import TrainState
+from utils.training.state import BestEpoch, TrainState
 
 FLAGS = (*TINY, "--batch-size", "8", "--deterministic")
 
@@ -60,7 +54,7 @@ def test_best_stays_where_the_rest_cannot_be_written(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"before")
     (tmp_path / f".{EARLIER[0]}.tmp").mkdir()
     with pytest.raises(OSError, match="irectory"):
-        _write({"step": 1}, tmp_path, is_best=True)
+        write_checkpoint({"step": 1}, tmp_path, is_best=True)
     assert (tmp_path / "best.pt").read_bytes() == (tmp_path / LAST).read_bytes() == b"before"
 
 
@@ -71,7 +65,7 @@ def test_a_run_goes_on_from_such_a_crash(data: Path, tmp_path: Path, launch: Cal
     assert launch(*flags, "--epochs", 2, "--lr", 1e-12).status == 0
     assert read_checkpoint(tmp_path, "last.pt")["epoch"] == 2
     best = read_checkpoint(tmp_path, "best.pt")
-    assert best["best_top1"] == best["result"]["val/top1"]
+    assert best["best"]["top1"] == best["result"]["val/top1"]
     assert not list(tmp_path.glob(".*.tmp"))
 
 
@@ -85,8 +79,8 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_last_three_are_kept(trained: Path) -> None:
-    kept = [read_checkpoint(trained, name) for name in (LAST, *EARLIER)]
-    assert [(saved["epoch"], saved["step"]) for saved in kept] == [(2, 10), (1, 10), (1, 5)]
+    remaining = [read_checkpoint(trained, name) for name in (LAST, *EARLIER)]
+    assert [(saved["epoch"], saved["step"]) for saved in remaining] == [(2, 10), (1, 10), (1, 5)]
 
 
 def damage(path: Path, how: str) -> None:
@@ -107,18 +101,19 @@ def test_the_newest_whole_checkpoint_is_used(trained: Path, tmp_path: Path, how:
     config, steps = TrainConfig(output_dir=tmp_path), []
     for name in (LAST, *EARLIER):
         damage(tmp_path / name, how)
-        path, saved, skipped = load_newest(find(config))
-        assert path is not None
-        steps.append((path.name, saved["epoch"]))
+        saved, skipped = load_newest(find_checkpoints(config))
+        assert saved is not None
+        assert saved.path is not None
+        steps.append((saved.path.name, saved.state.epoch))
         assert how == "missing" or f"{name}: damaged" in skipped[-1]
     best = read_checkpoint(trained, "best.pt")["epoch"]
     assert steps == [(EARLIER[0], 1), (EARLIER[1], 1), ("best.pt", best)]
     damage(tmp_path / "best.pt", how)
     if how == "missing":
-        assert load_newest(find(config)) == (None, {}, [])
+        assert load_newest(find_checkpoints(config)) == (None, [])
     else:
         with pytest.raises(UserError, match=r"none of its 4 checkpoints is whole; start anew with"):
-            load_newest(find(config))
+            load_newest(find_checkpoints(config))
 
 
 def test_no_damage_goes_unnoticed(trained: Path, tmp_path: Path) -> None:
@@ -136,11 +131,12 @@ def test_no_damage_goes_unnoticed(trained: Path, tmp_path: Path) -> None:
     outcomes = {LAST: 0, EARLIER[0]: 0}
     for content in damaged:
         (tmp_path / LAST).write_bytes(content)
-        path, saved, skipped = load_newest(find(TrainConfig(output_dir=tmp_path)))
-        assert path is not None
-        assert_same(saved, contents[path.name])
-        assert bool(skipped) == (path.name != LAST)
-        outcomes[path.name] += 1
+        saved, skipped = load_newest(find_checkpoints(TrainConfig(output_dir=tmp_path)))
+        assert saved is not None
+        assert saved.path is not None
+        assert_same(saved.to_dict(), contents[saved.path.name])
+        assert bool(skipped) == (saved.path.name != LAST)
+        outcomes[saved.path.name] += 1
     print(f"{len(damaged)} damaged files: {outcomes}")
     assert outcomes[EARLIER[0]] > 150, "a bit between two records of the archive is nobody's; few are"
 
@@ -182,8 +178,8 @@ def test_a_failed_save_is_told_and_tried_again(data: Path, tmp_path: Path, launc
     assert {path.name: path.read_bytes() for path in tmp_path.glob("*.pt")} == before
     assert not list(tmp_path.glob(".*.tmp"))
     assert [record["step"] for record in read_metrics(tmp_path) if "val/top1" in record] == [5, 10]
-    again = launch(*flags, "--epochs", "2")
-    assert again.status == 0
+    resumed = launch(*flags, "--epochs", "2")
+    assert resumed.status == 0
     assert read_checkpoint(tmp_path)["epoch"] == 2
 
 
@@ -220,7 +216,7 @@ def test_best_is_the_best_that_could_be_saved(data: Path, tmp_path: Path, launch
     first, *lost, last = (record["val/top1"] for record in read_metrics(tmp_path / "run") if "val/top1" in record)
     assert first < last <= max(lost), "or this tests nothing"
     best = read_checkpoint(tmp_path / "run", "best.pt")
-    assert (best["epoch"], best["result"]["val/top1"], best["best_top1"]) == (12, last, last)
+    assert (best["epoch"], best["result"]["val/top1"], best["best"]["top1"]) == (12, last, last)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["best_top1"] == last
 
 
@@ -260,51 +256,50 @@ def test_a_run_that_diverges_ends_and_keeps_its_last_good_checkpoint(
 
 
 def test_whether_there_is_a_best(tmp_path: Path) -> None:
-    assert lacks_best(tmp_path)
+    assert best_is_missing(tmp_path)
     (tmp_path / "best.pt").touch()
-    assert not lacks_best(tmp_path)
-    assert not lacks_best(tmp_path / ("far" * 100)), "it cannot be seen"
+    assert not best_is_missing(tmp_path)
+    assert not best_is_missing(tmp_path / ("far" * 100)), "it cannot be seen"
 
 
-def save_at(folder: Path, env: DistEnv, step: int, best_top1: float, is_best: bool = False) -> str | None:
+def save_at(folder: Path, env: DistEnv, step: int, best: BestEpoch | None, is_best: bool = False) -> str | None:
     """A checkpoint of a network of one weight, whose value is the step."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, step)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     state = TrainState(model, optimizer, GradScaler("cpu", enabled=False), None, Meter(env), env)
-    state.step, state.best_top1 = step, best_top1
-    best = {"is_best": True} if is_best else {}
-    record = RunRecord("a run", {"seed": 0}, ("a", "b"), ((0.5,), (0.5,)), {"train": []}, {}, {})
-    return save(state, {"at": step}, resolved(output_dir=folder), record, **best)
+    state.step, state.best = step, best
+    return save(state, {"at": step}, resolved(output_dir=folder), RECORD, is_best)
 
 
 def steps_in(folder: Path) -> dict[str, int]:
     """Name -> step, of every file, each of which must be whole."""
     found = {path.name: load(path) for path in folder.iterdir()}
     for saved in found.values():
-        assert saved["model"]["weight"].item() == saved["step"] == saved["ranks"][0]["loader"]["at"]
-    return {name: saved["step"] for name, saved in found.items()}
+        weight = saved.state.networks["model"]["weight"].item()
+        assert weight == saved.state.step == saved.ranks[0].loader["at"]
+    return {name: saved.state.step for name, saved in found.items()}
 
 
 def test_names_of_a_run_s_checkpoints(tmp_path: Path, cpu: DistEnv) -> None:
     """A top-1 of 0 percent is one too: best.pt is removed only before the first evaluation, as another run's."""
     torch.save("of another run", tmp_path / "best.pt")
     for step in (1, 2):
-        assert save_at(tmp_path, cpu, step, best_top1=-1.0) is None
+        assert save_at(tmp_path, cpu, step, best=None) is None
     assert steps_in(tmp_path) == {LAST: 2, EARLIER[0]: 1}
-    assert save_at(tmp_path, cpu, 3, best_top1=0.0, is_best=True) is None
+    assert save_at(tmp_path, cpu, 3, best=BestEpoch(1, 3, 0.0), is_best=True) is None
     assert steps_in(tmp_path) == {LAST: 3, EARLIER[0]: 2, EARLIER[1]: 1, "best.pt": 3}
-    assert save_at(tmp_path, cpu, 4, best_top1=0.0) is None
+    assert save_at(tmp_path, cpu, 4, best=BestEpoch(1, 3, 0.0)) is None
     assert steps_in(tmp_path) == {LAST: 4, EARLIER[0]: 3, EARLIER[1]: 2, "best.pt": 3}
-    assert save_at(tmp_path, cpu, 5, best_top1=0.5, is_best=True) is None
+    assert save_at(tmp_path, cpu, 5, best=BestEpoch(2, 5, 0.5), is_best=True) is None
     assert steps_in(tmp_path) == {LAST: 5, EARLIER[0]: 4, EARLIER[1]: 3, "best.pt": 5}
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     path = tmp_path / LAST
-    whole = dict.fromkeys(_PARTS, 0) | {"format": FORMAT}
+    whole = checkpoint_of(resolved()).to_dict()
     torch.save(whole, path)
-    assert load(path) == whole
+    assert load(path).to_dict() == whole
     lacking: list[Any] = [{name: whole[name] for name in whole if name != part} for part in whole]
     for content in ([whole], whole | {"format": FORMAT - 1}, *lacking):
         torch.save(content, path)
@@ -316,18 +311,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 def test_why_a_checkpoint_could_not_be_written(tmp_path: Path, cpu: DistEnv) -> None:
-    assert save_at(tmp_path / "gone", cpu, 1, best_top1=-1.0) == "No such file or directory"
-
-
-def test_whose_best_it_is(tmp_path: Path, cpu: DistEnv) -> None:
-    own = {"run": "a run", "best_top1": 50.0}
-    assert not has_best_of(own, tmp_path)
-    save_at(tmp_path, cpu, 1, best_top1=50.0, is_best=True)
-    assert has_best_of(own, tmp_path)
-    assert not has_best_of(own | {"best_top1": 49.0}, tmp_path)
-    assert not has_best_of(own | {"run": "another"}, tmp_path)
-    damage(tmp_path / "best.pt", "truncated")
-    assert not has_best_of(own, tmp_path)
+    assert save_at(tmp_path / "gone", cpu, 1, best=None) == "No such file or directory"
 
 
 ALL = (LAST, *EARLIER, "best.pt")
@@ -361,36 +345,6 @@ def test_which_checkpoints_a_launch_takes(
     config = TrainConfig(output_dir=tmp_path, **flags)
     if isinstance(found, str):
         with pytest.raises(UserError, match=found):
-            find(config)
+            find_checkpoints(config)
     else:
-        assert find(config) == [tmp_path / name for name in found]
-
-
-@pytest.mark.parametrize(
-    ("loader", "decode", "cache", "dali"),
-    [("dali", "full", "host", "2.4"), ("proxy", "full", None, "2.4"), ("torch", None, None, None)],
-)
-def test_what_a_resume_depends_on(
-    cpu: DistEnv, loader: Any, decode: str | None, cache: str | None, dali: str | None
-) -> None:
-    config = resolved(loader=loader, decode="full", cache="host", ema_decay=0.5, seed=3)
-    splits = synthetic(8, 4), synthetic(6, 4)
-    found = fingerprint(config, *splits, cpu, "2.4")
-    of_the_loader = {name: found[name] for name in ("--loader", "--decode", "--cache", "DALI version")}
-    assert of_the_loader == {"--loader": loader, "--decode": decode, "--cache": cache, "DALI version": dali}
-    assert (found["--ema-decay above 0"], found["--seed"], found["classes"], found["device"]) == (True, 3, 4, "cpu")
-    assert (found["files of train/"], found["files of val/"]) == ("synthetic-8-4", "synthetic-6-4")
-    without = fingerprint(resolved(loader=loader, decode="full", cache="host", seed=3), *splits, cpu, "2.4")
-    check_fingerprint(Path("last.pt"), found, found, "hint; ")
-    with pytest.raises(UserError, match=r"another run \(--ema-decay above 0: True then, False now\); restore these"):
-        check_fingerprint(Path("last.pt"), found, without, "hint; ")
-    other_files = found | {"files of val/": "x", "--seed": 4}
-    with pytest.raises(UserError, match=r"\(--seed: 3 then, 4 now; files of val/: synthetic-6-4 then, x now\); hint; "):
-        check_fingerprint(Path("last.pt"), found, dict(sorted(other_files.items())), "hint; ")
-
-
-def test_changes_are_told(tmp_path: Path) -> None:
-    saved = resolved(lr=0.5).to_dict()
-    now = resolved(lr=0.1, clip_grad=1.0, workers=3, log_steps=7, output_dir=tmp_path, time_limit=5.0)
-    assert changes(saved, resolved(lr=0.5)) == []
-    assert changes(saved, now) == ["--lr 0.5 -> 0.1", "--clip-grad 0.0 -> 1.0"]
+        assert find_checkpoints(config) == [tmp_path / name for name in found]

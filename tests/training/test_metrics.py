@@ -11,7 +11,6 @@ from torch.amp.grad_scaler import GradScaler
 from torch.multiprocessing.spawn import spawn
 
 from tests.clock import Clock, measure_rank, train
-from train import update_weights
 from utils.distributed.group import DistEnv
 from utils.training.metrics import WARMUP_STEPS, Interval, Meter, Totals, share_interval
 from utils.training.state import TrainState
@@ -25,7 +24,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return found
 
 
-def feed(meter: Meter, losses: list[float], images: int = 4) -> None:
+def loader(meter: Meter, losses: list[float], images: int = 4) -> None:
     for loss in losses:
         with meter.waiting():
             pass
@@ -38,16 +37,16 @@ def test_loss_is_the_mean_over_images(cpu: DistEnv) -> None:
     meter.update(torch.tensor(1.0), 1)
     meter.update(torch.tensor(4.0), 2)
     assert meter.read().loss == pytest.approx(3.0)
-    feed(meter, [5.0])
+    loader(meter, [5.0])
     assert meter.read().loss == 5.0, "an interval begins at zero"
 
 
 def test_an_interval_survives_a_resume(cpu: DistEnv) -> None:
     whole, first, second = Meter(cpu), Meter(cpu), Meter(cpu)
-    feed(whole, [0.1, 0.2, 0.7])
-    feed(first, [0.1, 0.2])
+    loader(whole, [0.1, 0.2, 0.7])
+    loader(first, [0.1, 0.2])
     second.load_state_dict(first.state_dict())
-    feed(second, [0.7])
+    loader(second, [0.7])
     assert whole.read().loss == second.read().loss
 
 
@@ -69,10 +68,12 @@ def test_an_interval_has_the_figures_of_the_clock(cpu: DistEnv, clock: Clock) ->
 def test_totals_leave_out_the_warm_up_of_a_launch(cpu: DistEnv, clock: Clock) -> None:
     """The run in which they were seen to matter: 468 steps, a line every 50 of them."""
     meter = Meter(cpu)
-    for begin in range(0, 468, 50):
+    for start_interval in range(0, 468, 50):
         meter.start()
-        seconds, wait = (60.0, 1.0) if begin == 0 else (0.5, 0.25) if begin < WARMUP_STEPS else (0.25, 0.0625)
-        train(meter, clock, min(50, 468 - begin), 256, seconds, wait)
+        seconds, wait = (
+            (60.0, 1.0) if start_interval == 0 else (0.5, 0.25) if start_interval < WARMUP_STEPS else (0.25, 0.0625)
+        )
+        train(meter, clock, min(50, 468 - start_interval), 256, seconds, wait)
         meter.read()
         clock.sleep(7)  # an evaluation
     assert meter.totals == Totals(steps=268, images=268 * 256, seconds=67.0, wait=16.75)
@@ -101,7 +102,7 @@ def test_totals_leave_out_the_warm_up_of_a_launch(cpu: DistEnv, clock: Clock) ->
 def test_short_runs_have_totals_too(cpu: DistEnv, intervals: tuple[int, ...], timed: int) -> None:
     meter = Meter(cpu)
     for steps in intervals:
-        feed(meter, [1.0] * steps)
+        loader(meter, [1.0] * steps)
         meter.read()
     assert (meter.totals.steps, meter.totals.images) == (timed, 4 * timed)
 
@@ -126,9 +127,9 @@ def test_totals_survive_a_resume(cpu: DistEnv, clock: Clock) -> None:
     assert meter.totals == Totals(steps=900, images=7200.0, seconds=450.0, wait=225.0)
     for rank in range(3):  # on another number of processes
         other = Meter(cpu)
-        shared = share_interval([states[-1], states[-1]], rank)
-        assert (shared["loss"], shared["images"]) == ((160.0, 160) if rank == 0 else (0, 0))
-        other.load_state_dict(shared)
+        resharded = share_interval([states[-1], states[-1]], rank)
+        assert (resharded["loss"], resharded["images"]) == ((160.0, 160) if rank == 0 else (0, 0))
+        other.load_state_dict(resharded)
         assert other.totals == meter.totals
 
 
@@ -178,12 +179,12 @@ def test_steps_that_fp16_skips_are_counted(cpu: DistEnv) -> None:
     for gradient in (1.0, math.inf, math.nan, 1.0):
         state.scaler.scale(torch.zeros(()))  # as before a backward pass
         weight.grad = torch.tensor([gradient])
-        update_weights(state)
+        state.optimizer_step(clip_grad=0.0)
         meter.update(torch.tensor(1.0), 4)
     resumed = Meter(cpu)
     resumed.load_state_dict(meter.state_dict())
     for one in (meter, resumed):
         assert one.read().skipped_steps == 2
-        feed(one, [1.0])
+        loader(one, [1.0])
         assert one.read().skipped_steps == 0
         assert one.skipped_steps == 2

@@ -12,7 +12,6 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from tests.conftest import resolved
-from train import update_weights
 from utils.config import ResolvedConfig
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
@@ -168,8 +167,8 @@ def fp16_losses(state: TrainState, first: int = 0, graph: bool = False) -> list[
     random = torch.Generator().manual_seed(1)
     images = torch.randn(6, 8, 3, 10, 10, generator=random).half().to(state.env.device)
     targets = torch.randint(0, 10, (6, 8), generator=random).to(state.env.device)
-    gradients = ForwardBackward(state.model, nn.CrossEntropyLoss(), state.scaler, torch.float16, accum_steps=1)
-    step = GraphedForwardBackward(gradients, capture_stream(state.env.device)) if graph else gradients
+    grads = ForwardBackward(state.model, nn.CrossEntropyLoss(), state.scaler, torch.float16, accum_steps=1)
+    step = GraphedForwardBackward(grads, capture_stream(state.env.device)) if graph else grads
     losses = []
     for batch, target in zip(images[first:], targets[first:], strict=True):
         loss = step(batch.contiguous(memory_format=torch.channels_last), target, 0)
@@ -177,7 +176,7 @@ def fp16_losses(state: TrainState, first: int = 0, graph: bool = False) -> list[
         state.meter.update(loss, len(target))
         state.meter.end_step()
         with memory_full_of_nan():
-            update_weights(state)
+            state.optimizer_step(clip_grad=0.0)
     step.close()
     return losses
 
@@ -209,12 +208,12 @@ def test_fused_steps_are_torchs(name: str, momentum: float) -> None:
     """Bit for bit those of an optimizer that torch gives its first state, and nearly the ones that are not fused."""
     config = resolved(optimizer=name, lr=0.1, momentum=momentum, weight_decay=0.01)
     results = []
-    for fused, own in ((True, True), (True, False), (False, True)):
+    for fused, ours in ((True, True), (True, False), (False, True)):
         torch.manual_seed(7)
         model, images = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 9)), torch.rand(5, 8, 40)
         optimizer = create_optimizer(config, model, 256, fused)
         assert {group["fused"] for group in optimizer.param_groups} == {True if fused else None}
-        if not own:
+        if not ours:
             optimizer.state.clear()
         for batch in images:
             optimizer.zero_grad()
@@ -227,14 +226,16 @@ def test_fused_steps_are_torchs(name: str, momentum: float) -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("kept", ["nothing", "None"])
-def test_resume_of_an_optimizer_that_never_stepped(cpu: DistEnv, kept: str) -> None:
+@pytest.mark.parametrize("momentum_state", ["nothing", "None"])
+def test_resume_of_an_optimizer_that_never_stepped(cpu: DistEnv, momentum_state: str) -> None:
     """Its state has no momentum, and the first step after the resume overflows."""
     never, state = fp16_state(cpu, "sgd", True, BAD_SCALE), fp16_state(cpu, "sgd", True, BAD_SCALE)
-    saved = never.shared()
+    saved = never.replicated_state()
     numbers = range(len(list(never.model.parameters())))
-    saved["optimizer"]["state"] = {} if kept == "nothing" else {key: {"momentum_buffer": None} for key in numbers}
-    state.load(saved, never.own({}))
+    saved.optimizer["state"] = (
+        {} if momentum_state == "nothing" else {key: {"momentum_buffer": None} for key in numbers}
+    )
+    state.load(saved, never.rank_state({}))
     assert fp16_losses(state) == fp16_losses(never)
 
 

@@ -154,9 +154,9 @@ def test_a_finished_run_is_left_as_it_is(
     assert first.status == 0, first.err
     names = ("last.pt", "best.pt", "metrics.jsonl", "summary.json", "config.json")
     files = {name: (tmp_path / name).read_bytes() for name in names}
-    (again,) = launch_series((*flags, 1, "--lr", 9))
-    assert again.status == 0
-    assert "All 1 epochs are done" in again.out
+    (resumed,) = launch_series((*flags, 1, "--lr", 9))
+    assert resumed.status == 0
+    assert "All 1 epochs are done" in resumed.out
     assert files == {name: (tmp_path / name).read_bytes() for name in files}
     (more,) = launch_series((*flags, 2))
     assert more.status == 0, more.err

@@ -9,7 +9,7 @@ import pytest
 from tests.conftest import ROOT, TINY, environment, read_checkpoint, read_metrics
 from utils.data.formats.folder import scan_splits
 from utils.data.manifest import Manifest
-from utils.data.splits import apply_exclusions
+from utils.data.splits import InitialFiles, apply_exclusions
 
 # train.py with a fault in its memory: after step 3 of rank FAULTY a weight, or a statistic, gets another value.
 FAULTY = """
@@ -44,7 +44,7 @@ sys.exit(train.main(sys.argv[1:]))
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("processes", "faulty", "what", "value", "said", "steps"),
+    ("processes", "faulty", "what", "value", "message", "steps"),
     [
         (1, "0", "weights", "nan", "no checkpoint at step 3: the weights are not finite", [1, 2, 3, 4, 5]),
         (2, "1", "weights", "0.125", "at step 3: the weights of rank 1 are no longer those of rank 0 (", [1, 2, 3]),
@@ -53,7 +53,7 @@ sys.exit(train.main(sys.argv[1:]))
     ids=["nan", "diverged", "statistics"],
 )
 def test_weights_that_went_wrong_are_not_saved(
-    data: Path, tmp_path: Path, processes: int, faulty: str, what: str, value: str, said: str, steps: list[int]
+    data: Path, tmp_path: Path, processes: int, faulty: str, what: str, value: str, message: str, steps: list[int]
 ) -> None:
     script = tmp_path / "faulty.py"
     script.write_text(FAULTY)
@@ -75,7 +75,7 @@ def test_weights_that_went_wrong_are_not_saved(
         env=environment() | {"PYTHONPATH": str(ROOT), "FAULTY": faulty, "WHAT": what, "VALUE": value},
     )  # fmt: skip
     assert done.returncode == 1
-    assert (done.stdout + done.stderr).count(said) == 1
+    assert (done.stdout + done.stderr).count(message) == 1
     assert done.stderr.count("train.py: ") == 1, "one line, of rank 0"
     assert read_checkpoint(tmp_path / "out")["step"] == 2
     assert [record["step"] for record in read_metrics(tmp_path / "out")] == steps
@@ -92,13 +92,11 @@ def test_files_that_turned_bad_since_the_run_began(tmp_path: Path) -> None:
     listed = dict(zip(("train", "val"), scan_splits(tmp_path), strict=True))
     first = {"blue/0.jpg": "damaged"}
     begun = {split: manifest.without(first) for split, manifest in listed.items()}
-    saved = {
-        "fingerprint": {f"files of {split}/": manifest.fingerprint for split, manifest in begun.items()},
-        "excluded_files": {split: list(first) for split in begun},
-    }
+    fingerprints = {split: manifest.fingerprint for split, manifest in begun.items()}
+    initial = InitialFiles({split: list(first) for split in begun}, fingerprints)
 
     def later(split: str, bad: dict[str, str]) -> Manifest:
-        return apply_exclusions(listed[split], listed[split].without(bad), bad, saved, split)
+        return apply_exclusions(listed[split], listed[split].without(bad), bad, initial, split)
 
     for split, manifest in begun.items():
         same = later(split, first)
@@ -114,7 +112,7 @@ def test_files_that_turned_bad_since_the_run_began(tmp_path: Path) -> None:
     for split, manifest in (("train", train), ("val", val)):
         assert manifest.bad == turned
         assert manifest.fingerprint == begun[split].fingerprint
-    saved["excluded_files"] = {split: [] for split in begun}  # another data set: left to the check of the fingerprint
+    initial = InitialFiles({split: [] for split in begun}, fingerprints)
     for split in begun:
         assert later(split, turned).files == listed[split].without(turned).files
         assert later(split, turned).fingerprint != begun[split].fingerprint

@@ -10,7 +10,7 @@ from tests.clock import Clock
 from tests.conftest import assert_same
 from utils.distributed.group import DistEnv
 from utils.training.metrics import Meter
-from utils.training.state import TrainState, float_buffers, mean_buffers, reshard
+from utils.training.state import BestEpoch, TrainState, float_buffers, mean_buffers, reshard
 
 
 def create_state(env: DistEnv, seed: int, started: float = 0.0) -> TrainState:
@@ -27,7 +27,7 @@ def create_state(env: DistEnv, seed: int, started: float = 0.0) -> TrainState:
 
 def test_a_new_run_has_nothing_behind_it(cpu: DistEnv) -> None:
     state = create_state(cpu, 0)
-    assert (state.epoch, state.step, state.best_top1, state.result, state.earlier_seconds) == (0, 0, -1.0, {}, 0.0)
+    assert (state.epoch, state.step, state.best, state.result, state.earlier_seconds) == (0, 0, None, {}, 0.0)
 
 
 def test_a_state_comes_back(cpu: DistEnv, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,27 +35,27 @@ def test_a_state_comes_back(cpu: DistEnv, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("utils.training.state.time", clock)
     first, second = create_state(cpu, 1, started=900.0), create_state(cpu, 2, started=995.0)
     first.earlier_seconds = 30.0
-    first.epoch, first.step, first.best_top1, first.result = 2, 17, 12.5, {"val/top1": 12.5}
+    first.epoch, first.step, first.best, first.result = 2, 17, BestEpoch(1, 9, 12.5), {"val/top1": 12.5}
     first.meter.update(torch.tensor(1.5), 4)
     assert first.seconds == 130.0, "100 of this launch, 30 of those before"
-    second.load(first.shared(), first.own({}))
+    second.load(first.replicated_state(), first.rank_state({}))
     assert second.seconds == 135.0
-    assert (second.epoch, second.step, second.best_top1, second.result) == (2, 17, 12.5, {"val/top1": 12.5})
-    assert second.modules().keys() == {"model", "model_ema"}
-    for part in ("model", "model_ema", "optimizer"):
-        assert_same(first.shared()[part], second.shared()[part], part)
+    assert (second.epoch, second.step, second.best, second.result) == (2, 17, BestEpoch(1, 9, 12.5), {"val/top1": 12.5})
+    assert second.networks().keys() == {"model", "model_ema"}
+    for part in ("networks", "optimizer"):
+        assert_same(getattr(first.replicated_state(), part), getattr(second.replicated_state(), part), part)
     assert_same(first.meter.state_dict(), second.meter.state_dict())
     second.ema = None
-    assert second.modules().keys() == {"model"}
+    assert second.networks().keys() == {"model"}
 
 
 def test_running_statistics_alone_differ_between_ranks(cpu: DistEnv) -> None:
-    ranks = [create_state(cpu, seed).own({"at": seed}) for seed in range(3)]
-    statistics = [own["buffers"]["model"] for own in ranks]
+    ranks = [create_state(cpu, seed).rank_state({"at": seed}) for seed in range(3)]
+    statistics = [rank.buffers["model"] for rank in ranks]
     assert statistics[0].keys() == {"1.running_mean", "1.running_var"}
     mean = mean_buffers(statistics)
     for name in statistics[0]:
-        torch.testing.assert_close(mean[name], sum(own[name] for own in statistics) / 3)
+        torch.testing.assert_close(mean[name], sum(buffers[name] for buffers in statistics) / 3)
         assert mean[name].dtype == torch.float32
-    assert reshard(ranks, 0)["buffers"] == {"model": {}, "model_ema": {}}
+    assert reshard(ranks, 0).buffers == {"model": {}, "model_ema": {}}
     assert float_buffers(nn.BatchNorm1d(2, track_running_stats=False)) == {}

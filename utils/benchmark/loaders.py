@@ -26,7 +26,8 @@ from utils.data.sampler import Sampler
 from utils.data.workers import safe_fork
 from utils.network.augment import BatchAugment
 from utils.network.gradients import AMP_DTYPES
-from utils.training.autotune import choose_loader_settings, inspect_machine
+from utils.training.autotune import choose_loader_settings
+from utils.training.machine import inspect_machine
 from utils.training.run import Run
 
 TIMM_POLICIES = {"none": None, "autoaugment": "original", "randaugment": "rand-m9-n2"}

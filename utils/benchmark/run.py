@@ -5,8 +5,7 @@ import dataclasses
 import os
 import platform
 import statistics
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,19 @@ from utils.benchmark.images import repeat, sample_images
 from utils.benchmark.loaders import PREFETCH, FilesReader, Loader, TrainStep
 from utils.benchmark.measure import Case, Window, measure
 from utils.benchmark.verdict import LoaderMeasurement, Measurements, Rate
-from utils.config import BATCH_SIZE, TrainConfig
+from utils.config import BATCH_SIZE, ResolvedConfig, TrainConfig
 from utils.data.dali import DALI_VERSION
 from utils.data.decoding import decoded_bytes
 from utils.data.manifest import Manifest
+from utils.data.splits import Splits
 from utils.distributed.group import DistEnv
 from utils.distributed.stop import StopRequest
-from utils.training.autotune import choose_loader_settings, inspect_machine, resolve
-from utils.training.build import create_run
+from utils.training.autotune import choose_loader_settings, resolve
+from utils.training.machine import inspect_machine
 from utils.training.output import prepare_output
 from utils.training.run import Run
 
+BuildRun = Callable[[ResolvedConfig, Splits, Splits, DistEnv, contextlib.ExitStack, StopRequest], Run]
 MIN_BATCHES = 2000  # per epoch, so that no loader meets the end of one in a window
 
 
@@ -99,7 +100,7 @@ def cpu_name() -> str:
 
 
 def open_run(
-    config: TrainConfig, images: Manifest, env: DistEnv, work: Path, stack: contextlib.ExitStack
+    config: TrainConfig, images: Manifest, env: DistEnv, work: Path, stack: contextlib.ExitStack, build: BuildRun
 ) -> tuple[Run, Manifest]:
     """A training run on synthetic images, and the manifest of the real ones for the loaders.
 
@@ -109,6 +110,7 @@ def open_run(
         env: this process.
         work: temporary folder for the files of the run.
         stack: closes the run.
+        build: train.py's.
 
     Raises:
         UserError: the flags do not fit the machine or the images.
@@ -116,11 +118,11 @@ def open_run(
     manifest = repeat(images, MIN_BATCHES * (config.batch_size or BATCH_SIZE))
     choice = choose_loader_settings(config, inspect_machine(env), decoded=0)
     resolved = resolve(dataclasses.replace(config, output_dir=work), manifest.classes, env, choice)
-    prepare_output(resolved, env)
+    prepare_output(work, env)
     stop = StopRequest()
     stack.callback(stop.close)
     splits = {"train": manifest, "val": manifest}
-    run = create_run(resolved, splits, splits, env, stack, stop, time.perf_counter(), None, {})
+    run = build(resolved, splits, splits, env, stack, stop)
     stop.enable(env)
     return run, manifest
 

@@ -10,6 +10,9 @@ import functools
 import numpy as np
 from numpy.typing import NDArray
 
+from utils.config import ResolvedConfig
+from utils.distributed.group import DistEnv
+from utils.errors import UserError
 from utils.seed import Stream, seed_sequence
 
 
@@ -77,3 +80,26 @@ def permutation(num_images: int, seed: int, epoch: int) -> NDArray[np.int64]:
 def shard(num_images: int, rank: int, world_size: int) -> NDArray[np.int64]:
     """Validation images of one rank, in order: every image on exactly one rank, no rank more than one ahead."""
     return np.arange(rank, num_images, world_size, dtype=np.int64)
+
+
+def create_sampler(config: ResolvedConfig, num_images: int, env: DistEnv) -> Sampler:
+    """The order of the training images.
+
+    Raises:
+        UserError: fewer images than processes, or than one global batch.
+    """
+    sampler = Sampler(num_images, config.batch_size, config.grad_accum_steps, env.rank, env.world_size, config.seed)
+    if num_images < env.world_size:
+        raise UserError(
+            f"--data-dir {config.data_dir}: {num_images} training images for {env.world_size} processes; "
+            f"start at most {num_images}",
+            on_all_ranks=True,
+        )
+    if sampler.steps_per_epoch == 0:
+        raise UserError(
+            f"--batch-size {config.batch_size}: {env.world_size} processes x {config.batch_size} images x "
+            f"{config.grad_accum_steps} batches is a global batch of {sampler.global_batch_size}, more than the "
+            f"{num_images} training images; lower it",
+            on_all_ranks=True,
+        )
+    return sampler

@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from utils.config import ResolvedConfig, TrainConfig
 from utils.data import manifest as dataset
@@ -15,13 +14,14 @@ from utils.distributed.collectives import all_gather_object, broadcast
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
 
+SPLITS = ("train", "val")
 SYNTHETIC_TRAIN, SYNTHETIC_VAL, SYNTHETIC_CLASSES = 128_000, 5_000, 1_000  # of --loader synthetic without --data-dir
 Splits = dict[str, Manifest]  # by the name of the split
 
 
 def read_data(config: TrainConfig) -> Splits:
     """List what the run reads: both splits, `--evaluate` val/ alone; synthetic data without --data-dir has any size."""
-    names = ("val",) if config.evaluate else ("train", "val")
+    names = ("val",) if config.evaluate else SPLITS
     if config.data_dir is None:
         sizes = {"train": SYNTHETIC_TRAIN, "val": SYNTHETIC_VAL}
         return {name: dataset.synthetic(sizes[name], config.num_classes or SYNTHETIC_CLASSES) for name in names}
@@ -31,12 +31,25 @@ def read_data(config: TrainConfig) -> Splits:
     return dict(zip(names, folder.scan_splits(config.data_dir, skip_bad), strict=True))
 
 
-def leave_out_bad(config: ResolvedConfig, splits: Splits, env: DistEnv, saved: dict[str, Any]) -> Splits:
+@dataclasses.dataclass(frozen=True)
+class InitialFiles:
+    """The files with which a run began.
+
+    Attributes:
+        excluded: of each split, the files that the run has been without from its start.
+        fingerprints: of each split without them.
+    """
+
+    excluded: Mapping[str, Sequence[str]]
+    fingerprints: Mapping[str, str]
+
+
+def leave_out_bad(config: ResolvedConfig, splits: Splits, env: DistEnv, initial: InitialFiles | None) -> Splits:
     """`--bad-files skip`: the manifests without the files that the loader cannot read. A collective.
 
     Every file is decoded once, by all ranks together; what was found is kept in the output folder, for the next launch
     to decode no more than what has changed. A run that began with files which are bad now, or without files which are
-    good now, goes on as `apply_exclusions` says; `saved` is its checkpoint.
+    good now, goes on as `apply_exclusions` says; `initial` are those with which it began.
 
     Raises:
         UserError: on all ranks: a class would be left without images, or the output folder cannot be written.
@@ -58,15 +71,15 @@ def leave_out_bad(config: ResolvedConfig, splits: Splits, env: DistEnv, saved: d
     for split, manifest in splits.items():
         of_split = {name[len(split) + 1 :]: reason for name, reason in bad.items() if name.startswith(f"{split}/")}
         kept[split] = manifest.without(of_split)
-        if saved and not config.evaluate:
-            kept[split] = apply_exclusions(manifest, kept[split], of_split, saved, split)
+        if initial and not config.evaluate:
+            kept[split] = apply_exclusions(manifest, kept[split], of_split, initial, split)
     return kept
 
 
 def apply_exclusions(
-    listed: Manifest, kept: Manifest, bad: Mapping[str, str], saved: dict[str, Any], split: str
+    listed: Manifest, kept: Manifest, bad: Mapping[str, str], initial: InitialFiles, split: str
 ) -> Manifest:
-    """The images with which the run `saved` goes on: without `bad`, but in the order that it has begun with.
+    """The images with which a run goes on: without `bad`, but in the order that it has begun with.
 
     Where files of train/ have turned bad since, others stand in for them. Those of val/ are left out. What the run has
     been without from its start stays left out, even if it is good now.
@@ -75,11 +88,11 @@ def apply_exclusions(
         listed: all files.
         kept: those that are good now, which is the result if the run began with them.
         bad: relative to the split's folder, and why.
-        saved: a checkpoint; if it is of another data set, so is the result.
+        initial: the files with which it began; if they are another data set's, so is the result.
         split: train or val.
     """
-    begun = as_begun(listed, saved["excluded_files"][split], bad)
-    if begun.fingerprint != saved["fingerprint"][f"files of {split}/"]:
+    begun = as_begun(listed, initial.excluded[split], bad)
+    if begun.fingerprint != initial.fingerprints[split]:
         return kept
     if split == "train":
         return begun.with_replacements(bad)

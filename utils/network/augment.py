@@ -8,6 +8,8 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from utils.config import ResolvedConfig
+from utils.distributed.group import DistEnv
+from utils.network.gradients import AMP_DTYPES
 
 
 class Normalize:
@@ -64,3 +66,12 @@ class BatchAugment:
         if self.erase is not None:
             images = self.erase(images)
         return images, targets
+
+
+def create_augment(
+    config: ResolvedConfig, normalization: tuple[Sequence[float], Sequence[float]], env: DistEnv
+) -> BatchAugment:
+    """The augmentation of a run; `normalization` is mean and standard deviation per channel, of images in [0, 1]."""
+    mean, std = normalization
+    normalize = Normalize(mean, std, AMP_DTYPES[config.amp], env.device)
+    return BatchAugment(config, normalize, config.num_classes, env.device)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,7 +17,7 @@ from utils.config import ResolvedConfig
 from utils.distributed.collectives import all_gather_object, all_reduce_sum
 from utils.distributed.group import DistEnv
 from utils.network.compiler import compile_network
-from utils.network.gradients import AMP_DTYPES, on_stream
+from utils.network.gradients import AMP_DTYPES, ForwardBackward, GraphedForwardBackward, on_stream
 
 # torch 2.15 renamed the option; 2.11 to 2.14 know the old name only.
 _KEEP_BUFFERS: dict[str, Any] = (
@@ -50,6 +51,35 @@ def distribute(model: nn.Module, config: ResolvedConfig, env: DistEnv, stream: t
         broadcast_weights(model)
     connect(model, env)
     return compile_network(net) if config.compile else net
+
+
+def create_forward_backward(
+    config: ResolvedConfig,
+    net: nn.Module,
+    model: nn.Module,
+    scaler: GradScaler,
+    env: DistEnv,
+    stream: torch.cuda.Stream | None,
+) -> ForwardBackward | GraphedForwardBackward:
+    """What a step does with a batch.
+
+    Args:
+        config: of the run.
+        net: `model` as `distribute` returned it.
+        model: whose gradients are exchanged where DDP does not do it.
+        scaler: of fp16.
+        env: this process.
+        stream: where a CUDA graph is captured; None for no graph.
+    """
+    criterion = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
+    exchange = None
+    if env.world_size > 1 and not exchanges_by_ddp(config, env):
+        dtype = torch.bfloat16 if config.grad_compression == "bf16" else torch.float32
+        exchange = FlatAllReduce(model.parameters(), dtype)
+    forward_backward = ForwardBackward(
+        net, criterion, scaler, AMP_DTYPES[config.amp], config.grad_accum_steps, exchange
+    )
+    return forward_backward if stream is None else GraphedForwardBackward(forward_backward, stream)
 
 
 def exchanges_by_ddp(config: ResolvedConfig, env: DistEnv) -> bool:

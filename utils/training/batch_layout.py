@@ -1,11 +1,11 @@
 """Batch layout: how many processes share a global batch, and how; a resume may change it."""
 
 import dataclasses
-from typing import Any
 
 from utils.config import BATCH_SIZE, ResolvedConfig, TrainConfig
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
+from utils.training.checkpoint import Checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,37 +41,37 @@ def layout_of(config: ResolvedConfig, world_size: int) -> Layout:
     return Layout(world_size, config.batch_size, config.grad_accum_steps)
 
 
-def saved_layout(saved: dict[str, Any]) -> Layout:
+def saved_layout(saved: Checkpoint) -> Layout:
     """The layout of the run that wrote a checkpoint."""
-    return Layout(len(saved["ranks"]), saved["config"]["batch_size"], saved["config"]["grad_accum_steps"])
+    return layout_of(saved.config, len(saved.ranks))
 
 
-def choose_batch_size(config: TrainConfig, env: DistEnv, saved: dict[str, Any]) -> int:
+def choose_batch_size(config: TrainConfig, env: DistEnv, saved: Checkpoint | None) -> int:
     """`--batch-size`, or where that was left open: what keeps the checkpoint's global batch, else the default.
 
     With another global batch the images of the epoch under way would not come once each.
 
     Raises:
-        UserError: on all ranks, if the global batch is not the one of the checkpoint `saved`, or cannot be.
+        UserError: on all ranks, if the global batch is not that of the checkpoint, or cannot be.
     """
     given = config.batch_size
-    if not saved or config.evaluate:
+    if saved is None or config.evaluate:
         return BATCH_SIZE if given is None else given
     before, accumulated = saved_layout(saved), config.grad_accum_steps
     total = before.global_batch_size
-    kept, rest = divmod(total, env.world_size * accumulated)
+    same_total, rest = divmod(total, env.world_size * accumulated)
     if given is not None and given * env.world_size * accumulated == total:
         return given
-    history = f"the checkpoint was saved by {before}, a global batch of {total}"
+    origin = f"the checkpoint was saved by {before}, a global batch of {total}"
     anew = "or start anew with another --output-dir"
     now = _processes(env.world_size) + (f" x --grad-accum-steps {accumulated}" if accumulated > 1 else "")
-    if rest or not kept:
+    if rest or not same_total:
         fewer = [number for number in range(1, env.world_size) if total % (number * accumulated) == 0]
         remedy = f"start {_processes(fewer[-1])}" if fewer else "lower --grad-accum-steps"
-        raise UserError(f"{now}: cannot share a step evenly, {history}; {remedy}, {anew}", on_all_ranks=True)
+        raise UserError(f"{now}: cannot share a step evenly, {origin}; {remedy}, {anew}", on_all_ranks=True)
     if given is not None:
         raise UserError(
-            f"--batch-size {given}: {history}; on {now} give --batch-size {kept} or leave it out, {anew}",
+            f"--batch-size {given}: {origin}; on {now} give --batch-size {same_total} or leave it out, {anew}",
             on_all_ranks=True,
         )
-    return kept
+    return same_total

@@ -1,4 +1,4 @@
-"""Atomic save and restore of last.pt, the two before it and best.pt, and the fingerprint that guards a resume."""
+"""Checkpoints: their content as a type, and last.pt, the two before it and best.pt, written atomically."""
 
 import contextlib
 import dataclasses
@@ -13,22 +13,17 @@ from typing import Any
 
 import torch
 
-from utils.config import ResolvedConfig, TrainConfig, flag, flags_with_role
-from utils.data.manifest import Manifest
+from utils.config import ResolvedConfig, TrainConfig
+from utils.data.splits import SPLITS, InitialFiles
 from utils.distributed.collectives import gather_to_rank0
 from utils.distributed.exit import writing
-from utils.distributed.group import DistEnv
 from utils.distributed.launcher import launch_ids
 from utils.errors import UserError, first_line
-from utils.training.state import TrainState, mean_buffers
+from utils.training.state import NETWORKS, BestEpoch, RankState, ReplicatedState, TrainState, mean_buffers
 
 LAST, BEST = "last.pt", "best.pt"
 EARLIER = ("last-1.pt", "last-2.pt")  # what last.pt was, newest first
 FORMAT = 6  # rises with the meaning of a checkpoint or of a random stream
-_PARTS = {
-    "format", "run", "saved_at", "config", "versions", "fingerprint", "classes", "normalization", "excluded_files",
-    "files", "ranks", "model", "optimizer", "scaler", "epoch", "step", "best_top1", "result", "seconds",
-}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +32,7 @@ class RunRecord:
 
     Attributes:
         run: name of the run, made at its first start and kept by every resume; no other run has it.
-        fingerprint: see `fingerprint`.
+        fingerprint: see `utils.training.compatibility.fingerprint`.
         classes: class names in label order.
         normalization: mean and standard deviation per channel, of images in [0, 1].
         excluded_files: of each split, the files that the run has been without from its start.
@@ -56,59 +51,98 @@ class RunRecord:
     versions: dict[str, str]
 
     def to_dict(self) -> dict[str, Any]:
-        """The parts of a checkpoint, in types that `torch.load(weights_only=True)` reads."""
-        parts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        """In types that `torch.load(weights_only=True)` reads."""
         mean, std = self.normalization
-        return parts | {"classes": list(self.classes), "normalization": {"mean": list(mean), "std": list(std)}}
+        return _shallow_dict(self) | {
+            "classes": list(self.classes),
+            "normalization": {"mean": list(mean), "std": list(std)},
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "RunRecord":
+        """Undo of `to_dict`; other keys are ignored."""
+        fields = {field.name: values[field.name] for field in dataclasses.fields(cls)}
+        channels = fields["normalization"]
+        fields["normalization"] = (tuple(channels["mean"]), tuple(channels["std"]))
+        return cls(**fields | {"classes": tuple(fields["classes"])})
 
 
-def fingerprint(config: ResolvedConfig, train: Manifest, val: Manifest, env: DistEnv, dali: str) -> dict[str, Any]:
-    """What must be the same for a resume to be exact, each under the name that a refusal gives it."""
-    uses_dali = config.loader in ("dali", "proxy")
-    flags = {flag(name): getattr(config, name) for name in flags_with_role("fixed")}
-    return flags | {
-        "--decode": config.decode if uses_dali else None,
-        "--cache": config.cache if config.loader == "dali" else None,
-        "--ema-decay above 0": config.ema_decay > 0,
-        "files of train/": train.fingerprint,
-        "files of val/": val.fingerprint,
-        "classes": len(train.classes),
-        "device": env.device.type,
-        "DALI version": dali if uses_dali else None,
-    }
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """The content of a checkpoint file. The file itself is one flat dict, see `to_dict`.
 
-
-def check_fingerprint(path: Path, saved: dict[str, Any], now: dict[str, Any], hint: str = "") -> None:
-    """Raise UserError, naming what differs and both values, unless the run is the one that was saved.
-
-    `hint` is what the user may have forgotten where the files differ.
+    Attributes:
+        config: of the run that wrote it.
+        record: what all checkpoints of that run say.
+        state: the part that is the same on all ranks. Running statistics in it are the mean over the ranks.
+        ranks: the part of each rank.
+        saved_at: seconds since 1970.
+        launch_ids: names of the launch that wrote it; see `utils.distributed.launcher`.
+        path: the file that it was read from; None before it is written.
     """
-    differing = [name for name in now if saved.get(name) != now[name]]
-    if differing:
-        listed = "; ".join(f"{name}: {saved.get(name)} then, {now[name]} now" for name in differing)
-        hint = hint if any(name.startswith("files of") for name in differing) else ""
-        raise UserError(
-            f"--resume {path}: this checkpoint belongs to another run ({listed}); {hint}restore these, or start anew "
-            "with another --output-dir",
-            on_all_ranks=True,
+
+    config: ResolvedConfig
+    record: RunRecord
+    state: ReplicatedState
+    ranks: list[RankState]
+    saved_at: float
+    launch_ids: list[str]
+    path: Path | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The file's content. timm finds the weights under "model" and "model_ema"."""
+        state = _shallow_dict(self.state)
+        del state["networks"]
+        return {
+            "format": FORMAT,
+            "saved_at": self.saved_at,
+            "launch_ids": self.launch_ids,
+            "config": self.config.to_dict(),
+            **self.record.to_dict(),
+            **state,
+            "best": None if self.state.best is None else _shallow_dict(self.state.best),
+            **self.state.networks,
+            "ranks": [_shallow_dict(rank) for rank in self.ranks],
+        }
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any], path: Path | None = None) -> "Checkpoint":
+        """Undo of `to_dict`.
+
+        Raises:
+            KeyError, TypeError, AttributeError: a part is missing, or of another type.
+        """
+        names = [field.name for field in dataclasses.fields(ReplicatedState) if field.name != "networks"]
+        state = {name: content[name] for name in names}
+        state["best"] = None if state["best"] is None else BestEpoch(**state["best"])
+        networks = {name: content[name] for name in NETWORKS if name == NETWORKS[0] or name in content}
+        return cls(
+            config=ResolvedConfig.from_dict(content["config"]),
+            record=RunRecord.from_dict(content),
+            state=ReplicatedState(networks=networks, **state),
+            ranks=[RankState(**rank) for rank in content["ranks"]],
+            saved_at=content["saved_at"],
+            launch_ids=content["launch_ids"],
+            path=path,
         )
 
+    @property
+    def initial_files(self) -> InitialFiles:
+        """The files with which the run began."""
+        prints = self.record.fingerprint
+        return InitialFiles(self.record.excluded_files, {split: prints[f"files of {split}/"] for split in SPLITS})
 
-def changes(saved: dict[str, Any], config: ResolvedConfig, world_size: int = 1) -> list[str]:
-    """Flags that decide what is computed, and that this resume changes, as `--lr 0.5 -> 0.1`."""
-    names = flags_with_role("logged")
-    if world_size > 1 and saved["grad_exchange"] != "auto":
-        names += flags_with_role("logged_if_several")
-    now = config.to_dict()
-    return [f"{flag(name)} {saved.get(name)} -> {now[name]}" for name in names if saved.get(name) != now[name]]
-
-
-def version_changes(saved: dict[str, str], now: dict[str, str]) -> list[str]:
-    """Libraries of another version than the checkpoint's, as `timm 1.0.30 -> 1.0.31`."""
-    return [f"{name} {saved.get(name)} -> {version}" for name, version in now.items() if saved.get(name) != version]
+    @property
+    def position(self) -> tuple[int, int]:
+        """Steps and epochs that are done: a later checkpoint of the same run has a larger one."""
+        return self.state.step, self.state.epoch
 
 
-def find(config: TrainConfig) -> list[Path]:
+def _shallow_dict(instance: Any) -> dict[str, Any]:
+    return {field.name: getattr(instance, field.name) for field in dataclasses.fields(instance)}
+
+
+def find_checkpoints(config: TrainConfig) -> list[Path]:
     """The checkpoints that `--resume` means, newest first; none to start from scratch (or from `--pretrained`).
 
     Raises:
@@ -132,8 +166,8 @@ def find(config: TrainConfig) -> list[Path]:
     return paths
 
 
-def load_newest(paths: Sequence[Path]) -> tuple[Path | None, dict[str, Any], list[str]]:
-    """The first of `paths` that is whole, its content, and a line for each that was skipped; (None, {}, []) for none.
+def load_newest(paths: Sequence[Path]) -> tuple[Checkpoint | None, list[str]]:
+    """The first of `paths` that is whole, and a line for each that was skipped; (None, []) for no paths.
 
     Where the first is damaged, the others need not be of its run: only those of the run that has saved last count.
 
@@ -141,49 +175,48 @@ def load_newest(paths: Sequence[Path]) -> tuple[Path | None, dict[str, Any], lis
         UserError: there are some, but none is whole: nobody is to lose a run by starting from scratch unasked.
     """
     if not paths:
-        return None, {}, []
+        return None, []
     skipped: list[str] = []
     whole: list[tuple[Path, float, str]] = []
     for path in paths:
         try:
-            saved = load(path)
+            found = load(path)
         except UserError as error:
             if len(paths) == 1 or isinstance(error, OtherFormat):
                 raise
             skipped.append(f"skipped: {error}")
             continue
         if not skipped:
-            return path, saved, []
-        whole.append((path, saved["saved_at"], saved["run"]))
+            return found, []
+        whole.append((path, found.saved_at, found.record.run))
     if not whole:
         raise UserError(
             f"{paths[0].parent}: none of its {len(paths)} checkpoints is whole; start anew with another --output-dir, "
             "or with --resume none --overwrite"
         )
-    _, _, newest_run = max(whole, key=lambda found: found[1])
+    _, _, newest_run = max(whole, key=lambda candidate: candidate[1])
     skipped += [f"skipped: {path}: a checkpoint of another run" for path, _, run in whole if run != newest_run]
-    path = next(path for path, _, run in whole if run == newest_run)
-    return path, load(path), skipped
+    return load(next(path for path, _, run in whole if run == newest_run)), skipped
 
 
 class OtherFormat(UserError):
     """A checkpoint of another version of Brisk: whole, and of no use here."""
 
 
-def not_continued(folder: Path, saved: dict[str, Any]) -> dict[Path, str]:
+def not_continued(folder: Path, saved: Checkpoint | None) -> dict[Path, str]:
     """The checkpoints in `folder` that a run going on from `saved` does not continue, newest first, and why.
 
-    A damaged one is nobody's where a run goes on.
+    A damaged one does not count where a run goes on.
 
     Args:
         folder: the output folder.
-        saved: the checkpoint that `--resume PATH` names, or {} for a new run.
+        saved: the checkpoint that `--resume PATH` names; None for a new run.
     """
     found = {}
     for path in (folder / name for name in (LAST, *EARLIER, BEST)):
         if not os.path.isfile(path):
             continue
-        if not saved:
+        if saved is None:
             found[path] = "of an earlier run"
             continue
         try:
@@ -193,45 +226,56 @@ def not_continued(folder: Path, saved: dict[str, Any]) -> dict[Path, str]:
             continue
         except UserError:
             continue
-        if other["run"] != saved["run"]:
+        if other.record.run != saved.record.run:
             found[path] = "of another run"
-        elif (other["step"], other["epoch"]) > (saved["step"], saved["epoch"]):
-            found[path] = f"which is later, of step {other['step']} and epoch {other['epoch']}"
+        elif other.position > saved.position:
+            found[path] = f"which is later, of step {other.state.step} and epoch {other.state.epoch}"
     return found
 
 
-def load(path: Path) -> dict[str, Any]:
+def load(path: Path) -> Checkpoint:
     """Read a checkpoint onto the CPU. Nothing in the file is executed.
 
     Raises:
         UserError: the file is damaged, or is no checkpoint of Brisk.
     """
+    content = _read_whole(path)
+    message = f"--resume {path}: not a checkpoint of this version of Brisk"
+    remedy = f"--pretrained {path} with another --output-dir starts from its weights"
+    if not isinstance(content, dict) or "format" not in content:
+        raise UserError(f"{message}; {remedy}")
+    if str(content["format"]) != str(FORMAT):
+        found = str(content["format"])[:20]
+        raise OtherFormat(
+            f"{message}: it has format {found}, not {FORMAT}; resume it with its own version, or {remedy}"
+        )
+    try:
+        return Checkpoint.from_dict(content, path)
+    except (KeyError, TypeError, AttributeError):
+        raise UserError(f"{message}: a part is missing; {remedy}") from None
+
+
+def _read_whole(path: Path) -> Any:
+    """What torch.save wrote to `path`.
+
+    Raises:
+        UserError: not all of it is there as it was written.
+    """
     try:
         with warnings.catch_warnings():  # torch warns of some damage before it raises
             warnings.simplefilter("ignore")
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+            content = torch.load(path, map_location="cpu", weights_only=True)
         with zipfile.ZipFile(path) as archive:  # torch.load does not compare the checksums that torch.save wrote
             damaged = archive.testzip()
         if damaged is not None:
             raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
     except Exception as error:
-        # torch's own words speak of its releases and of its arguments, which are not the user's.
+        # torch's own messages are about its releases and its arguments, which are not the user's.
         reason = getattr(error, "strerror", None) or type(error).__name__
         raise UserError(
             f"--resume {path}: damaged, or not a readable checkpoint ({reason}); give another file"
         ) from error
-    message = f"--resume {path}: not a checkpoint of this version of Brisk"
-    remedy = f"--pretrained {path} with another --output-dir starts from its weights"
-    if not isinstance(checkpoint, dict) or "format" not in checkpoint:
-        raise UserError(f"{message}; {remedy}")
-    if str(checkpoint["format"]) != str(FORMAT):
-        found = str(checkpoint["format"])[:20]
-        raise OtherFormat(
-            f"{message}: it has format {found}, not {FORMAT}; resume it with its own version, or {remedy}"
-        )
-    if not checkpoint.keys() >= _PARTS:
-        raise UserError(f"{message}: a part is missing; {remedy}")
-    return checkpoint
+    return content
 
 
 def save(
@@ -241,37 +285,34 @@ def save(
     record: RunRecord,
     is_best: bool = False,
 ) -> str | None:
-    """Write last.pt, and best.pt with the same content if `is_best`. A collective; rank 0 writes.
+    """Write last.pt, and best.pt with the same content if `is_best`; rank 0 writes. Collective: call on every rank.
 
     What last.pt was becomes last-1.pt, and that last-2.pt.
 
     Args:
         state: the run.
         loader: this rank's `TrainLoader.state()`.
-        config: resolved.
+        config: of the run.
         record: of the run.
         is_best: whether the evaluation that this checkpoint holds is the best so far.
 
     Returns:
-        Why it could not be written (a full disk, say), or None; what was there before then stands.
+        Why it could not be written (a full disk, say), or None; what was there before is then kept.
     """
-    ranks = gather_to_rank0(state.own(loader), state.env)
+    ranks = gather_to_rank0(state.rank_state(loader), state.env)
     if ranks is None:
         return None
-    checkpoint = state.shared() | record.to_dict()
-    checkpoint |= {
-        "format": FORMAT,
-        "saved_at": time.time(),
-        "launch_ids": launch_ids(),
-        "config": config.to_dict(),
-        "ranks": ranks,
+    replicated = state.replicated_state()
+    networks = {
+        name: weights | mean_buffers([rank.buffers[name] for rank in ranks])
+        for name, weights in replicated.networks.items()
     }
-    for name in state.modules():
-        checkpoint[name] = checkpoint[name] | mean_buffers([own["buffers"][name] for own in ranks])
+    replicated = dataclasses.replace(replicated, networks=networks)
+    content = Checkpoint(config, record, replicated, ranks, time.time(), launch_ids()).to_dict()
     try:
         with writing:
-            _write(checkpoint, config.output_dir, is_best)
-            if state.best_top1 < 0:  # not evaluated yet, so this is of another run
+            write_checkpoint(content, config.output_dir, is_best)
+            if state.best is None:  # not evaluated yet, so best.pt is another run's
                 (config.output_dir / BEST).unlink(missing_ok=True)
     except (OSError, RuntimeError) as error:  # the latter from torch's writer, which hides the former
         for name in (LAST, *EARLIER, BEST):
@@ -284,12 +325,18 @@ def save(
     return None
 
 
-def _write(checkpoint: dict[str, Any], folder: Path, is_best: bool) -> None:
-    # Each name is, at any instant and after a crash, the old content or the new one, whole; last.pt is always there.
-    # What takes room comes before the first rename: best.pt never changes for a checkpoint that then cannot be written.
-    # It goes before last.pt, which says that this is the best.
+def write_checkpoint(content: dict[str, Any], folder: Path, is_best: bool) -> None:
+    """Write last.pt, move the earlier ones on, and link best.pt to it if `is_best`.
+
+    Each name is, at any instant and after a crash, the old content or the new one, whole; last.pt is always there. What
+    takes room comes before the first rename: best.pt never changes for a checkpoint that then cannot be written. It
+    goes before last.pt, which says that this is the best.
+
+    Raises:
+        OSError, RuntimeError: it could not be written.
+    """
     last, earlier, oldest, best = (folder / name for name in (LAST, *EARLIER, BEST))
-    written = write_temporary(checkpoint, last)
+    written = write_temporary(content, last)
     new_best = _link(written, best) if is_best else None
     new_earlier = _link(last, earlier) if last.exists() else None
     if new_best is not None:
@@ -305,7 +352,7 @@ def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp")
 
 
-def lacks_best(folder: Path) -> bool:
+def best_is_missing(folder: Path) -> bool:
     """Whether there is no best.pt; False where that cannot be seen, as a server is away."""
     try:
         os.stat(folder / BEST)
@@ -316,21 +363,12 @@ def lacks_best(folder: Path) -> bool:
     return False
 
 
-def has_best_of(saved: dict[str, Any], folder: Path) -> bool:
-    """Whether best.pt in `folder` is the best that `saved` knows, and not of what came after it or of another run."""
-    try:
-        best = load(folder / BEST)
-    except UserError:
-        return False
-    return bool((best["run"], best["best_top1"]) == (saved["run"], saved["best_top1"]))
-
-
-def write_temporary(checkpoint: dict[str, Any], path: Path) -> Path:
+def write_temporary(content: dict[str, Any], path: Path) -> Path:
     """Write beside `path`, down to the disk, and return where; `path` itself stays as it is."""
     temporary = _temporary(path)
     temporary.unlink(missing_ok=True)  # after a crash it can be another name of best.pt
     with temporary.open("wb") as file:
-        torch.save(checkpoint, file)
+        torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())
     return temporary

@@ -1,12 +1,29 @@
-"""Exact evaluation: every validation image counts once, on any number of ranks and at any batch size."""
+"""Exact evaluation: every validation image counts once, on any number of ranks and at any batch size; `--evaluate`."""
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from utils.distributed.collectives import all_reduce_sum
+import models
+import pipelines
+from utils.config import ResolvedConfig, TrainConfig, require_data
+from utils.data.manifest import Manifest
+from utils.data.splits import check_files, describe_skipped, leave_out_bad, read_data
+from utils.distributed.collectives import all_reduce_sum, sync_errors
 from utils.distributed.group import DistEnv
+from utils.errors import UserError
+from utils.files import write_json
+from utils.log import emit
+from utils.network.augment import Normalize
+from utils.network.gradients import AMP_DTYPES
+from utils.training.autotune import choose_common_loader_settings, resolve
+from utils.training.checkpoint import Checkpoint
+from utils.training.output import EVALUATION, prepare_output
+from utils.training.resume import open_checkpoint, settings_of_checkpoint
+from utils.training.state import NETWORKS
 
 
 @torch.inference_mode()
@@ -58,3 +75,74 @@ def evaluate(
     if count != num_images:
         raise RuntimeError(f"evaluation saw {count:.0f} images, but val/ holds {num_images}; its result would be wrong")
     return {"top1": 100 * top1 / count, "top5": 100 * top5_count / count, "loss": loss / count, "count": int(count)}
+
+
+def evaluate_checkpoint(config: TrainConfig, env: DistEnv) -> None:
+    """`--evaluate`: the networks of a checkpoint, or pretrained weights, on val/; writes evaluation.json.
+
+    What was not given is as in the checkpoint. Collective: call on every rank.
+
+    Raises:
+        UserError: on all ranks: flags, data or the weights do not fit.
+    """
+    saved = open_checkpoint(config, env)
+    notes: list[str] = []
+    with sync_errors(env):
+        if saved:
+            config, notes = settings_of_checkpoint(config, saved.config, saved.path or "", env)
+        elif config.pretrained not in (None, "timm"):
+            weights = models.read_weights(Path(config.pretrained or ""), config.pretrained_ema)
+            if weights.settings is not None:
+                before = TrainConfig.from_dict(weights.settings)
+                config, notes = settings_of_checkpoint(config, before, weights.source, env)
+        require_data(config)
+        splits = read_data(config)
+    settings = choose_common_loader_settings(config, env, saved, splits["val"])
+    resolved = resolve(config, splits["val"].classes, env, settings, saved)
+    check_files(resolved, splits, env)
+    prepare_output(resolved.output_dir, env)
+    splits = leave_out_bad(resolved, splits, env, None)
+    result, note = _evaluate_networks(resolved, splits["val"], env, saved)
+    if env.is_main:
+        if skipped := describe_skipped(resolved, splits):
+            emit(f"skipped {skipped}")
+        for line in [*notes, *([note] if note else [])]:
+            emit(f"note: {line}")
+        write_json(config.output_dir / EVALUATION, result)
+        emit("  ".join(f"{key} {value}" for key, value in result.items()))
+
+
+def _evaluate_networks(
+    config: ResolvedConfig, val: Manifest, env: DistEnv, saved: Checkpoint | None
+) -> tuple[dict[str, Any], str]:
+    """The content of evaluation.json, and a note on what pretrained weights leave open; "" for none."""
+    if saved and saved.record.classes != val.classes:
+        raise UserError(
+            f"--data-dir {config.data_dir}: its classes are not those of {saved.path}, labels would mean something "
+            "else; give the data set that it was trained on",
+            on_all_ranks=True,
+        )
+    network = models.create_network(config, env, val.classes, saved.record.normalization if saved else None)
+    amp_dtype = AMP_DTYPES[config.amp]
+    normalize = Normalize(*network.normalization, dtype=amp_dtype, device=env.device)
+    loader = pipelines.create_val_loader(config, val, env)
+    result: dict[str, Any] = {"checkpoint": str(saved.path) if saved else f"pretrained {config.pretrained}"}
+    result |= {} if saved else {"weights": network.origin}
+    result |= {"image_size": config.image_size, "val_resize": config.val_resize}
+    for name in saved.state.networks if saved else NETWORKS[:1]:
+        if saved:
+            _load_weights(network.model, saved, name, config)
+        found = evaluate(network.model, loader, normalize, len(val), env, amp_dtype)
+        result |= {("" if name == "model" else "ema_") + key: value for key, value in found.items()}
+    return result, network.note
+
+
+def _load_weights(model: nn.Module, saved: Checkpoint, name: str, config: ResolvedConfig) -> None:
+    try:
+        model.load_state_dict(saved.state.networks[name])
+    except RuntimeError:
+        raise UserError(
+            f"--num-classes {config.num_classes}: the checkpoint's head has {saved.config.num_classes} classes; leave "
+            "--num-classes out",
+            on_all_ranks=True,
+        ) from None

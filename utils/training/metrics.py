@@ -114,7 +114,7 @@ class Meter:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Around what is not training, a checkpoint in mid-interval. Waits for the device, whose steps are training."""
-        self._await_device()
+        self._wait_for_device()
         began = time.perf_counter()
         yield
         self._started += time.perf_counter() - began
@@ -149,21 +149,27 @@ class Meter:
         self._skipped += skipped
 
     def is_finite(self) -> bool:
-        """Whether the last step's loss was, on every rank. Waits for the device; a collective."""
+        """Whether the last step's loss was, on every rank. Waits for the device.
+
+        Collective: call on every rank.
+        """
         return all_reduce_sum(self._bad_steps.clamp(max=1).cpu()).item() == 0
 
     def read(self) -> Interval:
-        """Sum over all ranks and begin the next interval. Waits for the device; a collective."""
-        self._await_device()
+        """Sum over all ranks and begin the next interval. Waits for the device.
+
+        Collective: call on every rank.
+        """
+        self._wait_for_device()
         if self._env.device.type == "cuda":
             wait = sum(start.elapsed_time(end) for start, end in self._waits) / 1000
         else:
             wait = sum(end - start for start, end in self._waits)
         seconds = time.perf_counter() - self._started
-        own = torch.tensor([self._images, self._timed_images, wait / seconds], dtype=torch.float64)
+        counts = torch.tensor([self._images, self._timed_images, wait / seconds], dtype=torch.float64)
         bad_steps = torch.zeros(self._env.world_size, dtype=torch.float64)  # of each rank
         bad_steps[self._env.rank] = self._bad_steps
-        summed = all_reduce_sum(torch.cat([self._loss.cpu().view(1), own, bad_steps])).tolist()
+        summed = all_reduce_sum(torch.cat([self._loss.cpu().view(1), counts, bad_steps])).tolist()
         loss, images, timed, share, *bad = summed
         share /= self._env.world_size
         self._totals[self._phase()] += Totals(self._steps - self._start_step, timed, seconds, share * seconds)
@@ -182,7 +188,7 @@ class Meter:
             return "first"
         return "early" if self._start_step < WARMUP_STEPS else "steady"
 
-    def _await_device(self) -> None:
+    def _wait_for_device(self) -> None:
         if self._env.device.type == "cuda":
             torch.cuda.synchronize(self._env.device)
 
@@ -208,7 +214,7 @@ class Meter:
         self._totals = {phase: Totals(**totals) for phase, totals in state["totals"].items()}
 
 
-def share_interval(of_ranks: list[dict[str, Any]], rank: int) -> dict[str, Any]:
+def share_interval(states: list[dict[str, Any]], rank: int) -> dict[str, Any]:
     """The `Meter.state_dict` of `rank` among other ranks, so that the sum over all of them stays what it was."""
-    sums = {name: sum(own[name] for own in of_ranks) if rank == 0 else 0 for name in ("loss", "images")}
-    return of_ranks[0] | sums
+    sums = {name: sum(state[name] for state in states) if rank == 0 else 0 for name in ("loss", "images")}
+    return states[0] | sums

@@ -66,7 +66,7 @@ def create_optimizer(
         )
     except Exception as error:  # timm lists those of apex and bitsandbytes too, whether they are installed or not
         raise UserError(
-            f"--optimizer {config.optimizer}: cannot be had here ({first_line(error)}); give another"
+            f"--optimizer {config.optimizer}: is not available here ({first_line(error)}); give another"
         ) from error
     if fused and isinstance(optimizer, SGD):
         _fill_momentum(optimizer)

@@ -7,7 +7,6 @@ import os
 import time
 from pathlib import Path
 
-from utils.config import TrainConfig
 from utils.distributed.collectives import all_gather_object, sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
@@ -19,8 +18,8 @@ OUTPUTS = ("config.json", "metrics.jsonl", "last.pt", "best.pt", SUMMARY, EVALUA
 PROBE_BYTES = 100_000  # more than the small files take: a full disk is found before the run
 
 
-def prepare_output(config: TrainConfig, env: DistEnv) -> None:
-    """Make the output folder and see that it can be written. A collective.
+def prepare_output(folder: Path, env: DistEnv) -> None:
+    """Make the output folder and check that it can be written. Collective: call on every rank.
 
     Raises:
         UserError: on all ranks, if rank 0 cannot write there.
@@ -28,24 +27,22 @@ def prepare_output(config: TrainConfig, env: DistEnv) -> None:
     with sync_errors(env):
         if not env.is_main:
             return
-        probe = config.output_dir / ".write-test"
+        probe = folder / ".write-test"
         try:
-            config.output_dir.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             try:
                 probe.write_bytes(bytes(PROBE_BYTES))
             finally:
                 probe.unlink(missing_ok=True)
             for name in OUTPUTS:
-                if (config.output_dir / name).is_dir():
+                if (folder / name).is_dir():
                     raise IsADirectoryError(errno.EISDIR, f"{name} in it is a folder")
         except OSError as error:
-            raise UserError(
-                f"--output-dir {config.output_dir}: cannot be written ({error.strerror}); give another"
-            ) from error
+            raise UserError(f"--output-dir {folder}: cannot be written ({error.strerror}); give another") from error
 
 
-def lock_output(config: TrainConfig, env: DistEnv, stack: contextlib.ExitStack) -> bool:
-    """Keep other runs out of the output folder for as long as this process lives. A collective.
+def lock_output(folder: Path, env: DistEnv, stack: contextlib.ExitStack) -> bool:
+    """Keep other runs out of the output folder while this process lives. Collective: call on every rank.
 
     The lock is the kernel's, on the folder itself: it leaves no file and ends with the process, however that ends.
 
@@ -55,10 +52,10 @@ def lock_output(config: TrainConfig, env: DistEnv, stack: contextlib.ExitStack) 
     Raises:
         UserError: on all ranks, if another run holds it for 10 seconds, more than the workers of a dead one live.
     """
-    locked = env.is_main and os.path.isdir(config.output_dir)  # unlike Path.is_dir, False for what may not be looked at
+    locked = env.is_main and os.path.isdir(folder)  # unlike Path.is_dir, False for what may not be looked at
     with sync_errors(env):
         if locked:
-            _lock(config.output_dir, stack)
+            _lock(folder, stack)
     return any(all_gather_object(locked, env))
 
 
@@ -81,3 +78,8 @@ def _lock(path: Path, stack: contextlib.ExitStack) -> None:
             time.sleep(0.2)
         except OSError:  # a file system without locks
             return
+
+
+def has_summary(folder: Path) -> bool:
+    """Whether a run has come to its end there."""
+    return os.path.isfile(folder / SUMMARY)  # unlike Path.is_file, False for what may not be looked at

@@ -1,38 +1,65 @@
-"""Run: everything that a training loop holds."""
+"""Run: everything that the training loop holds, and what happens around its steps: logs, checkpoints, stops."""
 
 import dataclasses
+import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 from timm.scheduler.cosine_lr import CosineLRScheduler
 from torch import nn
 
 from utils.config import ResolvedConfig
-from utils.data.batch import TrainLoader, ValLoader
+from utils.data.batch import Batch, TrainLoader, ValLoader
 from utils.data.sampler import Sampler
-from utils.distributed.collectives import all_gather_object, sync_errors
+from utils.distributed.collectives import all_gather_object, broadcast, sync_errors
 from utils.distributed.group import DistEnv
+from utils.distributed.launcher import seconds_since_launch, terminate_torchrun
 from utils.distributed.stop import StopRequest
-from utils.errors import RunFailed, UserError
+from utils.errors import RunFailed, Stopped, UserError
 from utils.log import Log
 from utils.network.augment import BatchAugment
 from utils.network.gradients import ForwardBackward, GraphedForwardBackward
 from utils.network.parallel import diverged_parameters
 from utils.training import checkpoint
-from utils.training.batch_layout import Layout
 from utils.training.checkpoint import RunRecord
-from utils.training.output import SUMMARY
-from utils.training.state import TrainState
+from utils.training.output import SUMMARY, has_summary
+from utils.training.state import BestEpoch, TrainState, evaluation_top1
+
+MIN_LOSS_SCALE = 1e-3  # in fp16: 26 steps that overflow, from torch's first scale
 
 
 @dataclasses.dataclass
 class Run:
-    """What a training loop holds in its hands: the state that a checkpoint keeps, and the tools that it does not."""
+    """What the training loop holds: the state that a checkpoint keeps, and the tools that it does not.
+
+    Attributes:
+        config: what the run uses.
+        env: this process.
+        state: what a checkpoint keeps.
+        forward_backward: loss and gradients of a batch.
+        schedule: of the learning rate.
+        sampler: order of the training images.
+        train_loader, val_loader: batches on the device.
+        num_val: validation images over all ranks.
+        augment: uint8 batches to normalised, mixed and erased ones.
+        amp_dtype: of the forward pass.
+        record: what all checkpoints of the run say.
+        log: console and metrics.jsonl.
+        stop: whether the ranks are asked to stop.
+        origin: where the weights of a new run are from, for the user.
+        warnings: of a resume, for the user.
+        metrics_cutoff: until `claim_output_dir`: epochs and steps up to which metrics.jsonl is kept.
+        replaced: files of the output folder that `claim_output_dir` removes.
+        seconds_to_first_step: of this launch, from the start of the process; None before it.
+        last_save_error: why the last save failed; known to rank 0 alone.
+    """
 
     config: ResolvedConfig
     env: DistEnv
     state: TrainState
-    gradients: ForwardBackward | GraphedForwardBackward
+    forward_backward: ForwardBackward | GraphedForwardBackward
     schedule: CosineLRScheduler
     sampler: Sampler
     train_loader: TrainLoader
@@ -41,39 +68,169 @@ class Run:
     augment: BatchAugment
     amp_dtype: torch.dtype
     record: RunRecord
-    origin: str  # of the first weights, or the checkpoint: for the start-up block
-    changes: list[str]  # flags that differ from those of the checkpoint
-    warnings: list[str]  # of a resume
-    shared_before: Layout | None  # how the checkpoint's run shared a step, if not as this one
     log: Log
     stop: StopRequest
-    kept: tuple[int, int] | None  # until `begin`: metrics.jsonl's records up to these epochs and steps stay
-    replaced: list[Path]  # files of the output folder that `begin` removes
-    seconds_to_first_step: float | None = None  # of this launch, from the start of the process
-    last_save_error: str | None = None  # why the last save failed; known to rank 0 alone
+    origin: str
+    warnings: list[str]
+    metrics_cutoff: tuple[int, int] | None
+    replaced: list[Path]
+    seconds_to_first_step: float | None = None
+    last_save_error: str | None = None
 
     @property
-    def again(self) -> str:
+    def resume_hint(self) -> str:
         """What resumes this run."""
         if self.config.resume == "auto":
             return "the same command"
         without = " and without --overwrite" if self.config.overwrite else ""
         return f"the same command with --resume auto{without}"
 
-    def begin(self) -> None:
-        """Let the output folder be this run's, now that there is something to lose. A collective; does it once.
+    @property
+    def epoch_start(self) -> int:
+        """Steps that are done before the epoch under way."""
+        return self.state.epoch * self.sampler.steps_per_epoch
 
-        metrics.jsonl ends where this launch began, config.json says how it runs, an earlier summary.json is gone, as is
-        what `--overwrite` replaces.
+    @property
+    def epoch_end(self) -> int:
+        """Steps that are done after it."""
+        return self.epoch_start + self.sampler.steps_per_epoch
+
+    def is_finished(self) -> bool:
+        """Whether all epochs are done and summarised. Collective: call on every rank."""
+        is_done = self.state.epoch >= self.config.epochs
+        return is_done and broadcast(has_summary(self.config.output_dir), self.env)
+
+    def remaining_epochs(self) -> Iterator[int]:
+        """Epochs, from 0, that are neither trained nor evaluated. Collective: call on every rank.
+
+        Raises:
+            Stopped: the ranks agreed to stop between two epochs.
+        """
+        while self.state.epoch < self.config.epochs:
+            yield self.state.epoch
+            if self.state.epoch < self.config.epochs and self.stop.should_stop():
+                self.stop_here()
+            if self.seconds_to_first_step is None:  # resumed before the evaluation; now the first step compiles
+                self.stop.disable()
+
+    def remaining_steps(self) -> Iterator[int]:
+        """Steps, from 0, of the epoch under way that are not done; none where a resume goes on with the evaluation."""
+        if self.state.step == self.epoch_end:
+            return
+        self.state.model.train()
+        self.log.start_epoch(self.state.epoch, self.state.step)
+        self.state.meter.start()
+        while self.state.step < self.epoch_end:
+            yield self.state.step
+
+    def after_step(self) -> None:
+        """Log, stop and save where it is due. Collective: call on every rank, once a step.
+
+        Raises:
+            Stopped: the ranks agreed to stop; the checkpoint is written.
+            RunFailed: the loss or the weights are lost.
+        """
+        state, config = self.state, self.config
+        self.log.advance()
+        if self.seconds_to_first_step is None:
+            self._after_first_step()
+        is_last = state.step == self.epoch_end
+        if is_last or (state.step - self.epoch_start) % config.log_steps == 0:
+            self._log_interval()
+        if self.stop.should_stop():
+            self.save()
+            self.stop_here()
+        if is_last or (config.checkpoint_steps and state.step % config.checkpoint_steps == 0):
+            self.save()
+
+    def _after_first_step(self) -> None:
+        """From now on there is something to lose."""
+        self.stop.enable(self.env)  # at once: a signal that finds one rank enabled and not the other ends them unlike
+        if self.env.device.type == "cuda":
+            torch.cuda.synchronize(self.env.device)
+        self.seconds_to_first_step = seconds_since_launch()
+        self.log.info(f"first step done {self.seconds_to_first_step:.1f} s after the launch")
+        self.claim_output_dir()
+
+    def _log_interval(self) -> None:
+        """Read the meter and write a line of metrics. Collective: call on every rank.
+
+        Raises:
+            RunFailed: the loss has not been finite for too many steps, or fp16 finds no scale for it.
+        """
+        state, max_bad_steps = self.state, self.config.max_bad_steps
+        lr = state.optimizer.param_groups[0]["lr"]
+        interval = state.meter.read()
+        self.log.train(
+            {
+                "epoch": state.epoch + 1,
+                "step": state.step,
+                "train/loss": interval.loss,
+                "lr": lr,
+                "images_per_second": round(interval.images_per_second, 1),
+                "data_wait": round(interval.data_wait, 4),
+            }
+            | ({"skipped_steps": interval.skipped_steps} if state.scaler.is_enabled() else {})
+        )
+        where = f"at step {state.step}, lr {lr:.4g}"
+        remedy = "lower --lr, set --clip-grad 1, or warm up longer; the last good checkpoint is kept"
+        if 0 < max_bad_steps <= interval.bad_steps:
+            raise RunFailed(f"{where}: the loss has not been finite for {interval.bad_steps} steps in a row; {remedy}")
+        if max_bad_steps and state.scaler.is_enabled() and state.scaler.get_scale() < MIN_LOSS_SCALE:
+            raise RunFailed(f"{where}: fp16 gradients overflow at any scale of the loss; use --amp bf16, or {remedy}")
+
+    def begin_evaluation(self) -> None:
+        """A stop is heeded between batches from now on. Collective: call on every rank."""
+        self.stop.enable(self.env)
+        self.claim_output_dir()
+
+    def val_batches(self) -> Iterator[Batch]:
+        """This rank's validation images, once. Collective: consume on every rank.
+
+        Raises:
+            Stopped: between two batches, on all ranks; the checkpoint from before the evaluation is kept.
+        """
+        batches = iter(self.val_loader)
+        most_per_rank = math.ceil(self.num_val / self.env.world_size)  # other ranks have one image less
+        for _ in range(math.ceil(most_per_rank / self.config.batch_size)):
+            batch = next(batches, None)
+            if batch is not None:
+                yield batch
+            if self.stop.should_stop():
+                self.stop_here()
+
+    def end_epoch(self, result: dict[str, Any]) -> None:
+        """Note an evaluation and whether it is the best, and save. Collective: call on every rank.
+
+        Args:
+            result: the keys `val/...` of metrics.jsonl.
+        """
+        state = self.state
+        state.epoch += 1
+        state.result = {"epoch": state.epoch, "step": state.step} | result
+        self.log.evaluation(state.result)
+        top1 = evaluation_top1(result)
+        previous, is_best = state.best, state.best is None or top1 > state.best.top1
+        if is_best:
+            state.best = BestEpoch(state.epoch, state.step, top1)
+        self.save(is_best)
+        if broadcast(self.last_save_error, self.env) is not None:
+            state.best = previous  # what best.pt holds, and what the next epoch is compared with
+
+    def claim_output_dir(self) -> None:
+        """Make the output folder this run's, now that there is something to lose; does it once.
+
+        metrics.jsonl ends where this launch began, config.json says how it runs, an earlier summary.json is removed, as
+        is what `--overwrite` replaces. Collective: call on every rank.
 
         Raises:
             UserError: on all ranks, if rank 0 cannot write there.
         """
-        if self.kept is None:
+        if self.metrics_cutoff is None:
             return
         with sync_errors(self.env):
             try:
-                self.log.truncate_after(*self.kept)
+                self.log.truncate_after(*self.metrics_cutoff)
                 if self.env.is_main:
                     for path in self.replaced:
                         path.unlink(missing_ok=True)
@@ -83,23 +240,23 @@ class Run:
                 raise UserError(
                     f"--output-dir {self.config.output_dir}: cannot be written ({error.strerror}); make room there"
                 ) from error
-        self.kept = None
+        self.metrics_cutoff = None
 
     def save(self, is_best: bool = False) -> None:
-        """Write last.pt (and best.pt) as of now; if that fails, say so and let the run go on. A collective.
+        """Write last.pt (and best.pt) as of now; if that fails, log it and go on. Collective: call on every rank.
 
-        Weights that are not finite, or gave such a loss, are not worth the checkpoint before them. In fp16 the loss
-        may be, as the scaler has skipped that step.
+        Weights that are not finite, or gave such a loss, do not replace a good checkpoint. In fp16 the loss may be, as
+        the scaler has skipped that step.
 
         Raises:
             RunFailed: on all ranks, if their weights are not the same, or running statistics are lost for good.
         """
         with self.state.meter.paused():
             self._check_ranks()
-            self.last_save_error = self.nonfinite_reason()
+            self.last_save_error = self._nonfinite_reason()
             if self.last_save_error is not None:
                 self.log.info(
-                    f"warning: no checkpoint at step {self.state.step}: {self.last_save_error}; the one before stands"
+                    f"warning: no checkpoint at step {self.state.step}: {self.last_save_error}; the one before is kept"
                 )
                 return
             self._check_statistics()
@@ -119,7 +276,7 @@ class Run:
             raise RunFailed(
                 f"at step {self.state.step}: the weights of rank {ranks} are no longer those of rank 0 ({names[0]} and "
                 f"{len(names) - 1} more on rank {rank}), which points to a faulty GPU or memory; nothing was saved "
-                f"since the last checkpoint, which {self.again} resumes"
+                f"since the last checkpoint, which {self.resume_hint} resumes"
             )
 
     def _check_statistics(self) -> None:
@@ -127,7 +284,7 @@ class Run:
         # that evaluations alone would show it.
         statistics = [
             buffer
-            for module in self.state.modules().values()
+            for module in self.state.networks().values()
             for name, buffer in module.named_buffers()
             if name.endswith(("running_mean", "running_var"))
         ]
@@ -136,12 +293,40 @@ class Run:
             remedy = "use --amp bf16 or none" if self.config.amp == "fp16" else "lower --lr"
             raise RunFailed(
                 f"at step {self.state.step}: running statistics are not finite, as activations overflowed; {remedy}; "
-                "the last good checkpoint stands"
+                "the last good checkpoint is kept"
             )
 
-    def nonfinite_reason(self) -> str | None:
+    def _nonfinite_reason(self) -> str | None:
         """Why the weights are not worth saving, the same on all ranks; None if they are."""
         if not self.state.scaler.is_enabled() and not self.state.meter.is_finite():
             return "the loss is not finite"
         norm = nn.utils.get_total_norm([value.detach() for value in self.state.model.parameters()])
         return None if norm.isfinite() else "the weights are not finite"
+
+    def stop_here(self) -> NoReturn:
+        """End the run as it was asked to, after its checkpoint. Collective: call on every rank.
+
+        Raises:
+            Stopped: always, or
+            RunFailed: the last checkpoint could not be written.
+        """
+        self.require_saved()
+        self.log.info(f"stopped by {self.stop.reason} at step {self.state.step}; {self.resume_hint} resumes here")
+        if not self.stop.by_signal:
+            terminate_torchrun()
+        raise Stopped
+
+    def require_saved(self) -> None:
+        """Check, before the run ends, that its last checkpoint was written. Collective: call on every rank.
+
+        No rank ends before the check: as soon as one process ends, torchrun signals the others.
+
+        Raises:
+            RunFailed: on all ranks, it was not.
+        """
+        error = all_gather_object(self.last_save_error, self.env)[0]
+        if error is not None:
+            raise RunFailed(
+                f"--output-dir {self.config.output_dir}: the checkpoint of step {self.state.step} could not be written "
+                f"({error}); {self.resume_hint} goes on from the one before it"
+            )

@@ -10,11 +10,66 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from utils.config import ResolvedConfig
 from utils.distributed.group import DistEnv
 from utils.seed import random_state
 from utils.training.metrics import Meter, share_interval
+from utils.training.optim import create_ema, create_optimizer
 
-SHARED_MODULES = ("model", "model_ema")  # timm's names, so that timm's loaders read our checkpoints
+NETWORKS = ("model", "model_ema")  # timm's names, so that timm's loaders read our checkpoints
+
+
+@dataclasses.dataclass(frozen=True)
+class BestEpoch:
+    """The evaluation that best.pt holds.
+
+    Attributes:
+        epoch: epochs that were trained, from 1.
+        step: optimizer steps taken.
+        top1: percent, of the model or of its moving average, whichever is better.
+    """
+
+    epoch: int
+    step: int
+    top1: float
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplicatedState:
+    """The part of a run's state that is the same on every rank.
+
+    Attributes:
+        networks: state_dict by the names in `NETWORKS`; the moving average only where there is one.
+        optimizer, scaler: state_dict of each; the scaler's is empty without fp16.
+        epoch, step, best, result: see `TrainState`.
+        seconds: wall time of all launches.
+    """
+
+    networks: dict[str, dict[str, Tensor]]
+    optimizer: dict[str, Any]
+    scaler: dict[str, Any]
+    epoch: int
+    step: int
+    best: BestEpoch | None
+    result: dict[str, Any]
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class RankState:
+    """The part of a run's state that each rank has for itself.
+
+    Attributes:
+        loader: `TrainLoader.state()`.
+        random: `random_state()`.
+        meter: `Meter.state_dict()`.
+        buffers: batch norm's running statistics by network, on the CPU.
+    """
+
+    loader: dict[str, Any]
+    random: dict[str, Any]
+    meter: dict[str, Any]
+    buffers: dict[str, dict[str, Tensor]]
 
 
 @dataclasses.dataclass
@@ -30,7 +85,7 @@ class TrainState:
         epoch: epochs that are trained and evaluated. Between an epoch's last step and the end of its evaluation,
             `step` is ahead: a resume then goes straight to the evaluation.
         step: optimizer steps taken.
-        best_top1: percent, of the best evaluation so far, of the model or its average; negative before the first.
+        best: what best.pt in the output folder holds; None if there is none.
         result: the last evaluation's record.
         started: `time.perf_counter()` at the launch.
         earlier_seconds: wall time of the launches before this one.
@@ -44,7 +99,7 @@ class TrainState:
     env: DistEnv
     epoch: int = 0
     step: int = 0
-    best_top1: float = -1.0
+    best: BestEpoch | None = None
     result: dict[str, Any] = dataclasses.field(default_factory=dict)
     started: float = dataclasses.field(default_factory=time.perf_counter)
     earlier_seconds: float = 0.0
@@ -54,44 +109,92 @@ class TrainState:
         """Wall time of all launches so far."""
         return self.earlier_seconds + time.perf_counter() - self.started
 
-    def modules(self) -> dict[str, nn.Module]:
+    def optimizer_step(self, clip_grad: float) -> None:
+        """Clip the gradients to this norm (0: do not), update the weights, then their moving average."""
+        if clip_grad > 0:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), clip_grad)
+        self._update_weights()
+        if self.ema is not None:
+            self.ema.update(self.model, step=self.step)
+
+    def _update_weights(self) -> None:
+        """In fp16 not where a gradient overflowed, which is counted without waiting for the device."""
+        if not self.scaler.is_enabled():
+            self.optimizer.step()
+            return
+        one = torch.ones((), device=self.env.device)
+        scale = self.scaler.scale(one)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.meter.count_skipped(self.scaler.scale(one) < scale)
+
+    def networks(self) -> dict[str, nn.Module]:
         """The networks under their names in a checkpoint."""
         modules = (self.model, self.ema.module if self.ema is not None else None)
-        return {name: module for name, module in zip(SHARED_MODULES, modules, strict=True) if module is not None}
+        return {name: module for name, module in zip(NETWORKS, modules, strict=True) if module is not None}
 
-    def shared(self) -> dict[str, Any]:
+    def replicated_state(self) -> ReplicatedState:
         """What is the same on every rank. The learning-rate schedule is a function of `step` and has no state."""
-        return {name: module.state_dict() for name, module in self.modules().items()} | {
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(),
-            "epoch": self.epoch,
-            "step": self.step,
-            "best_top1": self.best_top1,
-            "result": self.result,
-            "seconds": self.seconds,
-        }
+        return ReplicatedState(
+            networks={name: module.state_dict() for name, module in self.networks().items()},
+            optimizer=self.optimizer.state_dict(),
+            scaler=self.scaler.state_dict(),
+            epoch=self.epoch,
+            step=self.step,
+            best=self.best,
+            result=self.result,
+            seconds=self.seconds,
+        )
 
-    def own(self, loader: dict[str, Any]) -> dict[str, Any]:
-        """What each rank has for itself: its loader's state, random state, interval, and running statistics."""
-        return {
-            "loader": loader,
-            "random": random_state(self.env.device),
-            "meter": self.meter.state_dict(),
-            "buffers": {name: float_buffers(module) for name, module in self.modules().items()},
-        }
+    def rank_state(self, loader: dict[str, Any]) -> RankState:
+        """What this rank has for itself; `loader` is its `TrainLoader.state()`."""
+        return RankState(
+            loader=loader,
+            random=random_state(self.env.device),
+            meter=self.meter.state_dict(),
+            buffers={name: float_buffers(module) for name, module in self.networks().items()},
+        )
 
-    def load(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
-        """Undo of `shared` and `own`; the loader's and the random part are for whoever makes the loader."""
-        for name, module in self.modules().items():
-            module.load_state_dict(shared[name])
-            module.load_state_dict(own["buffers"][name], strict=False)
-        self.optimizer.load_state_dict(shared["optimizer"])
-        if shared["scaler"]:  # empty unless the checkpoint was trained in fp16
-            self.scaler.load_state_dict(shared["scaler"])
-        for name in ("epoch", "step", "best_top1", "result"):
-            setattr(self, name, shared[name])
-        self.earlier_seconds = shared["seconds"]
-        self.meter.load_state_dict(own["meter"])
+    def load(self, replicated: ReplicatedState, rank_state: RankState) -> None:
+        """Undo of `replicated_state` and `rank_state`, but for the loader and the random numbers.
+
+        Those two belong to the caller, who makes the loader.
+        """
+        for name, module in self.networks().items():
+            module.load_state_dict(replicated.networks[name])
+            module.load_state_dict(rank_state.buffers[name], strict=False)
+        self.optimizer.load_state_dict(replicated.optimizer)
+        if replicated.scaler:  # empty unless the checkpoint was trained in fp16
+            self.scaler.load_state_dict(replicated.scaler)
+        self.epoch, self.step = replicated.epoch, replicated.step
+        self.best, self.result = replicated.best, replicated.result
+        self.earlier_seconds = replicated.seconds
+        self.meter.load_state_dict(rank_state.meter)
+
+
+def create_state(config: ResolvedConfig, model: nn.Module, env: DistEnv, global_batch_size: int) -> TrainState:
+    """The state before the first step.
+
+    Args:
+        config: of the run.
+        model: on its device, with its first weights.
+        env: this process.
+        global_batch_size: images of an optimizer step.
+    """
+    return TrainState(
+        model=model,
+        optimizer=create_optimizer(config, model, global_batch_size),
+        scaler=GradScaler(env.device.type, enabled=config.amp == "fp16"),
+        ema=create_ema(model, config.ema_decay) if config.ema_decay > 0 else None,
+        meter=Meter(env),
+        env=env,
+    )
+
+
+def evaluation_top1(result: dict[str, Any]) -> float:
+    """Percent, of the model or of its moving average, whichever is better; `result` has the keys of metrics.jsonl."""
+    return float(max(result["val/top1"], result.get("val/ema_top1", 0.0)))
 
 
 def float_buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -104,20 +207,23 @@ def float_buffers(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def mean_buffers(of_ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def mean_buffers(buffers_by_rank: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Mean over the ranks' `float_buffers`, for the network that a checkpoint hands to others."""
     return {
-        name: torch.stack([buffers[name].double() for buffers in of_ranks]).mean(0).to(first.dtype)
-        for name, first in of_ranks[0].items()
+        name: torch.stack([buffers[name].double() for buffers in buffers_by_rank]).mean(0).to(first.dtype)
+        for name, first in buffers_by_rank[0].items()
     }
 
 
-def reshard(of_ranks: list[dict[str, Any]], rank: int) -> dict[str, Any]:
-    """What `rank` loads for its own where other processes, or batches of another size, share the steps from now on.
+def reshard(ranks: list[RankState], rank: int) -> RankState:
+    """What `rank` loads where other processes, or batches of another size, share the steps from now on.
 
-    Running statistics are the mean over the ranks, which is in the shared part. There is no loader's or random state.
+    Running statistics are the mean over the ranks, which is in the replicated state. The loader's state and the random
+    numbers are empty: they begin anew.
     """
-    return {
-        "meter": share_interval([own["meter"] for own in of_ranks], rank),
-        "buffers": {name: {} for name in of_ranks[0]["buffers"]},
-    }
+    return RankState(
+        loader={},
+        random={},
+        meter=share_interval([state.meter for state in ranks], rank),
+        buffers={name: {} for name in ranks[0].buffers},
+    )

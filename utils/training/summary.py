@@ -1,79 +1,106 @@
-"""What is printed about a run at its start and end, and summary.json."""
+"""What is printed about a run at its start and at its end, and summary.json."""
 
 import torch
 
-from utils.config import TrainConfig, flag
-from utils.data import manifest as dataset
+from utils.config import ResolvedConfig, flag
 from utils.data.cache import CACHED
 from utils.data.dali import DALI_VERSION
+from utils.data.manifest import describe_ignored
 from utils.data.splits import Splits, describe_skipped
 from utils.errors import RunFailed
 from utils.files import write_json
-from utils.training import checkpoint
 from utils.training.autotune import LoaderSettings
+from utils.training.batch_layout import layout_of, saved_layout
+from utils.training.checkpoint import BEST, Checkpoint
+from utils.training.compatibility import changed_flags
 from utils.training.optim import describe_ema, scaled_lr
 from utils.training.output import SUMMARY
 from utils.training.run import Run
-from utils.training.state import TrainState
+from utils.training.state import TrainState, evaluation_top1
 
-DATA_WAIT_WARNING = 0.02  # data wait above which the user is told what to do
+DATA_WAIT_WARNING = 0.02  # data wait above which the summary says what to do
 
 
-def log_run_summary(run: Run, splits: Splits, feed: LoaderSettings) -> None:
-    """The start-up block: what will run, on what, and from where."""
+def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: Checkpoint | None) -> None:
+    """The start-up block: what will run, on what, and from where.
+
+    Args:
+        run: about to start.
+        splits: the images.
+        settings: of the loaders, with the reasons of what was chosen.
+        saved: the checkpoint that the run goes on from.
+    """
     config, env, state = run.config, run.env, run.state
-    parameters = sum(parameter.numel() for parameter in state.model.parameters())
     lr = scaled_lr(config.lr, run.sampler.global_batch_size)
-    where = torch.cuda.get_device_name(env.device) if env.device.type == "cuda" else "CPU"
-    loader: str = config.loader
-    if config.loader in ("dali", "proxy"):
-        how = f"kept decoded ({config.cache})" if config.cache in CACHED else f"{config.decode} decode"
-        loader = f"{loader}, DALI {DALI_VERSION}, {how}, {config.prefetch} batches ahead"
-    ways = {"compiled": config.compile, "fused layers": config.fused_layers, "as a CUDA graph": config.cuda_graph}
-    compiled = "".join(f", {way}" for way, used in ways.items() if used)
-    moments = {"ddp": "beside the backward pass (ddp)", "flat": "after the backward pass (flat)"}
-    exchange = f"; gradients are exchanged {moments[config.grad_exchange]}" if env.world_size > 1 else ""
-    start = run.origin
-    is_done = state.epoch >= config.epochs
-    if state.step:
-        position = f"after all {state.epoch} epochs" if is_done else f"at epoch {state.epoch + 1}"
-        start = f"resumed {position}, step {state.step}, {run.origin}"
-        if config.loader == "proxy" and state.step % run.sampler.steps_per_epoch:
-            start += "; images continue in order, but the proxy loader resumes its random draws at epochs only"
-        if run.shared_before is not None:
-            start += f"; saved by {run.shared_before}: every image still comes once, random draws begin anew"
     facts = {
-        "model": f"{config.arch}, {parameters / 1e6:.2f} M parameters, {config.num_classes} classes{compiled}",
+        "model": _describe_model(run),
         "images": f"{len(splits['train']):,} train, {len(splits['val']):,} val, {config.image_size} px",
         "batch": f"{run.sampler.global_batch_size} = {config.batch_size} images x {env.world_size} processes"
         f" x {config.grad_accum_steps}; {run.sampler.steps_per_epoch} steps per epoch",
         "lr": f"{lr:g} = {config.lr:g} x {run.sampler.global_batch_size} / 256, {config.optimizer}",
-        "device": f"{where}, {config.amp if config.amp != 'none' else 'float32'}{exchange}",
-        "loader": f"{loader}, {config.workers} CPU threads per process",
+        "device": _describe_device(run),
+        "loader": _describe_loader(config),
         "output": f"{config.output_dir}",
-        "start": start,
+        "start": _describe_start(run, saved) if saved else run.origin,
     }
     if state.ema is not None:
         facts["ema"] = describe_ema(state.ema, config.epochs * run.sampler.steps_per_epoch)
-    if feed.reasons and config.loader != "synthetic":
-        chosen = (f"{flag(name)} {getattr(config, name)}: {reason}" for name, reason in feed.reasons.items())
+    if settings.reasons and config.loader != "synthetic":
+        chosen = (f"{flag(name)} {getattr(config, name)}: {reason}" for name, reason in settings.reasons.items())
         facts["chosen"] = "; ".join(chosen)
     if skipped := describe_skipped(config, splits):
         facts["skipped"] = skipped
-    ignored = {split: dataset.describe_ignored(manifest) for split, manifest in splits.items()}
-    if told := "; ".join(f"in {split}/ {what}" for split, what in ignored.items() if what):
-        facts["ignored"] = told
-    if run.changes:
-        facts["changed"] = ", ".join(run.changes)
+    ignored = {split: describe_ignored(manifest) for split, manifest in splits.items()}
+    if listed := "; ".join(f"in {split}/ {what}" for split, what in ignored.items() if what):
+        facts["ignored"] = listed
+    if changes := changed_flags(saved.config, config, env.world_size) if saved else []:
+        facts["changed"] = ", ".join(changes)
     for name, fact in facts.items():
         run.log.info(f"{name:>8}  {fact}")
     for line in run.warnings:
         run.log.info(f"warning: {line}")
-    if is_done:
+    if state.epoch >= config.epochs:
         run.log.info(
             f"All {config.epochs} epochs are done. To train on, start a new run from its weights: --pretrained "
-            f"{config.output_dir / checkpoint.BEST} --output-dir NEW"
+            f"{config.output_dir / BEST} --output-dir NEW"
         )
+
+
+def _describe_model(run: Run) -> str:
+    config = run.config
+    parameters = sum(parameter.numel() for parameter in run.state.model.parameters())
+    ways = {"compiled": config.compile, "fused layers": config.fused_layers, "as a CUDA graph": config.cuda_graph}
+    compiled = "".join(f", {way}" for way, used in ways.items() if used)
+    return f"{config.arch}, {parameters / 1e6:.2f} M parameters, {config.num_classes} classes{compiled}"
+
+
+def _describe_device(run: Run) -> str:
+    config, env = run.config, run.env
+    device = torch.cuda.get_device_name(env.device) if env.device.type == "cuda" else "CPU"
+    precision = config.amp if config.amp != "none" else "float32"
+    moments = {"ddp": "beside the backward pass (ddp)", "flat": "after the backward pass (flat)"}
+    exchange = f"; gradients are exchanged {moments[config.grad_exchange]}" if env.world_size > 1 else ""
+    return f"{device}, {precision}{exchange}"
+
+
+def _describe_loader(config: ResolvedConfig) -> str:
+    loader: str = config.loader
+    if config.loader in ("dali", "proxy"):
+        how = f"images cached ({config.cache})" if config.cache in CACHED else f"{config.decode} decode"
+        loader = f"{loader}, DALI {DALI_VERSION}, {how}, {config.prefetch} batches ahead"
+    return f"{loader}, {config.workers} CPU threads per process"
+
+
+def _describe_start(run: Run, saved: Checkpoint) -> str:
+    config, state = run.config, run.state
+    position = f"after all {state.epoch} epochs" if state.epoch >= config.epochs else f"at epoch {state.epoch + 1}"
+    start = f"resumed {position}, step {state.step}, from {saved.path}"
+    if config.loader == "proxy" and state.step % run.sampler.steps_per_epoch:
+        start += "; images continue in order, but the proxy loader resumes its random draws at epochs only"
+    before = saved_layout(saved)
+    if before != layout_of(config, run.env.world_size):
+        start += f"; saved by {before}: every image still comes once, random draws begin anew"
+    return start
 
 
 def write_summary(run: Run) -> None:
@@ -87,7 +114,7 @@ def write_summary(run: Run) -> None:
     summary = {
         "top1": state.result["val/top1"],
         "top5": state.result["val/top5"],
-        "best_top1": state.best_top1,
+        "best_top1": state.best.top1 if state.best else evaluation_top1(state.result),
         "epochs": state.epoch,
         "images_per_second": round(totals.images_per_second, 1),
         "data_wait": round(totals.data_wait, 4),
@@ -103,8 +130,8 @@ def write_summary(run: Run) -> None:
             write_json(config.output_dir / SUMMARY, summary)
         except OSError as error:
             raise RunFailed(
-                f"--output-dir {config.output_dir}: {SUMMARY} could not be written ({error.strerror}); {run.again} "
-                "tries again"
+                f"--output-dir {config.output_dir}: {SUMMARY} could not be written ({error.strerror}); "
+                f"{run.resume_hint} tries again"
             ) from error
     run.log.info(
         f"top-1 {summary['top1']:.2f} %  top-5 {summary['top5']:.2f} %  best top-1 {summary['best_top1']:.2f} %  "
@@ -116,7 +143,7 @@ def write_summary(run: Run) -> None:
     )
 
 
-def describe_wait(data_wait: float, config: TrainConfig) -> str:
+def describe_wait(data_wait: float, config: ResolvedConfig) -> str:
     """A sentence on the share of time, 0 to 1, in which the device had nothing to do; advice where it is worth it."""
     sentence = f"data wait {data_wait:.1%}: the device had nothing to do for that share of the time, as input was late"
     if data_wait <= DATA_WAIT_WARNING or config.loader == "synthetic":

@@ -1,0 +1,204 @@
+"""Whether a run may go on from a checkpoint: what must be the same, what may change, and what is logged about it."""
+
+import dataclasses
+import uuid
+from typing import Any
+
+import numpy as np
+import PIL
+import timm
+import torch
+import torchvision
+from torch import Tensor
+
+from utils.config import ResolvedConfig, flag, flags_with_role
+from utils.data.dali import DALI_VERSION
+from utils.data.sampler import Sampler
+from utils.data.splits import Splits, as_begun
+from utils.data.verification import compare_contents, content_digests, load_digests
+from utils.distributed.collectives import broadcast, sync_errors
+from utils.distributed.group import DistEnv
+from utils.errors import UserError
+from utils.training.checkpoint import Checkpoint, RunRecord
+from utils.training.optim import rate_at, scaled_lr
+
+LR_JUMP = 0.01  # share of the learning rate by which a resume may change it without a warning
+
+
+def fingerprint(config: ResolvedConfig, splits: Splits, env: DistEnv) -> dict[str, Any]:
+    """What must be the same for a resume to be exact, each under the name that a refusal gives it."""
+    uses_dali = config.loader in ("dali", "proxy")
+    flags = {flag(name): getattr(config, name) for name in flags_with_role("fixed")}
+    return flags | {
+        "--decode": config.decode if uses_dali else None,
+        "--cache": config.cache if config.loader == "dali" else None,
+        "--ema-decay above 0": config.ema_decay > 0,
+        "files of train/": splits["train"].fingerprint,
+        "files of val/": splits["val"].fingerprint,
+        "classes": len(splits["train"].classes),
+        "device": env.device.type,
+        "DALI version": DALI_VERSION if uses_dali else None,
+    }
+
+
+def check_fingerprint(config: ResolvedConfig, splits: Splits, env: DistEnv, saved: Checkpoint | None) -> dict[str, Any]:
+    """`fingerprint` of this launch, and the refusal of a checkpoint of another run. Collective: call on every rank.
+
+    Raises:
+        UserError: on all ranks, naming what differs and both values.
+    """
+    now = fingerprint(config, splits, env)
+    with sync_errors(env):
+        before = saved.record.fingerprint if saved else now
+        differing = [name for name in now if before.get(name) != now[name]]
+        if saved and differing:
+            listed = "; ".join(f"{name}: {before.get(name)} then, {now[name]} now" for name in differing)
+            forgotten = config.bad_files == "error" and any(saved.record.excluded_files.values())
+            forgotten &= any(name.startswith("files of") for name in differing)
+            hint = "give --bad-files skip, without whose bad files it ran, or " if forgotten else ""
+            raise UserError(
+                f"--resume {saved.path}: this checkpoint belongs to another run ({listed}); {hint}restore these, or "
+                "start anew with another --output-dir"
+            )
+    return now
+
+
+def create_record(
+    config: ResolvedConfig,
+    identity: dict[str, Any],
+    splits: Splits,
+    listed: Splits,
+    normalization: tuple[tuple[float, ...], tuple[float, ...]],
+    env: DistEnv,
+    saved: Checkpoint | None,
+) -> tuple[RunRecord, list[str]]:
+    """What the run's checkpoints will say of it, and a line for each kind of file that has changed.
+
+    Collective: call on every rank.
+
+    Args:
+        config: of the run.
+        identity: its `fingerprint`.
+        splits: what is trained and evaluated on.
+        listed: the same with the files that `--bad-files skip` excludes.
+        normalization: mean and standard deviation per channel, of images in [0, 1].
+        env: this process.
+        saved: the checkpoint that the run goes on from.
+
+    Raises:
+        UserError: on all ranks: a file has another content than when the checkpoint was written.
+    """
+    excluded = {split: sorted(manifest.bad) for split, manifest in splits.items()}
+    if saved:
+        excluded = saved.record.excluded_files
+    files, changed_files = describe_files(config, listed, excluded, saved, env)
+    run_record = RunRecord(
+        run=saved.record.run if saved else broadcast(uuid.uuid4().hex, env),
+        fingerprint=identity,
+        classes=splits["train"].classes,
+        normalization=normalization,
+        excluded_files=excluded,
+        files=files,
+        versions=library_versions(),
+    )
+    return run_record, changed_files
+
+
+def resume_warnings(
+    config: ResolvedConfig, saved: Checkpoint | None, run_record: RunRecord, sampler: Sampler
+) -> list[str]:
+    """Lines on other library versions and on a jump of the learning rate; none for a new run."""
+    if saved is None:
+        return []
+    jump = schedule_jump(config, saved, sampler.steps_per_epoch, sampler.global_batch_size)
+    return [*changed_versions(saved.record.versions, run_record.versions), *jump]
+
+
+def changed_flags(before: ResolvedConfig, config: ResolvedConfig, world_size: int = 1) -> list[str]:
+    """Flags that decide what is computed, and that this resume changes, as `--lr 0.5 -> 0.1`."""
+    names = flags_with_role("logged")
+    if world_size > 1 and before.grad_exchange != "auto":
+        names += flags_with_role("logged_if_several")
+    values = [(name, getattr(before, name), getattr(config, name)) for name in names]
+    return [f"{flag(name)} {old} -> {new}" for name, old, new in values if old != new]
+
+
+def library_versions() -> dict[str, str]:
+    """Of what decides pixels and weights."""
+    return {
+        "torch": str(torch.__version__),
+        "torchvision": str(torchvision.__version__),
+        "timm": timm.__version__,
+        "DALI": DALI_VERSION,
+        "Pillow": PIL.__version__,
+    }
+
+
+def changed_versions(before: dict[str, str], now: dict[str, str]) -> list[str]:
+    """Libraries of another version than the checkpoint's, as `timm 1.0.30 -> 1.0.31`."""
+    return [f"{name} {before.get(name)} -> {version}" for name, version in now.items() if before.get(name) != version]
+
+
+def describe_files(
+    config: ResolvedConfig,
+    listed: Splits,
+    excluded_files: dict[str, list[str]],
+    saved: Checkpoint | None,
+    env: DistEnv,
+) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
+    """`RunRecord.files`, and lines on the files that have changed since the checkpoint. Collective: call on every rank.
+
+    Names and sizes are the fingerprint's. Of a file with another time of change nobody knows the content, unless
+    it was known when the checkpoint was written: then it is read again.
+
+    Args:
+        config: of the run.
+        listed: all files, also those that `--bad-files skip` excludes.
+        excluded_files: of each split, what the run has been without from its start.
+        saved: the checkpoint, if there is one.
+        env: this process.
+
+    Raises:
+        UserError: on all ranks: a file is known to have another content.
+    """
+    files: dict[str, dict[str, Tensor]] = {}
+    lines: list[str] = []
+    known = load_digests(config.output_dir) if env.is_main else {}
+    with sync_errors(env):
+        for split, manifest in listed.items() if env.is_main else ():
+            begun = as_begun(manifest, excluded_files[split])
+            digests = content_digests(begun, known, split)
+            if saved and saved.record.fingerprint[f"files of {split}/"] == begun.fingerprint:
+                before = {name: values.numpy() for name, values in saved.record.files[split].items()}
+                changed = np.flatnonzero(before["mtimes"] != begun.mtimes)
+                unsure = compare_contents(begun, changed, before["digests"], digests, saved.path)
+                digests = np.where((digests == 0) & (before["mtimes"] == begun.mtimes), before["digests"], digests)
+                if len(unsure):
+                    lines.append(
+                        f"{len(unsure):,} {split} file{'s' if len(unsure) > 1 else ''} changed since the checkpoint, "
+                        f"by time, not by size ({begun.files[unsure[0]]}{', ...' if len(unsure) > 1 else ''})"
+                    )
+            files[split] = {"mtimes": torch.from_numpy(begun.mtimes), "digests": torch.from_numpy(digests)}
+    return files, lines
+
+
+def schedule_jump(config: ResolvedConfig, saved: Checkpoint, steps_per_epoch: int, global_batch_size: int) -> list[str]:
+    """A line where a resume makes the learning rate jump, as other --epochs do; none where it goes on as it was."""
+    before, step = saved.config, saved.state.step
+    names = ("epochs", "lr", "warmup_epochs")
+    changed = [name for name in names if getattr(before, name) != getattr(config, name)]
+    if not changed or step >= config.epochs * steps_per_epoch:
+        return []
+    old = dataclasses.replace(config, **{name: getattr(before, name) for name in names})
+    last = rate_at(old, max(0, step - 1), steps_per_epoch, global_batch_size)
+    due = rate_at(old, step, steps_per_epoch, global_batch_size) if step < old.epochs * steps_per_epoch else last
+    now = rate_at(config, step, steps_per_epoch, global_batch_size)
+    if abs(now - due) < LR_JUMP * max(now, due):
+        return []
+    peaks = [scaled_lr(one.lr, global_batch_size) for one in (old, config)]
+    flags = ", ".join(f"{flag(name)} {getattr(before, name):g} -> {getattr(config, name):g}" for name in changed)
+    return [
+        f"the learning rate goes from {last:.4g} to {now:.4g} in one step, from {last / peaks[0]:.2%} to "
+        f"{now / peaks[1]:.2%} of its peak ({flags}); --pretrained {saved.path} with another --output-dir trains on "
+        "with a schedule of its own"
+    ]
