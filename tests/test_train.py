@@ -66,7 +66,7 @@ def test_the_files_keep_their_contract(data: Path, tmp_path: Path) -> None:
     assert summary["top1"] == evaluations[-1]["val/top1"]
     best = max(max(record["val/top1"], record["val/ema_top1"]) for record in evaluations)
     assert summary["best_top1"] == best
-    assert read_checkpoint(out, "best.pt")["best_top1"] == best
+    assert read_checkpoint(out, "best.pt")["best"]["top1"] == best
     assert summary["images_per_second"] > 0
     assert summary["timed_steps"] == 8, "all but the first interval"
     assert "images/s and data wait cover 8 of 10 steps: not each launch's first" in done.out

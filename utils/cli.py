@@ -29,7 +29,7 @@ from utils.log import print_error
 # typer carries click under a private name; BadParameter is the public way to click's common base class.
 _USAGE_ERROR: Any = typer.BadParameter.__mro__[2]
 _GIVEN = ("COMMANDLINE", "DEFAULT_MAP")  # click's names of where a value came from; the second is a recipe's
-LONGEST_RECIPE = 1_000_000  # characters
+MAX_RECIPE_LENGTH = 1_000_000  # characters
 REQUIRED = inspect.Parameter.empty  # as the default of an option
 Options = TypeVar("Options")
 
@@ -258,9 +258,9 @@ def read_recipe(path: Path) -> dict[str, Any]:
     """
     try:
         with path.open(encoding="utf-8") as file:
-            text = file.read(LONGEST_RECIPE + 1)  # not more: /dev/zero has no end
-        if len(text) > LONGEST_RECIPE:
-            raise ValueError(f"more than {LONGEST_RECIPE:,} characters")
+            text = file.read(MAX_RECIPE_LENGTH + 1)  # not more: /dev/zero has no end
+        if len(text) > MAX_RECIPE_LENGTH:
+            raise ValueError(f"more than {MAX_RECIPE_LENGTH:,} characters")
         recipe = yaml.load(text, Loader=_RecipeLoader)
         written = _top_level(text)
     except Exception as error:  # PyYAML raises what its constructors meet, from KeyError to RecursionError

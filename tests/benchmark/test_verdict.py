@@ -157,7 +157,7 @@ def test_the_text_fits_the_bound() -> None:
     assert "200.0 x as fast" in decoder.summary[1]
 
 
-def test_the_fastest_of_our_own_loaders_is_advised() -> None:
+def test_the_fastest_loader_of_the_trainer_is_advised() -> None:
     dali, torch, timm = loader("dali-full", 900, 500), loader("torch", 900, 800), loader("timm", 900, 900)
     assert diagnose(measurements(dali, torch, timm)).advice[0].startswith("Train with --loader torch,")
     assert not any("--loader" in line for line in diagnose(measurements(dali, torch, timm, would_cache=True)).advice)
@@ -166,7 +166,7 @@ def test_the_fastest_of_our_own_loaders_is_advised() -> None:
     assert not any("--loader" in line for line in diagnose(measurements(near, torch)).advice)  # not clearly faster
 
 
-def test_claims_say_who_is_ahead() -> None:
+def test_claims_name_the_winner() -> None:
     fused = loader("dali-fused", 9000, 900, cpu_seconds=0.5, first_batch=0.1, gpu_memory=10.0)
     full = loader("dali-full", 8000, 800, first_batch=4.0, gpu_memory=2000.0)
     verdict = diagnose(measurements(fused, full, loader("torch", 3000, 1000, cpu_seconds=5.0)))

@@ -78,7 +78,7 @@ def test_any_tree_with_bad_and_suspicious_files(tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
-def test_a_signal_ends_it_and_what_is_known_is_kept(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_ends_it_with_the_results_written(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "tree").mkdir()
     (tmp_path / "one.jpg").write_bytes(damage.encoded(height=2000, width=2000))
     for index in range(600):

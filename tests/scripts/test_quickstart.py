@@ -1,4 +1,4 @@
-"""scripts/quickstart.sh DIR, where DIR/run exists already. .ci/run runs all of it."""
+"""scripts/quickstart.sh DIR where DIR/run exists; .ci/run runs the complete quickstart."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def test_another_run_is_not_deleted(tmp_path: Path, config: str | None) -> None:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("to_repository", [False, True])
-def test_its_own_run_makes_room(tmp_path: Path, to_repository: bool) -> None:
+def test_a_quickstart_run_is_replaced(tmp_path: Path, to_repository: bool) -> None:
     data_dir = tmp_path / "digits"
     old = tmp_path / "run" / "last.pt"
     old.parent.mkdir()
