@@ -20,7 +20,7 @@ from torch.func import functional_call
 from utils.config import ResolvedConfig
 from utils.distributed.collectives import sync_errors
 from utils.distributed.group import DistEnv
-from utils.errors import UserError
+from utils.errors import UserError, first_line
 from utils.network.fused_layers import swap_fused_layers
 
 EMA_NAMES = ("state_dict_ema", "model_ema")  # of a moving average in a checkpoint, where timm looks for it
@@ -87,13 +87,12 @@ def create_model(arch: str, num_classes: int, pretrained: bool = False, image_si
     try:
         model: nn.Module = timm.create_model(arch, pretrained=pretrained, num_classes=num_classes, **options)
     except Exception as error:
+        reason = first_line(error, 200)
         if pretrained:
             raise UserError(
-                f"--pretrained: timm's weights for {arch} are not available ({_first_line(error)}); give a local file"
+                f"--pretrained: timm's weights for {arch} are not available ({reason}); give a local file"
             ) from error
-        raise UserError(
-            f"--arch {arch}: timm cannot build it at --image-size {image_size} ({_first_line(error)})"
-        ) from error
+        raise UserError(f"--arch {arch}: timm cannot build it at --image-size {image_size} ({reason})") from error
     return model.to(memory_format=torch.channels_last)
 
 
@@ -277,7 +276,7 @@ def check_input(model: nn.Module, arch: str, image_size: int, batch_size: int) -
             made_for = cast(Any, model).pretrained_cfg["input_size"][-1]
             raise UserError(
                 f"--image-size {image_size}: {arch} cannot compute a batch of {batch_size} such images "
-                f"({_first_line(error)}); its weights were made for {made_for}, give that or another --batch-size",
+                f"({first_line(error, 200)}); its weights were made for {made_for}, give that or another --batch-size",
                 on_all_ranks=True,
             ) from error
 
@@ -286,10 +285,6 @@ def normalization(model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...
     """Mean and standard deviation per channel, of images in [0, 1], that the network's weights were made for."""
     settings: Any = model.pretrained_cfg
     return tuple(settings["mean"]), tuple(settings["std"])
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).strip().splitlines()[0][:200]
 
 
 class Network(NamedTuple):

@@ -24,16 +24,19 @@ from utils.cli import TRAIN
 from utils.config import ResolvedConfig, TrainConfig
 from utils.data.sampler import create_sampler
 from utils.data.splits import Splits, check_files, exclude_bad_files, read_data
-from utils.distributed.group import DistEnv, process_group, read_launch
+from utils.distributed.group import DistEnv, process_group
+from utils.distributed.launcher import read_launch
+from utils.distributed.ownership import own_process
 from utils.distributed.signals import restore_defaults
 from utils.distributed.stop import StopRequest
-from utils.distributed.watchdog import shared_alarm
+from utils.distributed.watchdog import watchdog
 from utils.errors import RunFailed, UserError
 from utils.log import Log
 from utils.network.augment import create_augment
+from utils.network.compiler import enable_compile_cache
 from utils.network.gradients import AMP_DTYPES, capture_stream, on_stream
 from utils.network.parallel import average_buffers, create_forward_backward, distribute
-from utils.seed import seed_process, seed_weights, set_determinism
+from utils.seed import seed_process, seed_weights
 from utils.training.autotune import LoaderSettings, choose_common_loader_settings, resolve
 from utils.training.checkpoint import Checkpoint
 from utils.training.compatibility import check_fingerprint, create_record, resume_warnings
@@ -108,7 +111,6 @@ def build(
     replaced = files_to_replace(config, saved, env)
     identity = check_fingerprint(config, splits, env, saved)
 
-    set_determinism(config.deterministic)
     seed_weights(config.seed)
     normalization = saved.record.normalization if saved else None
     network = models.create_network(config, env, splits["train"].classes, normalization)
@@ -158,14 +160,15 @@ def open_output(
 @contextlib.contextmanager
 def processes(config: TrainConfig) -> Iterator[tuple[DistEnv, contextlib.ExitStack, StopRequest]]:
     """All processes of a run, which end together, and a stack that is closed at its end."""
+    device = own_process(config.device, None if config.evaluate else config.deterministic)
     with (
-        process_group(config.device, config.timeout, TRAIN.print_error) as env,
+        process_group(device, config.timeout, TRAIN.print_error) as env,
         contextlib.ExitStack() as stack,
         env.guard(TRAIN.print_error),
-        shared_alarm(env, TRAIN.print_error),
+        watchdog(env, TRAIN.print_error),
     ):
         stop = StopRequest(config.time_limit, env.monitor)
-        stack.callback(stop.close)
+        stack.enter_context(stop.handling_signals())
         yield env, stack, stop
 
 
@@ -188,6 +191,8 @@ def run(config: TrainConfig) -> None:
     with processes(config) as (env, stack, stop):
         resolved, settings, saved = open_output(config, listed, env, stack)
         splits = exclude_bad_files(resolved, listed, env, saved.initial_files if saved else None)
+        if resolved.compile:
+            enable_compile_cache()
         built = build(resolved, splits, listed, env, stack, stop, saved)
         built.state.started = started
         log_run_summary(built, splits, settings, saved)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure what limits training on your images with this machine, and what DALI is worth there.
+"""Measure what limits training on your images with this machine, and what DALI gains or costs.
 
     scripts/benchmark.py --data-dir DIR --arch resnet50 --output-dir runs/benchmark
 
@@ -9,7 +9,7 @@ benchmark when a loader meets it.
 
 The benchmark measures every loader alone, the step of train.py on one synthetic batch, the same step with every loader,
 and reading the files without decoding them, from the page cache if they have been read before.
-utils/benchmark/measure.py says how, verdict.py what follows from it, report.py what the keys of benchmark.json are.
+utils/benchmark/measure.py describes how, verdict.py the rules of the verdict, report.py the keys of benchmark.json.
 """
 
 import contextlib
@@ -37,7 +37,9 @@ from utils.cli import Program, number_option, train_flag, with_train_flags
 from utils.config import TrainConfig, validate
 from utils.data import manifest
 from utils.data.workers import check_sockets
-from utils.distributed.group import process_group, read_launch
+from utils.distributed.group import process_group
+from utils.distributed.launcher import read_launch
+from utils.distributed.ownership import own_process
 from utils.errors import BadFile, UserError, escape_control_chars
 from utils.files import write_json
 from utils.limits import ABOVE_0
@@ -109,7 +111,7 @@ def read_options(
 
 
 def benchmark(options: Options, argv: Sequence[str]) -> None:
-    """The whole benchmark, from the flags to the files.
+    """Run the benchmark, from the flags to the files.
 
     Raises:
         UserError: flags or data do not fit; nothing was written.
@@ -118,7 +120,8 @@ def benchmark(options: Options, argv: Sequence[str]) -> None:
     config = options.config
     models.check_arch(config.arch)
     check_sockets("workers of torch's DataLoader")
-    with process_group(config.device, config.timeout) as env, contextlib.ExitStack() as stack:
+    device = own_process(config.device, deterministic=False)
+    with process_group(device, config.timeout) as env, contextlib.ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="benchmark-")))
         if config.data_dir is None:
             generate_images(work)

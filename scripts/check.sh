@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # Checks format, lint and types, with the versions of ruff and mypy that constraints.txt pins.
 #
-#   scripts/check.sh          # report
-#   scripts/check.sh --fix    # format and repair what ruff can, then report
+#   scripts/check.sh          # only check
+#   scripts/check.sh --fix    # format and repair what ruff can, then check
 set -euo pipefail
 # shellcheck source=scripts/env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 [[ $# -eq 0 || $* == --fix ]] || die "unknown argument '$*'; the only one is --fix"
 
-# Another version formats and judges differently, so a wrong one is replaced rather than trusted.
+# Another version formats and checks differently, so a wrong one is replaced.
 require_pinned() {
     local tool=$1 pinned found
     pinned=$(sed -n "s/^$tool==//p" constraints.txt)

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Find the images that DALI cannot read, before a training run meets them, and those that look odd.
+"""Find the images that DALI cannot read, before a training run does, and those that look suspicious.
 
     scripts/check_dataset.py DIR --output-dir OUT
 
-DIR is a data set with train/ and val/, or any tree of images. Every file is decoded once by what DALI's CPU decoder is
-made of. Prints a table and writes to OUT: manifest.json, what is known of each file, and bad_files.json, a list of
+DIR is a data set with train/ and val/, or any tree of images. Every file is decoded once by the libraries of DALI's CPU
+decoder. Prints a table and writes to OUT: manifest.json, the facts about each file, and bad_files.json, a list of
 {"path", "reason"} with paths below DIR. Files that have not changed since the last time (size, time of change) are not
 decoded again, also if that was killed. train.py --bad-files skip --output-dir OUT uses the same manifest. Files that
 are not named like images are counted, but not decoded.
@@ -40,7 +40,7 @@ from utils.distributed.group import DistEnv
 from utils.distributed.stop import REPEAT_SECONDS
 from utils.errors import EXIT_DONE, EXIT_FAILED, Stopped, UserError, escape_control_chars
 from utils.files import check_writable
-from utils.limits import AT_LEAST_1
+from utils.limits import MIN_1
 
 WHOLE = number_option(int)
 SIGNAL_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
@@ -134,18 +134,18 @@ def check(stopped_by: Callable[[], str], data_dir: Path, output_dir: Path, worke
         found = f" ({describe_counts(others)})" if others else ""
         raise UserError(f"{data_dir}: no images in it{found}; give a data set, or any folder of images")
     check_writable(output_dir)
-    alone = DistEnv(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
+    alone = DistEnv.single(torch.device("cpu"))
     decoder = decoder_of("dali")
     listing = file_listing(data_dir.absolute(), entries)
     known = verify_dataset(listing, decoder, output_dir, workers, alone, stopped_by=stopped_by)
     assert known is not None, "rank 0"
-    bad, odd = bad_files(known), suspicious(known)
+    bad, unusual = bad_files(known), suspicious(known)
     lines = [
         *table("bad, training would end at them", bad, rows, output_dir / BAD_FILES),
-        *table("suspicious, but DALI decodes them", odd, rows, output_dir / MANIFEST),
+        *table("suspicious, but DALI decodes them", unusual, rows, output_dir / MANIFEST),
         "",
         *([f"not decoded, as no image is named so: {describe_counts(others)}"] if others else []),
-        f"{len(known):,} files: {len(bad):,} bad, {len(odd):,} suspicious; {output_dir}: {MANIFEST}, {BAD_FILES}",
+        f"{len(known):,} files: {len(bad):,} bad, {len(unusual):,} suspicious; {output_dir}: {MANIFEST}, {BAD_FILES}",
     ]
     print("\n".join(lines).lstrip("\n"), flush=True)
     return EXIT_FAILED if bad else EXIT_DONE
@@ -159,13 +159,13 @@ def read_options(
     *,
     output_dir: Path,
 ) -> tuple[Path, Path, int, int]:
-    """Find the images that DALI cannot read, and those that look odd.
+    """Find the images that DALI cannot read, and those that look suspicious.
 
     Exit status: 0 no bad file, 1 bad files, 2 wrong usage, 143 stopped by Ctrl-C or SIGTERM; the same command goes on
     from there.
     """
-    AT_LEAST_1.check("--workers", workers)
-    AT_LEAST_1.check("--rows", rows)
+    MIN_1.check("--workers", workers)
+    MIN_1.check("--rows", rows)
     return data_dir, output_dir, workers or len(os.sched_getaffinity(0)), rows
 
 

@@ -24,7 +24,7 @@ find_python() {
 
 # use_environment REQUIREMENTS: sets PYTHON to an interpreter that has the packages of that file.
 use_environment() {
-    local requirements=$1 base wanted stamp
+    local requirements=$1 base expected stamp
     if [[ -n ${BRISK_PYTHON:-} ]]; then
         PYTHON=$(command -v "$BRISK_PYTHON") || die "BRISK_PYTHON=$BRISK_PYTHON is not an executable"
         return
@@ -37,13 +37,13 @@ use_environment() {
     fi
     PYTHON=$PWD/.venv/bin/python
 
-    # pip takes seconds to find that nothing is missing; the stamp answers at once.
-    wanted=$(cat requirements*.txt constraints.txt | sha256sum)
+    # pip needs seconds to find that nothing is missing; the stamp is immediate.
+    expected=$(cat requirements*.txt constraints.txt | sha256sum)
     stamp=.venv/.installed-${requirements%.txt}
-    if [[ -f $stamp && $(<"$stamp") == "$wanted" ]]; then
+    if [[ -f $stamp && $(<"$stamp") == "$expected" ]]; then
         return
     fi
     echo "installing $requirements (the first time this takes minutes)"
     "$PYTHON" -m pip install --quiet --no-input --disable-pip-version-check -r "$requirements" -c constraints.txt
-    echo "$wanted" >"$stamp"
+    echo "$expected" >"$stamp"
 }

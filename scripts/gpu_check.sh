@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Everything that can only be seen on GPUs, in one command: the tests marked gpu, then whole runs on every GPU of
-# this machine, then a table. Exit status 1 if one of them did not end as it should.
+# Checks what needs a GPU, in one command: the tests marked gpu, then complete runs on all GPUs of this machine, then a
+# table. Exit status 1 if one of them did not end as it should.
 #
 #   scripts/gpu_check.sh DATA_DIR OUT     # DATA_DIR: Imagenette in ImageFolder layout (train/, val/)
 set -euo pipefail
@@ -25,50 +25,54 @@ failed=0
 cd "$root"
 
 gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
-launcher=("$PYTHON")
-[[ $gpus -le 1 ]] || launcher=("$PYTHON" -m torch.distributed.run --standalone "--nproc_per_node=$gpus")
+torchrun=("$PYTHON")
+[[ $gpus -le 1 ]] || torchrun=("$PYTHON" -m torch.distributed.run --standalone "--nproc_per_node=$gpus")
 
-# report NAME STATUS WANTED: adds an exit status to the table, and remembers one that should not be.
-report() {
+# launch SECONDS [FLAGS...] -- COMMAND: runs a command with a time limit, and ends all its processes.
+launch() {
+    "$PYTHON" -m scripts.launcher --limit "$@" 2>&1
+}
+
+# add_result NAME STATUS EXPECTED: adds an exit status to the table; an unexpected one makes this script fail.
+add_result() {
     local remark=
     [[ $2 -eq $3 ]] || { remark=", not $3" && failed=1; }
     echo "$1: exit $2$remark" >>"$out/table.txt"
     tail -n 1 "$out/table.txt"
 }
 
-# train NAME WANTED FLAGS...: a run in its own folder, its log and files kept in OUT, which should end with WANTED.
+# train NAME EXPECTED [--terminate-after FILE] -- FLAGS...: a run in a new folder, which should end with EXPECTED;
+# its log and its summary are copied to OUT.
 train() {
-    local name=$1 wanted=$2 status=0
+    local name=$1 expected=$2 status=0 launcher_flags=()
     shift 2
-    timeout 280 "${launcher[@]}" train.py --data-dir "$data" --output-dir "$work/$name" --val-resize 146 \
-        --image-size 128 --crop-scale 0.35 --log-steps 9 "$@" 2>&1 | tee -a "$out/$name.log" || status=$?
-    report "$name" "$status" "$wanted"
+    while [[ $1 != -- ]]; do
+        launcher_flags+=("$1")
+        shift
+    done
+    shift
+    launch 280 "${launcher_flags[@]}" -- "${torchrun[@]}" train.py --data-dir "$data" --output-dir "$work/$name" \
+        --val-resize 146 --image-size 128 --crop-scale 0.35 --log-steps 9 "$@" | tee -a "$out/$name.log" || status=$?
+    add_result "$name" "$status" "$expected"
     cp "$work/$name/summary.json" "$out/$name.json" 2>/dev/null || echo "$name: no summary yet" >>"$out/table.txt"
 }
 
 status=0
 marked=gpu
 [[ $gpus -gt 1 ]] || marked="gpu and not gpus"
-timeout 1500 "$PYTHON" -m pytest -m "$marked" -q -p no:cacheprovider tests/test_gpu.py tests/test_gpus.py tests/test_kernels.py tests/test_metrics.py 2>&1 | tee "$out/tests.log" || status=$?
-report "gpu tests" "$status" 0
+launch 1500 -- "$PYTHON" -m pytest -m "$marked" -q -p no:cacheprovider tests | tee "$out/tests.log" || status=$?
+add_result "gpu tests" "$status" 0
 
-train resnet50 0 --arch resnet50 --epochs 5 --batch-size 256 --amp bf16 --optimizer adamw --lr 2e-3 --weight-decay 0.05 \
+train resnet50 0 -- --arch resnet50 --epochs 5 --batch-size 256 --amp bf16 --optimizer adamw --lr 2e-3 --weight-decay 0.05 \
     --warmup-epochs 1
 
 # Stopped by a signal once its first step is logged, then resumed by the same command. An epoch has 36 steps on one
 # GPU, 4 on eight.
 b0=(--arch efficientnet_b0 --epochs 4 --batch-size 256 --amp fp16 --augment autoaugment --lr 0.25 --warmup-epochs 0.5
     --log-steps 1)
-(
-    until [[ -f $work/efficientnet_b0/metrics.jsonl && $(wc -l <"$work/efficientnet_b0/metrics.jsonl") -ge 1 ]]; do
-        sleep 0.05
-    done
-    pkill -TERM -f "train.py --data-dir $data --output-dir $work/efficientnet_b0"
-) &
-watcher=$!
-train efficientnet_b0 $((gpus > 1 ? 1 : 143)) "${b0[@]}" # torchrun ends with 1
-kill "$watcher" 2>/dev/null || : # it would wait for ever for a run that failed before its first line
-train efficientnet_b0 0 "${b0[@]}"
+train efficientnet_b0 $((gpus > 1 ? 1 : 143)) --terminate-after "$work/efficientnet_b0/metrics.jsonl" -- \
+    "${b0[@]}" # torchrun ends with 1
+train efficientnet_b0 0 -- "${b0[@]}"
 
 "$PYTHON" - "$out" "${runs[@]}" <<'PYTHON' | tee -a "$out/table.txt"
 import json, pathlib, platform, sys

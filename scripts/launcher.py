@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Run a command with a time limit, and leave neither processes nor temporary files of it.
+"""Run a command with a time limit, and end all its processes and remove all its temporary files.
 
     python -m scripts.launcher --limit 280 -- python train.py --data-dir DIR
     python -m scripts.launcher --limit 280 --terminate-after FILE -- COMMAND    # SIGTERM once FILE has a line
 
 Exit status: that of the command, 128 more than the signal that ended it, or 124 after the time limit. A command that is
-asked to end and does not is killed. The command has a folder of temporary files of its own; all processes that inherit
-the path of this folder are ended with it, whatever their parents and process groups are.
+asked to end and does not is killed. The command gets a new folder for temporary files. All processes that inherit the
+path of this folder are ended with the command, in any session and process group.
 
 performance.py and scaling.py use the functions below.
 """
@@ -62,7 +62,7 @@ def launched(
     Args:
         words: of the command line.
         out, err: where its output goes; None for where that of this process goes.
-        environment: variables that it has besides those of this process.
+        environment: variables to set besides those of this process.
         cpus: number of CPU threads that it may use; None for those of this process.
         end_seconds: how long it may take to end after SIGTERM; END_SECONDS by default.
     """
@@ -87,7 +87,7 @@ def launched(
 
 
 def run_with_limit(words: Sequence[object], limit: float, out: IO[str], err: IO[str]) -> int | None:
-    """Exit status of a command, None if it took longer than `limit` seconds. Nothing of it is left."""
+    """Exit status of a command, None if it ran longer than `limit` seconds; its processes and files are removed."""
     with launched(words, out, err) as process, contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(limit)
     return None
@@ -96,8 +96,8 @@ def run_with_limit(words: Sequence[object], limit: float, out: IO[str], err: IO[
 def kill_all(temporary: str) -> None:
     """Kill the processes whose TMPDIR is this folder or one below it, and wait until they are gone.
 
-    The folder belongs to one launch. A process keeps the variable when its parent ends, and when it gets a session of
-    its own, as torchrun's workers do.
+    The folder belongs to one launch. A process keeps the variable when its parent ends, and when it starts a new
+    session, as torchrun's workers do.
     """
     deadline = time.monotonic() + KILL_SECONDS
     while (pids := _processes_with(temporary)) and time.monotonic() < deadline:
@@ -120,7 +120,7 @@ def _processes_with(temporary: str) -> list[int]:
 def wait_for_line(path: Path, process: subprocess.Popen[bytes], deadline: float) -> bool:
     """Wait until a file has a line; False if the process ended before, or the monotonic clock reached `deadline`."""
     while process.poll() is None and time.monotonic() < deadline:
-        with contextlib.suppress(OSError):  # it is not there yet
+        with contextlib.suppress(OSError):  # it does not exist yet
             if b"\n" in path.read_bytes():
                 return True
         time.sleep(POLL_SECONDS)
@@ -133,12 +133,12 @@ def wait_for_line(path: Path, process: subprocess.Popen[bytes], deadline: float)
 
 def read_options(
     command: Annotated[list[str], typer.Argument(help="Words of the command, after --.")],
-    limit: Annotated[float, typer.Option(help="Seconds that the command may take.", **number_option(float))],
+    limit: Annotated[float, typer.Option(help="Time limit of the command, seconds.", **number_option(float))],
     terminate_after: Annotated[
         Path | None, typer.Option(help="Send SIGTERM once this file has a line.", show_default=False)
     ] = None,
 ) -> tuple[list[str], float, Path | None]:
-    """Run a command with a time limit, and leave neither processes nor temporary files of it.
+    """Run a command with a time limit, and end all its processes and remove all its temporary files.
 
     Exit status: that of the command; 124 after the time limit; 143 stopped by SIGTERM.
     """

@@ -67,7 +67,7 @@ def read_options(
 
 
 def make_digits(directory: Path) -> None:
-    """Make the data set, whole or not at all.
+    """Make the data set completely, or not at all.
 
     Raises:
         UserError: the folder holds something else, or cannot be made.
@@ -78,7 +78,7 @@ def make_digits(directory: Path) -> None:
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError(f"{directory} exists and is not the digits data set: remove it or name another folder")
 
-    # Written beside the target, then renamed: a run that dies half-way leaves no half data set behind.
+    # Written beside the target, then renamed: a run that dies on the way makes no incomplete data set.
     try:
         target = Path(os.path.realpath(directory))  # a link to a folder stays one
         if target.is_symlink():

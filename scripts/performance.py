@@ -4,9 +4,9 @@
     scripts/performance.py --data-dir DIR --output-dir OUT             # all runs, about half an hour
     scripts/performance.py --data-dir DIR --output-dir OUT --only resnet50,resnet18
 
-Each run leaves its benchmark.json, benchmark.png and log in OUT/NAME; runs of earlier calls are in the table too. DIR
+Each run writes benchmark.json, benchmark.png and its log to OUT/NAME; runs of earlier calls are in the table too. DIR
 holds class folders of photographs as they come from a camera or ImageNet, not resized ones. A run that takes longer
-than --limit is ended with all its processes, as the run under way is by Ctrl-C or SIGTERM.
+than --limit is ended with all its processes, as the current run is by Ctrl-C or SIGTERM.
 """
 
 import dataclasses
@@ -66,7 +66,7 @@ def run(name: str, data_dir: Path, output_dir: Path, window_seconds: float, limi
 def time_starts(output_dir: Path, limit: float, flags: Sequence[str] = (), count: int = START_COUNT) -> str:
     """Launch train.py on synthetic data until its first step, several times; returns how it ended, with seconds."""
     seconds = []
-    with tempfile.TemporaryDirectory(prefix="starts-", dir=output_dir) as folder:  # of checkpoints that nobody needs
+    with tempfile.TemporaryDirectory(prefix="starts-", dir=output_dir) as folder:  # of checkpoints that are not needed
         words = [sys.executable, TRAIN, "--loader", "synthetic", "--time-limit", 0.001]
         words += ["--output-dir", Path(folder, "run"), "--resume", "none", "--overwrite", *flags]
         log, errors = Path(folder, "log.txt"), Path(folder, "errors.txt")
@@ -83,7 +83,7 @@ def time_starts(output_dir: Path, limit: float, flags: Sequence[str] = (), count
 
 
 def rows(output_dir: Path) -> Iterator[str]:
-    """A line of Markdown for each run that is there."""
+    """A line of Markdown for each run that has a result."""
     yield "| run | threads | batch | synthetic, images/s | fed, images/s | fed / synthetic | loader alone, images/s |"
     yield "|---|---|---|---|---|---|---|"
     for name in RUNS:

@@ -4,8 +4,8 @@
 # Expects 99 % top-1 on the 360 validation digits, and fails under 95 %.
 #
 #   scripts/quickstart.sh                             # everything goes to runs/quickstart
-#   scripts/quickstart.sh DIR                         # to a folder of its own, DIR
-#   CUDA_VISIBLE_DEVICES= scripts/quickstart.sh       # on the CPU, whatever there is
+#   scripts/quickstart.sh DIR                         # to DIR
+#   CUDA_VISIBLE_DEVICES= scripts/quickstart.sh       # on the CPU, also where there is a GPU
 set -euo pipefail
 root=runs/quickstart
 [[ $# -eq 0 ]] || root=$(realpath -m -- "$1") # before env.sh changes the folder
@@ -17,7 +17,7 @@ data_dir=$root/digits
 output_dir=$root/run
 
 use_environment requirements.txt
-# A second quickstart starts afresh, but deletes no run on other images.
+# A second quickstart starts from scratch, but deletes no run on other images.
 "$PYTHON" - "$output_dir" "$data_dir" <<'PYTHON'
 import json
 import os

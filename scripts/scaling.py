@@ -39,7 +39,7 @@ from utils.config import choices
 from utils.data.codecs import is_image
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.files import check_writable, write_json
-from utils.limits import AT_LEAST_1
+from utils.limits import MIN_1
 
 LOADERS = choices("loader")
 ROOT = Path(__file__).resolve().parent.parent
@@ -98,7 +98,7 @@ def link_images(data_dir: Path, folder: Path, min_train: int) -> None:
     Raises:
         UserError: there are none.
     """
-    for split, wanted in (("train", min_train), ("val", 0)):
+    for split, min_images in (("train", min_train), ("val", 0)):
         # What train.py lists: the name of a link does not begin with the dot of a hidden file.
         found = (path for path in (data_dir / split).glob("[!.]*/[!.]*") if is_image(path.name) and path.is_file())
         files = sorted(path.absolute() for path in found)
@@ -106,7 +106,7 @@ def link_images(data_dir: Path, folder: Path, min_train: int) -> None:
             raise UserError(f"--data-dir {data_dir}: {split}/ holds no CLASS/IMAGE; give a folder with train/ and val/")
         for path in files:
             (folder / split / path.parent.name).mkdir(parents=True, exist_ok=True)
-        for number in range(max(len(files), wanted)):
+        for number in range(max(len(files), min_images)):
             copy, index = divmod(number, len(files))
             path = files[index]
             (folder / split / path.parent.name / f"{copy:06}-{path.name}").symlink_to(path)
@@ -225,7 +225,7 @@ def read_options(
         if loader not in LOADERS:
             raise UserError(f"--loaders {loaders}: {loader!r} is not one of {', '.join(LOADERS)}")
     for name, value in (("--cpus", cpus), ("--windows", windows), ("--rounds", rounds)):
-        AT_LEAST_1.check(name, value)
+        MIN_1.check(name, value)
     try:
         shlex.split(flags)
     except ValueError as error:

@@ -9,5 +9,5 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 use_environment requirements-dev.txt
-# Most of the time goes into starting processes, so as many tests at once as there are cores, within reason.
+# Most of the time is spent on starting processes, so as many tests run at once as there are cores, 8 at most.
 exec "$PYTHON" -m pytest -m "not gpu and not slow and not slurm and not network" -n auto --maxprocesses 8 --dist worksteal "$@"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs the tests of scripts/test.sh with the lowest versions that requirements.txt allows, in an environment of its own,
-# .venv-lowest (7 GB). The first time takes minutes more. Arguments go to pytest:
+# Runs the tests of scripts/test.sh with the lowest versions that requirements.txt allows, in another environment,
+# .venv-lowest (7 GB). The first time needs some minutes more. Arguments go to pytest:
 #
 #   scripts/test_lowest.sh tests/test_models.py -x
 set -euo pipefail
@@ -14,14 +14,14 @@ command -v python3.11 >/dev/null || die "found no python3.11, for which $lowest 
 
 python=$PWD/.venv-lowest/bin/python
 stamp=.venv-lowest/.installed
-wanted=$(cat requirements.txt "$lowest" constraints.txt | sha256sum)
-if [[ ! -f $stamp || $(<"$stamp") != "$wanted" ]]; then
+expected=$(cat requirements.txt "$lowest" constraints.txt | sha256sum)
+if [[ ! -f $stamp || $(<"$stamp") != "$expected" ]]; then
     echo "installing the lowest versions into .venv-lowest"
     python3.11 -m venv --clear .venv-lowest
     "$python" -m pip install --quiet --no-input --disable-pip-version-check -r requirements.txt -c "$lowest"
     "$python" -m pip install --quiet --no-input --disable-pip-version-check -c constraints.txt \
         pytest pytest-timeout pytest-xdist
-    echo "$wanted" >"$stamp"
+    echo "$expected" >"$stamp"
 fi
 # Old packages use what the newest of those that they need deprecate. Only the locked versions must do without.
 BRISK_PYTHON=$python exec scripts/test.sh -W ignore::DeprecationWarning "$@"

@@ -17,7 +17,7 @@ CONTRACT: dict[str, Any] = json.loads((ROOT / "tests" / "contract.json").read_te
 
 
 def keys_of(value: Any) -> Any:
-    """The keys of JSON: a sorted list, or a dict by key where some hold objects of their own; None for no object."""
+    """The keys of JSON: a sorted list, or a dict by key where some hold objects; None for no object."""
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return [keys_of(value[0])]
     if not isinstance(value, dict):

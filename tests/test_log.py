@@ -1,4 +1,4 @@
-"""metrics.jsonl holds one history, whatever was lost."""
+"""Log: metrics.jsonl holds the steps of one run without gaps or repeats, also after lost steps and on a full disk."""
 
 import contextlib
 import json
@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from utils.log import Log
 
 
-def test_rewind_drops_what_is_after_the_position(tmp_path: Path) -> None:
+def test_truncate_after_drops_later_records(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     records = [{"epoch": 1, "step": step, "train/loss": 1.0} for step in (1, 2)]
     records += [{"epoch": 1, "step": 2, "val/top1": 50.0}, {"epoch": 2, "step": 3, "train/loss": 1.0}]
@@ -39,8 +39,8 @@ def limited_to(size: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, before)
 
 
-def test_rewind_on_a_full_disk(tmp_path: Path) -> None:
-    """Nothing to drop is nothing to write; what cannot be written stays as it was."""
+def test_truncate_after_on_a_full_disk(tmp_path: Path) -> None:
+    """Nothing is written if there is nothing to drop; a file that cannot be written keeps its content."""
     path = tmp_path / "metrics.jsonl"
     text = "".join(json.dumps({"epoch": 1, "step": step}) + "\n" for step in range(100))
     path.write_text(text)
@@ -59,25 +59,25 @@ def test_events_on_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str
     with limited_to(400):
         for step in range(29):
             log.record({"epoch": 1, "step": step, "train/loss": 1.0})
-            time.sleep(0.02)  # for TensorBoard's own thread to fail
+            time.sleep(0.02)  # for TensorBoard's thread to fail
     log.record({"epoch": 1, "step": 29, "train/loss": 1.0})
     log.close()
     assert capsys.readouterr().out.count("TensorBoard's events are no longer written") == 1
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 30
 
 
-def test_events_of_a_launch_that_was_lost_are_forgotten(tmp_path: Path) -> None:
+def test_events_of_lost_steps_are_dropped(tmp_path: Path) -> None:
     for launch, first in (1.0, 1), (2.0, 4):  # the second resumes after step 3
         log = Log(tmp_path, True, epochs=1, steps_per_epoch=9, tensorboard=True, step=first - 1)
         for step in range(first, first + 5):
             log.record({"epoch": 1, "step": step, "train/loss": launch})
         log.close()
-        time.sleep(1.1)  # TensorBoard tells files apart by the second
+        time.sleep(1.1)  # TensorBoard names files by the second
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("train/loss")
     assert [(event.step, event.value) for event in events] == [(s, 1.0 if s < 4 else 2.0) for s in range(1, 9)]
 
 
-def test_a_folder_that_is_out_of_reach_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_reached_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = Log(
         tmp_path / ("far" * 100), True, epochs=1, steps_per_epoch=1, tensorboard=False
     )  # no system has such names

@@ -1,4 +1,4 @@
-"""configs/: every recipe is one that train.py takes, and does what its header says."""
+"""configs/: train.py accepts every recipe, which does what its header promises."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Random state: saved, restored, and readable without unpickling code; streams that have nothing in common."""
+"""Random state is saved and restored without unpickling code; random streams are independent of each other."""
 
 import dataclasses
 import io
@@ -21,8 +21,8 @@ from utils.network.augment import BatchAugment, Normalize
 from utils.seed import Stream, derive_seed, random_state, seed_all, seed_process, seed_weights, set_random_state
 
 CPU = torch.device("cpu")
-SIDE = 64  # pixels of the images whose crops can be read from their colours
-SIGMAS = 4.5  # of a correlation of nothing, 1 / sqrt(draws): one pair in 150,000
+SIDE = 64  # pixels of the images whose colours show the crop
+SIGMAS = 4.5  # of the correlation of independent draws, 1 / sqrt(draws): one pair in 150,000 exceeds it
 
 
 def draw() -> tuple[float, float, float]:
@@ -43,11 +43,11 @@ def test_state_survives_a_file() -> None:
 
 def test_seeds_decide() -> None:
     seed_all(1)
-    one = draw()
+    first = draw()
     seed_all(1)
-    assert draw() == one
+    assert draw() == first
     seed_all(2)
-    assert all(a != b for a, b in zip(draw(), one, strict=True))
+    assert all(a != b for a, b in zip(draw(), first, strict=True))
 
 
 def test_every_stream_has_a_seed_of_its_own() -> None:
@@ -69,7 +69,7 @@ def test_streams_are_frozen() -> None:
     assert [derive_seed(stream, *range(len(stream.value[1]))) for stream in Stream] == frozen
 
 
-def uncorrelated(streams: dict[str, NDArray[np.float64]]) -> None:
+def assert_uncorrelated(streams: dict[str, NDArray[np.float64]]) -> None:
     """Every two of the (draws,) are uncorrelated; none is constant."""
     for (one, left), (other, right) in itertools.combinations(streams.items(), 2):
         found = np.corrcoef(left, right)[0, 1]
@@ -88,12 +88,12 @@ def test_draws_of_seeds_ranks_and_steps_are_independent() -> None:
     for seed in range(2):
         seed_weights(seed)
         streams[f"weights of seed {seed}"] = torch.rand(500, dtype=torch.float64).numpy()
-    uncorrelated(streams)
+    assert_uncorrelated(streams)
 
 
 @pytest.fixture(scope="module")
 def readable(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
-    """Images whose red tells the column and whose green tells the row."""
+    """Images whose red shows the column and whose green shows the row."""
     folder = tmp_path_factory.mktemp("readable")
     column, row = np.meshgrid(np.arange(SIDE), np.arange(SIDE))
     pixels = np.stack([column * 255 // SIDE, row * 255 // SIDE, 0 * row], axis=-1).astype(np.uint8)
@@ -129,7 +129,7 @@ def test_crops_and_flips_of_seeds_ranks_and_pipelines_are_independent(
     assert len(found) == 8
     draws = {name: np.concatenate(parts, axis=1) for name, parts in found.items()}
     for quantity in range(4):
-        uncorrelated({name: values[quantity] for name, values in draws.items()})
+        assert_uncorrelated({name: values[quantity] for name, values in draws.items()})
 
 
 def test_draws_of_an_image_follow_seed_and_epoch(readable: Manifest, cpu: DistEnv) -> None:
@@ -145,4 +145,4 @@ def test_draws_of_an_image_follow_seed_and_epoch(readable: Manifest, cpu: DistEn
         stream.close()
     draws = {name: np.concatenate(parts, axis=1) for name, parts in found.items()}
     for quantity in range(4):
-        uncorrelated({name: values[quantity] for name, values in draws.items()})
+        assert_uncorrelated({name: values[quantity] for name, values in draws.items()})

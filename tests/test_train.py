@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import json
-import math
 import os
 import shutil
 import signal
@@ -18,20 +17,9 @@ import torch
 
 from tests.conftest import TINY, assert_same, write_data
 from tests.contract import assert_keys
-from tests.harness import (
-    Finished,
-    assert_refused,
-    launch,
-    launch_and_end,
-    launch_series,
-    read_checkpoint,
-    read_losses,
-    read_metrics,
-    start,
-)
+from tests.harness import Finished, assert_refused, launch, launch_and_end, launch_series, read_checkpoint, read_losses, read_metrics, start
 from tests.processes import free_port
 from tests.training.test_resume import EVERYTHING, PLAIN, flags_for, steps_logged
-from utils.files import write_json
 from utils.training.state import mean_buffers
 
 
@@ -286,8 +274,3 @@ def test_what_the_best_checkpoint_of_a_folder_is(data: Path, tmp_path: Path) -> 
     found = json.loads((first / "evaluation.json").read_text())
     assert_keys("evaluation.json", found, "checkpoint")
     assert (found["checkpoint"], found["image_size"], found["val_resize"]) == (f"{first}/last.pt", 48, 54)
-
-
-def test_json_has_null_for_what_is_not_finite(tmp_path: Path) -> None:
-    write_json(tmp_path / "values.json", {"loss": math.inf, "top1": 0.5, "checkpoint": "best.pt"})
-    assert json.loads((tmp_path / "values.json").read_text()) == {"loss": None, "top1": 0.5, "checkpoint": "best.pt"}

@@ -162,13 +162,13 @@ def with_train_flags(*flags: inspect.Parameter) -> Callable[[Callable[..., Optio
 
 def number_option(kind: type[int] | type[float]) -> dict[str, Any]:
     """Typer's arguments for reading a number; its own messages leave out the value."""
-    wanted = "a whole number" if kind is int else "a number"
+    expected = "a whole number" if kind is int else "a number"
 
     def number(text: str) -> Any:
         try:
             return kind(text)
         except ValueError:
-            raise typer.BadParameter(f"{text!r} is not {wanted}") from None
+            raise typer.BadParameter(f"{text!r} is not {expected}") from None
 
     return {"parser": number, "metavar": kind.__name__.upper()}
 
@@ -272,7 +272,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
     values: dict[str, Any] = {}
     keys = [key.replace("-", "_") for key, _ in written]
     for key in keys:
-        if keys.count(key) > 1:  # YAML would take the last and say nothing
+        if keys.count(key) > 1:  # YAML would use the last without an error
             raise UserError(f"--config {path}: '{key.replace('_', '-')}' is given twice; keep one")
     for key, value in (recipe or {}).items():
         name = str(key).replace("-", "_")
@@ -280,20 +280,20 @@ def read_recipe(path: Path) -> dict[str, Any]:
             close = difflib.get_close_matches(name, fields, n=1, cutoff=0.0)
             raise UserError(f"--config {path}: unknown key '{key}'; the closest is '{close[0].replace('_', '-')}'")
         if value is not None and not (name == "pretrained" and value is False):
-            as_written = dict(written).get(key, value)  # what "<<" merges does not stand at the top level
+            as_written = dict(written).get(key, value)  # what "<<" merges is not at the top level
             values[name] = _recipe_value(path, key, value, as_written, _kinds(fields[name]))
     return values
 
 
 class _RecipeLoader(yaml.SafeLoader):
-    """YAML in which a date is text: no flag takes a date, and a folder may be called 2026-22-11, which is none."""
+    """YAML in which a date is text: no flag has a date, and a folder may be called 2026-22-11, which is no date."""
 
 
 _RecipeLoader.add_constructor("tag:yaml.org,2002:timestamp", yaml.SafeLoader.construct_yaml_str)  # type: ignore[type-var]
 
 
 def _top_level(text: str) -> list[tuple[str, Any]]:
-    """Keys and values as they stand in the file, where a mapping would hold the last of two keys that are the same."""
+    """Keys and values as in the file, where a mapping would hold the last of two keys that are the same."""
     node = yaml.compose(text, Loader=yaml.SafeLoader)
     if not isinstance(node, yaml.MappingNode):
         return []
@@ -304,13 +304,13 @@ def _recipe_value(path: Path, key: str, value: Any, as_written: Any, kinds: tupl
     if key == "pretrained" and value is True:
         return "timm"
     if not isinstance(value, str | int | float) or isinstance(value, bool) != (bool in kinds):
-        wanted = "true or false" if bool in kinds else "one value"
-        raise UserError(f"--config {path}: {key}: {value!r:.80} is not allowed; give {wanted}")
+        expected = "true or false" if bool in kinds else "one value"
+        raise UserError(f"--config {path}: {key}: {value!r:.80} is not allowed; give {expected}")
     # As text, so that a recipe is held to the same types as the command line (2.5 is no batch size), and as written:
     # YAML would make 83 of the folder 0123, and 90 of the seed 1:30.
     if isinstance(value, bool):
         return value
-    # JSON writes a letter beyond U+FFFF as two escapes, which YAML takes for two letters.
+    # JSON writes a letter beyond U+FFFF as two escapes, which YAML reads as two letters.
     return str(as_written).encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
 
 
@@ -319,10 +319,10 @@ def _recipe_value(path: Path, key: str, value: Any, as_written: Any, kinds: tupl
 
 
 class _Train(Program[TrainConfig]):
-    """train.py: all fields of TrainConfig are options, and `--pretrained` may stand without a value."""
+    """train.py: all fields of TrainConfig are options, and `--pretrained` may have no value."""
 
     def parse(self, argv: Sequence[str]) -> TrainConfig:
-        # click options take a value always or never; `--pretrained` alone means timm's weights.
+        # click options have a value always or never; `--pretrained` alone means timm's weights.
         following = [*argv, "--"][1:]
         words = [
             "--pretrained=timm" if word == "--pretrained" and after.startswith("-") else word

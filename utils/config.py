@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 
 from utils.errors import UserError
 from utils.files import write_json
-from utils.limits import ABOVE_0, AT_LEAST_0, AT_LEAST_1, Limit
+from utils.limits import ABOVE_0, MIN_0, MIN_1, Limit
 
 FIRST, DATA, MODEL = "First run", "Data", "Model"
 OPTIMISATION, PRECISION, RUN, SWITCHES = "Optimisation", "Precision", "Run", "Switches"
@@ -31,7 +31,7 @@ _ORDER_IN_MESSAGES: dict[Role | Literal["evaluation"], tuple[str, ...]] = {
 }
 
 
-_AT_LEAST_8, _BELOW_1 = Limit(minimum=8), Limit(minimum=0, below=1)
+_MIN_8, _BELOW_1 = Limit(minimum=8), Limit(minimum=0, below=1)
 _PROBABILITY = Limit(minimum=0, maximum=1, noun="probability")
 
 
@@ -68,7 +68,7 @@ def _flag(default: Any, panel: str, help: str, *limits: Limit, **metadata: Any) 
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """One run, fully described. Frozen: what `config.json` says is what ran.
+    """One run, fully described. Frozen, so that `config.json` is what ran.
 
     Attributes:
         given: names of the fields that the command line or a recipe has set; the others hold defaults.
@@ -79,9 +79,9 @@ class TrainConfig:
     )
     output_dir: Path = _flag(Path("runs/latest"), FIRST, "Where checkpoints, metrics and the summary go.")
     arch: str = _flag("resnet50", FIRST, "Any timm architecture.", role="fixed", from_checkpoint=True)
-    epochs: int = _flag(90, FIRST, "Passes over the training images.", AT_LEAST_1, role="logged")
+    epochs: int = _flag(90, FIRST, "Passes over the training images.", MIN_1, role="logged")
     batch_size: int | None = _flag(
-        None, FIRST, "Images per process and step.", AT_LEAST_1,
+        None, FIRST, "Images per process and step.", MIN_1,
         shown=f"{BATCH_SIZE}, or as resumed", from_checkpoint=True,
     )  # fmt: skip
     lr: float = _flag(0.256, FIRST, "Learning rate per 256 images of the global batch.", ABOVE_0, role="logged")
@@ -95,33 +95,33 @@ class TrainConfig:
         shown="for --decode", from_checkpoint=True,
     )  # fmt: skip
     cache: Literal["auto", "none", "gpu", "host"] = _flag("auto", DATA, "Where training images stay decoded.")
-    prefetch: int | None = _flag(None, DATA, "Batches that DALI prepares ahead.", AT_LEAST_1, shown="6")
+    prefetch: int | None = _flag(None, DATA, "Batches that DALI prepares ahead.", MIN_1, shown="6")
     bad_files: Literal["error", "skip"] = _flag("error", DATA, "Policy for undecodable images.")
     image_size: int = _flag(
-        224, DATA, "Side of the network's input, pixels.", _AT_LEAST_8,
+        224, DATA, "Side of the network's input, pixels.", _MIN_8,
         unit="pixels", role="fixed", from_checkpoint=True,
     )  # fmt: skip
     val_resize: int | None = _flag(
-        None, DATA, "Shorter side before the centre crop, pixels.", _AT_LEAST_8,
+        None, DATA, "Shorter side before the centre crop, pixels.", _MIN_8,
         shown="image size x 8/7", unit="pixels", role="fixed", from_checkpoint=True,
     )  # fmt: skip
     workers: int | None = _flag(
-        None, DATA, "CPU threads (torch: workers) per process.", AT_LEAST_1, shown="its share of the cores"
+        None, DATA, "CPU threads (torch: workers) per process.", MIN_1, shown="its share of the cores"
     )
     augment: Literal["none", "autoaugment", "randaugment", "trivialaugment"] = _flag(
         "none", DATA, "torchvision's policy, with any loader, after crop and flip.", role="fixed"
     )
     crop_scale: float = _flag(0.08, DATA, "Minimum crop area fraction.", Limit(above=0, maximum=1), role="fixed")
     hflip: float = _flag(0.5, DATA, "Probability of mirroring a training image.", _PROBABILITY, role="fixed")
-    mixup: float = _flag(0.0, DATA, "Mixup alpha; 0 is off.", AT_LEAST_0, role="fixed")
-    cutmix: float = _flag(0.0, DATA, "CutMix alpha; 0 is off.", AT_LEAST_0, role="fixed")
+    mixup: float = _flag(0.0, DATA, "Mixup alpha; 0 is off.", MIN_0, role="fixed")
+    cutmix: float = _flag(0.0, DATA, "CutMix alpha; 0 is off.", MIN_0, role="fixed")
     random_erase: float = _flag(0.0, DATA, "Probability of erasing a rectangle.", _PROBABILITY, role="fixed")
 
     pretrained: str | None = _flag(None, MODEL, "timm's weights, or those in FILE.", shown="off", metavar="[FILE]")
     pretrained_ema: bool | None = _flag(None, MODEL, "FILE's EMA weights.", shown="if any")
     pretrained_head: Literal["auto", "keep", "new"] = _flag("auto", MODEL, "The weights' head.")
     num_classes: int | None = _flag(
-        None, MODEL, "Outputs of the head.", AT_LEAST_1, shown="the folders", role="fixed", from_checkpoint=True
+        None, MODEL, "Outputs of the head.", MIN_1, shown="the folders", role="fixed", from_checkpoint=True
     )
     compile: bool | None = _flag(None, MODEL, "torch.compile the step.", shown="on CUDA", role="logged")
     fused_layers: bool | None = _flag(
@@ -132,22 +132,22 @@ class TrainConfig:
         None, MODEL, "Launch the training step as one CUDA graph.", shown="on CUDA", role="logged"
     )
 
-    grad_accum_steps: int = _flag(1, OPTIMISATION, "Batches per optimizer step.", AT_LEAST_1)
+    grad_accum_steps: int = _flag(1, OPTIMISATION, "Batches per optimizer step.", MIN_1)
     optimizer: str = _flag("sgd", OPTIMISATION, "Any timm optimizer; its sgd is Nesterov's.", role="fixed")
     momentum: float = _flag(0.875, OPTIMISATION, "SGD momentum.", _BELOW_1, role="fixed")
     weight_decay: float = _flag(
-        1 / 32768, OPTIMISATION, "Not on biases and 1-D weights; as timm.", AT_LEAST_0, shown="1/32768", role="fixed"
+        1 / 32768, OPTIMISATION, "Not on biases and 1-D weights; as timm.", MIN_0, shown="1/32768", role="fixed"
     )
     warmup_epochs: float | None = _flag(
-        None, OPTIMISATION, "Linear warmup, epochs; then cosine to 0.", AT_LEAST_0,
+        None, OPTIMISATION, "Linear warmup, epochs; then cosine to 0.", MIN_0,
         shown="a tenth, at most 5", unit="epochs", role="logged",
     )  # fmt: skip
     label_smoothing: float = _flag(
         0.1, OPTIMISATION, "Share of the target spread over all classes.", _BELOW_1, role="logged"
     )
     ema_decay: float = _flag(0.0, OPTIMISATION, "Moving average of the weights; 0 is off.", _BELOW_1, role="logged")
-    clip_grad: float = _flag(0.0, OPTIMISATION, "Largest norm of the gradient; 0 is off.", AT_LEAST_0, role="logged")
-    max_bad_steps: int = _flag(10, OPTIMISATION, "Steps with no finite loss that end the run; 0: none.", AT_LEAST_0)
+    clip_grad: float = _flag(0.0, OPTIMISATION, "Largest norm of the gradient; 0 is off.", MIN_0, role="logged")
+    max_bad_steps: int = _flag(10, OPTIMISATION, "Steps with no finite loss that end the run; 0: none.", MIN_0)
 
     grad_exchange: Literal["auto", "ddp", "flat"] = _flag(
         "auto", PRECISION, "ddp: with the backward pass; flat: after it.",
@@ -162,14 +162,14 @@ class TrainConfig:
     device: Literal["auto", "cuda", "cpu"] = _flag("auto", PRECISION, "Where to train.")
 
     resume: str = _flag("auto", RUN, "auto: from last.pt, if there is one.", metavar="auto|none|PATH")
-    checkpoint_steps: int = _flag(0, RUN, "Steps between saves; 0: an epoch.", AT_LEAST_0, unit="steps")
+    checkpoint_steps: int = _flag(0, RUN, "Steps between saves; 0: an epoch.", MIN_0, unit="steps")
     overwrite: bool = _flag(False, SWITCHES, "Replace what --resume does not continue.")
     evaluate: bool = _flag(False, SWITCHES, "Only evaluate: best.pt, or --resume PATH.")
-    seed: int = _flag(0, RUN, "Of weights, order and augmentation.", AT_LEAST_0, Limit(below=2**31), role="fixed")
+    seed: int = _flag(0, RUN, "Of weights, order and augmentation.", MIN_0, Limit(below=2**31), role="fixed")
     deterministic: bool = _flag(False, SWITCHES, "Same bits in every run; slower.", role="logged")
-    log_steps: int = _flag(50, RUN, "Steps between lines of metrics.jsonl.", AT_LEAST_1, unit="steps")
+    log_steps: int = _flag(50, RUN, "Steps between lines of metrics.jsonl.", MIN_1, unit="steps")
     tensorboard: bool = _flag(False, SWITCHES, "Also write TensorBoard events.")
-    time_limit: float = _flag(0.0, RUN, "Seconds until a save and stop; 0 is off.", AT_LEAST_0, unit="seconds")
+    time_limit: float = _flag(0.0, RUN, "Seconds until a save and stop; 0 is off.", MIN_0, unit="seconds")
     # A store that waits for much longer than this maximum does not wait at all.
     timeout: float = _flag(
         600.0, RUN, "Seconds to wait for another process.", ABOVE_0, Limit(maximum=1e6), unit="seconds"
@@ -197,10 +197,10 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResolvedConfig(TrainConfig):
-    """What a run uses: every value that TrainConfig may leave open is chosen (`utils.training.autotune.resolve`).
+    """What a run uses: every open value of TrainConfig is chosen (`utils.training.autotune.resolve`).
 
-    Only the types of those fields change. Three stay as they were given: `data_dir` and `pretrained`, where None means
-    that there is none, and `grad_exchange`, which is "auto" for a single process, as that exchanges nothing.
+    Only the types of those fields change. Three keep the value that was given: `data_dir` and `pretrained`, where None
+    means that there is none, and `grad_exchange`, which is "auto" for a single process, as that exchanges nothing.
     """
 
     batch_size: int
@@ -219,8 +219,8 @@ class ResolvedConfig(TrainConfig):
     device: Literal["cuda", "cpu"]
 
     def __post_init__(self) -> None:
-        left_open = [name for name in ResolvedConfig.__annotations__ if getattr(self, name) in (None, "auto")]
-        assert not left_open, f"not resolved: {', '.join(left_open)}"
+        unresolved = [name for name in ResolvedConfig.__annotations__ if getattr(self, name) in (None, "auto")]
+        assert not unresolved, f"not resolved: {', '.join(unresolved)}"
 
 
 def flag_fields() -> list[dataclasses.Field[Any]]:

@@ -1,17 +1,17 @@
-"""How a run ends early on purpose: exceptions, the exit statuses that scripts rely on, and one-line messages."""
+"""Errors that end a run with one line, the exit statuses that scripts rely on, and text for one-line messages."""
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130  # as a shell reports Ctrl-C, of a program with nothing to save
-EXIT_STOPPED = 143  # as a shell reports SIGTERM, whatever asked for the stop
+EXIT_STOPPED = 143  # as a shell reports SIGTERM, whatever requested the stop
 
 
 class UserError(Exception):
     """A mistake of the user's: one line that names the flag or file, its value, and the remedy.
 
     Attributes:
-        common: whether every rank is known to raise the same, so that rank 0 can speak for all.
+        on_all_ranks: whether every rank is known to raise the same, so that rank 0 prints it for all.
     """
 
     def __init__(self, message: str, on_all_ranks: bool = False) -> None:
@@ -20,10 +20,11 @@ class UserError(Exception):
 
 
 class BadFile(UserError):
-    """A file that its loader cannot read, met by one rank while the others may be waiting for it.
+    """A file that its loader cannot read, on one rank while the others may be waiting for it.
 
     Attributes:
-        path, reason: which, and why.
+        path: of the file.
+        reason: why it cannot be read.
     """
 
     def __init__(self, path: str, reason: str, rank: int) -> None:
@@ -38,7 +39,7 @@ class RunFailed(Exception):
     """A failure in the run that one line explains; exit status 1.
 
     Attributes:
-        common: whether rank 0 is there to speak for all.
+        on_all_ranks: whether rank 0 raises it too, so that it prints it for all.
     """
 
     def __init__(self, message: str, on_all_ranks: bool = True) -> None:
@@ -47,9 +48,14 @@ class RunFailed(Exception):
 
 
 class Stopped(Exception):
-    """A signal or the time limit asked for the end, and the checkpoint has been written."""
+    """A signal or the time limit ended the run, and the checkpoint has been written."""
 
 
 def escape_control_chars(text: str) -> str:
     """`text` for a terminal: a line break in a file's name makes no second line, an escape sequence does nothing."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
+def first_line(error: BaseException, limit: int | None = None) -> str:
+    """The first line of an error's message, of at most `limit` characters; its type for an empty message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:limit]

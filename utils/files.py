@@ -1,4 +1,4 @@
-"""Files: written atomically, so that a reader sees the old content or the new one, whole; and JSON without nan."""
+"""Files: written atomically, so that a reader sees the old content or the new one; and JSON without nan."""
 
 import contextlib
 import json
@@ -12,7 +12,7 @@ from utils.errors import UserError
 
 
 def check_writable(output_dir: Path) -> None:
-    """Make a folder, and see that files can be written there.
+    """Make a folder, and check that files can be written there.
 
     Raises:
         UserError: they cannot.
@@ -27,16 +27,16 @@ def check_writable(output_dir: Path) -> None:
 
 
 def atomic_write_bytes(path: Path, content: bytes, concurrent: bool = False) -> None:
-    """Replace the content of a file; whatever happens meanwhile, the file holds the old content or the new one.
+    """Replace the content of a file. After a crash at any time it holds all of the old content or of the new one.
 
     Args:
         path: of the file; its folder exists.
         content: all of the new content.
         concurrent: whether other processes may write the same file at the same time. The temporary file then has a name
-            of its own, and stays behind if this process is killed; else the next write replaces it.
+            with the process id, and is not removed if this process is killed; else the next write replaces it.
 
     Raises:
-        OSError: it could not be written; nothing is left behind.
+        OSError: it could not be written; the temporary file is removed.
     """
     process = f".{os.getpid()}" if concurrent else ""
     temporary = path.with_name(f".{path.name}{process}.tmp")

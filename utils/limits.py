@@ -56,4 +56,4 @@ class Limit:
         return f"must be {' and '.join(parts)}"
 
 
-AT_LEAST_0, AT_LEAST_1, ABOVE_0 = Limit(minimum=0), Limit(minimum=1), Limit(above=0)
+MIN_0, MIN_1, ABOVE_0 = Limit(minimum=0), Limit(minimum=1), Limit(above=0)

@@ -1,4 +1,4 @@
-"""What people and scripts see: rank 0's console, progress bar, metrics.jsonl, TensorBoard."""
+"""Output for people and scripts: console, progress bar, metrics.jsonl and TensorBoard, all written by rank 0."""
 
 import contextlib
 import json
@@ -16,9 +16,9 @@ METRICS = "metrics.jsonl"
 
 
 def emit(text: str) -> None:
-    """A line for the user, above the bar if there is one.
+    """Print a line on stdout, above the progress bar if there is one.
 
-    No run ends because it cannot be written: to a full disk, or into a pipe that nobody reads any more.
+    A line that cannot be written (a full disk, a closed pipe) does not end the run.
     """
     with contextlib.suppress(OSError):
         tqdm.write(text, file=sys.stdout)
@@ -26,21 +26,21 @@ def emit(text: str) -> None:
 
 
 def print_error(program: str, text: str) -> None:
-    """One line on stderr: `train.py: --lr 0.0: must be more than 0 and finite`."""
+    """Print one line on stderr: `train.py: --lr 0.0: must be more than 0 and finite`."""
     with contextlib.suppress(OSError):
         print(f"{program}: {escape_control_chars(text)}", file=sys.stderr, flush=True)
 
 
 class Log:
-    """Writes on rank 0 and does nothing elsewhere, so that callers need not ask who they are.
+    """Writes on rank 0 and does nothing on other ranks, so that callers need no rank test.
 
     Args:
         output_dir: folder of metrics.jsonl and of TensorBoard's events.
         is_main: whether this process writes.
-        epochs: of the whole run, for the bar.
-        steps_per_epoch: likewise.
+        epochs: of the run, for the bar.
+        steps_per_epoch: of the run, for the bar.
         tensorboard: whether to write events too.
-        step: steps that are taken; TensorBoard forgets the events of a launch that went on and was lost.
+        step: optimizer steps that are done; TensorBoard drops later events, of a launch whose steps were lost.
     """
 
     def __init__(
@@ -58,16 +58,16 @@ class Log:
             self._events = SummaryWriter(str(output_dir / "tensorboard"), purge_step=step + 1)
 
     def info(self, text: str) -> None:
-        """A line for the user, above the bar if there is one."""
+        """Print a line on stdout, above the progress bar if there is one."""
         if self._active:
             emit(text)
 
     def truncate_after(self, epoch: int, step: int) -> None:
-        """Drop records after a position, written by a launch that went on past the checkpoint and was lost.
+        """Drop records after a position, written by a launch that died after its last checkpoint.
 
         Args:
             epoch: epochs that are evaluated.
-            step: steps that are taken.
+            step: optimizer steps that are done.
 
         Raises:
             OSError: it cannot be written.
@@ -75,12 +75,12 @@ class Log:
         if not self._active:
             return
         text = self._path.read_text() if self._path.is_file() else ""
-        kept = "".join(line + "\n" for line in text.splitlines() if _is_before(line, epoch, step))
-        if kept != text or not self._path.is_file():
-            atomic_write_text(self._path, kept)
+        truncated = "".join(line + "\n" for line in text.splitlines() if _is_before(line, epoch, step))
+        if truncated != text or not self._path.is_file():
+            atomic_write_text(self._path, truncated)
 
     def record(self, values: dict[str, Any]) -> None:
-        """Append one object to metrics.jsonl, and its numbers to TensorBoard; JSON has null for what is not finite."""
+        """Append one object to metrics.jsonl, with null for what is not finite, and its numbers to TensorBoard."""
         if not self._active:
             return
         self._unwritten += json_text(values) + "\n"
@@ -109,11 +109,11 @@ class Log:
             self.info(f"warning: TensorBoard's events are no longer written ({error.strerror}); metrics.jsonl is")
 
     def start_epoch(self, epoch: int, step: int) -> None:
-        """A fresh bar on a terminal; nothing elsewhere.
+        """Start a new bar on a terminal; nothing elsewhere.
 
         Args:
             epoch: epochs that are done.
-            step: steps that are done, of the whole run.
+            step: optimizer steps that are done, since the start of the run.
         """
         self._close_bar()
         if self._active and sys.stderr.isatty():
@@ -126,12 +126,12 @@ class Log:
             )
 
     def advance(self) -> None:
-        """One step on the bar."""
+        """Advance the bar by one step."""
         if self._bar is not None:
             self._bar.update()
 
     def train(self, values: dict[str, Any]) -> None:
-        """A log interval: to the files, and to the bar or, without a terminal, as a line."""
+        """Write a log interval to the files, and to the bar or, without a terminal, as a line."""
         self.record(values)
         shown = {
             "loss": f"{values['train/loss']:.4f}",
@@ -149,7 +149,7 @@ class Log:
             )
 
     def evaluation(self, values: dict[str, Any]) -> None:
-        """An evaluation: to the files, and as a line."""
+        """Write an evaluation to the files, and as a line."""
         self._close_bar()
         self.record(values)
         ema = f"  EMA top-1 {values['val/ema_top1']:.2f} %" if "val/ema_top1" in values else ""

@@ -1,4 +1,4 @@
-"""Seeds, determinism switches, and the random state that a resume needs."""
+"""Random numbers: seeds of independent streams, determinism, and the state that a resume needs."""
 
 import enum
 import os
@@ -10,10 +10,10 @@ import torch
 
 
 class Stream(enum.Enum):
-    """What a stream of random numbers is for, and what tells its streams apart.
+    """What a stream of random numbers is for, and the names of the numbers that distinguish its streams.
 
     The value is the first part of every seed, so that no two purposes share a stream. A checkpoint relies on all of
-    it: what changes here must raise `utils.checkpoint.FORMAT`.
+    it: a change here must raise `utils.training.checkpoint.FORMAT`.
     """
 
     WEIGHTS = (1, ("seed",))  # of a new network, the same on all ranks
@@ -24,16 +24,8 @@ class Stream(enum.Enum):
     IMAGE = (6, ("seed", "epoch", "image"))  # of `--loader torch`
 
 
-def set_determinism(deterministic: bool) -> None:
-    """`--deterministic`: the same bits in every run; otherwise cuDNN tries which of its algorithms is fastest."""
-    if deterministic:
-        make_deterministic()
-    else:
-        torch.backends.cudnn.benchmark = True
-
-
 def make_deterministic() -> None:
-    """Ask torch for the same bits in every run. Call before the first use of CUDA."""
+    """Let torch compute the same bits in every run. To be called before the first use of CUDA."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, when CUDA starts
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
@@ -51,8 +43,8 @@ def seed_sequence(stream: Stream, *parts: int) -> np.random.SeedSequence:
 
     Args:
         stream: its purpose.
-        parts: of `Stream`'s names, each in [0, 2**32). All are wanted: NumPy pads with zeros, so that fewer parts could
-            name the same stream.
+        parts: the numbers that `Stream` names, each in [0, 2**32). All are needed: NumPy pads with zeros, so that fewer
+            parts could name the same stream.
     """
     number, names = stream.value
     assert len(parts) == len(names), f"{stream} needs {names}"
@@ -87,7 +79,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Undo of `random_state`."""
+    """Set all generators of this process to a state of `random_state`."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

@@ -13,7 +13,7 @@
 #SBATCH --signal=USR1@180
 set -euo pipefail
 
-export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun does not take it from the job by itself
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun does not inherit it from the job
 
-# The processes meet on the first node, at a port that follows from the numbers of job and step.
+# The rendezvous is on the first node, at a port that follows from the numbers of job and step.
 srun --kill-on-bad-exit=1 python train.py "$@"

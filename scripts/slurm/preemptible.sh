@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A job that may be taken away at any time: it saves, puts itself back into the queue, and goes on from its checkpoint.
+# A job that may be preempted at any time: it saves, requeues itself, and resumes from its checkpoint.
 #
 #   sbatch scripts/slurm/preemptible.sh --data-dir /data/imagenet --output-dir runs/resnet50
 #
@@ -15,13 +15,13 @@
 #SBATCH --open-mode=append
 set -euo pipefail
 
-export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun does not take it from the job by itself
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun does not inherit it from the job
 
-# Slurm sends SIGTERM to this script too when it preempts the job; srun's processes answer it, not the script.
+# Slurm sends SIGTERM to this script too when it preempts the job. srun's processes handle it, not the script.
 trap '' TERM
 status=0
 srun --kill-on-bad-exit=1 python train.py "$@" || status=$?
-if [[ $status -eq 143 || $status -eq 138 ]]; then # stopped, with a checkpoint; or by USR1 before it listened
+if [[ $status -eq 143 || $status -eq 138 ]]; then # stopped, with a checkpoint; or by USR1 before the handler was set
     scontrol requeue Incomplete "$SLURM_JOB_ID" # a job that was cancelled is complete to Slurm, and stays cancelled
 fi
 exit "$status"

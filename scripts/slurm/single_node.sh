@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All GPUs of one node. Stops itself, with a checkpoint, before the time is over; the same command goes on from there.
+# All GPUs of one node. Stops with a checkpoint before the time limit of the job; the same command resumes there.
 #
 #   sbatch scripts/slurm/single_node.sh --data-dir /data/imagenet --output-dir runs/resnet50
 #
@@ -13,7 +13,7 @@
 #SBATCH --signal=USR1@180
 set -euo pipefail
 
-export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun does not take it from the job by itself
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun does not inherit it from the job
 
 # srun starts a process per GPU and passes the signal to each of them; torchrun is not needed.
 srun --kill-on-bad-exit=1 python train.py "$@"

@@ -33,13 +33,13 @@ def test_timm_gives_the_step_normalised_images(opened: Callable[..., tuple[Run, 
     assert images.is_contiguous(memory_format=torch.channels_last)
     assert -3 < images.min() < images.max() < 3
     assert set(targets.tolist()) <= {0, 1, 2}
-    # Each class has its colour, so labels and normalisation can be told from the picture.
+    # Each class has its colour, so labels and normalisation can be read from the pixels.
     channel = (
         images.mean(dim=(2, 3)) * torch.tensor([0.229, 0.224, 0.225]) + torch.tensor([0.485, 0.456, 0.406])
     ).argmax(1)
     assert channel.tolist() == [2 - target for target in targets.tolist()]
     real_run = with_loader(run, stream)
-    assert real_run.augment(images, targets)[0] is images  # not normalised again
+    assert real_run.augment(images, targets)[0] is images  # not normalised twice
     assert real_run.forward_backward is run.forward_backward
     train_step(real_run)
     assert run.state.step == 1
@@ -86,7 +86,7 @@ def test_files_are_read_by_as_many_as_torch_reads_with(opened: Callable[..., tup
 
 def pool_threads() -> int:
     """Threads in the pools of all DALI pipelines of this process."""
-    gc.collect()  # those that nobody holds any more
+    gc.collect()  # those without references
     return sum("[DALI][TP" in path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
 
 

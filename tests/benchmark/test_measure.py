@@ -24,7 +24,7 @@ def test_cases_are_interleaved(opened: Callable[..., tuple[Run, Manifest]]) -> N
     results = measure([case("A", 1), case("B", 4)], run, windows=5, window_seconds=1e-9)
     assert [len(windows) for windows in results] == [5, 5]
     assert {window.steps for window in results[0]} == {3}
-    assert {window.steps for window in results[1]} == {4}  # whole rounds of its workers
+    assert {window.steps for window in results[1]} == {4}  # complete rounds of its workers
     assert "".join(steps[-5 * (5 + 6) :]) == ("A" * (2 + 3) + "B" * (2 + 4)) * 5  # two steps lead in
     assert next(streams["B"]) == 7 * (5 + 4)  # drained before every window, and before the two that size it
 

@@ -91,7 +91,7 @@ def test_busy_cores_limit_more_workers_than_they_are(busy: float, limit: str) ->
     assert any("more than 4 CPU threads" in line for line in verdict.advice) == (limit == "cpu threads")
 
 
-def test_where_balanced_nothing_is_blamed() -> None:
+def test_balanced_has_no_limit() -> None:
     verdict = diagnose(measurements(loader("dali-fused", 300, 600), synthetic=rate(1000, spread=0.5)))
     assert verdict.summary == (
         "Balanced, within the noise: fed by DALI, fused decode, training runs at 600 images/s, 60.0% of the same step "
@@ -134,7 +134,7 @@ def test_ample_alone_but_late_beside_the_step(alone: float, limit: str) -> None:
     assert advised[-1].startswith("try --cuda-graph; leave")
 
 
-def test_words_fit_the_side() -> None:
+def test_the_text_fits_the_bound() -> None:
     starved = diagnose(measurements(loader("dali-fused", 250, 250, cores_busy=7.5)))
     assert starved.summary[0].startswith("Input-bound")
     assert "4.00 x as fast" in starved.summary[0]

@@ -12,47 +12,47 @@ from tests.harness import ROOT
 from utils.data.formats.folder import scan_splits
 from utils.data.torch_loader import TorchImages
 
-# A process of its own: a loader cannot be closed that has lost workers.
+# In a process of its own, as a loader that has lost workers cannot be closed.
 PROGRAM = """
 import multiprocessing, os, signal, sys
 from pathlib import Path
 import torch
 import pipelines
-from utils.config import ResolvedConfig
+from tests.conftest import resolved
 from utils.data.formats.folder import scan_splits
-from utils.distributed.group import DistEnv
-from utils.distributed.exit import terminate_workers
 from utils.data.sampler import Sampler
+from utils.distributed.exit import terminate_workers
+from utils.distributed.group import DistEnv
 
 train, _ = scan_splits(Path(sys.argv[1]))
-env = DistEnv(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
+env = DistEnv.single(torch.device("cpu"))
 config = resolved(
     loader=sys.argv[2], batch_size=8, image_size=32, val_resize=36, workers=2, decode="fused", prefetch=4
 )
 stream = pipelines.create_train_loader(config, train, Sampler(len(train), 8), env)
 for _ in range(2):
-    next(stream)  # one of each worker, which listens by then
-signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where torch would tell of the killed one
-listening, deaf = multiprocessing.active_children()
-os.kill(deaf.pid, signal.SIGSTOP)
+    next(stream)  # one of each worker, whose handler is installed by then
+signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # with which torch would raise an error for the killed one
+running, stopped = multiprocessing.active_children()
+os.kill(stopped.pid, signal.SIGSTOP)
 terminate_workers()
-deaf.join()
-print(listening.exitcode, deaf.exitcode, flush=True)
+stopped.join()
+print(running.exitcode, stopped.exitcode, flush=True)
 os._exit(0)
 """
 
 
 @pytest.mark.parametrize("loader", ["torch", "proxy"])
-def test_workers_end_by_themselves_and_the_deaf_are_killed(data: Path, loader: str) -> None:
-    """Not killed where they listen: that can leave a file in shared memory."""
-    words = [sys.executable, "-c", PROGRAM, str(data), loader]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+def test_workers_end_by_themselves_and_a_stopped_one_is_killed(data: Path, loader: str) -> None:
+    """Only the one that does not react is killed: that can leave a file in shared memory."""
+    command_line = [sys.executable, "-c", PROGRAM, str(data), loader]
+    done = subprocess.run(command_line, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout == "0 -9\n", done.stderr
 
 
 @pytest.mark.parametrize("train", [True, False])
 def test_workers_share_nothing_but_tensors(data: Path, train: bool) -> None:
-    """A batch of numbers becomes a shared tensor in a thread of the worker, which its end can cut off."""
+    """A batch of numbers becomes a shared tensor in a thread of the worker, which may end before that is done."""
     manifest = scan_splits(data)[0]
     config = resolved(loader="torch", image_size=32, val_resize=36, workers=1)
     last = len(manifest) - 1

@@ -1,4 +1,4 @@
-"""What torchrun does when a process ends, and what processes tell of it, with real launches."""
+"""The launcher's variables, and what torchrun and Slurm do when a process ends, with real launches."""
 
 import re
 import subprocess
@@ -10,8 +10,44 @@ from typing import Any
 import pytest
 
 from tests.conftest import TINY
-from tests.harness import ROOT, Finished, command, environment, free_port, kill_tree, read_checkpoint, read_metrics
-from utils.distributed.launcher import seconds_since_launch, seconds_since_start
+from tests.harness import ROOT, Finished, command, environment, read_checkpoint, read_metrics
+from tests.processes import free_port, kill_tree
+from utils.distributed.launcher import Launch, read_launch, seconds_since_launch, seconds_since_start
+from utils.errors import UserError
+
+TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+SLURM = {
+    "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, Launch(0, 0, 1, 1)),
+        (TORCHRUN, Launch(3, 1, 4, 2)),
+        (SLURM, Launch(5, 1, 8, 4)),
+        (SLURM | TORCHRUN, Launch(3, 1, 4, 2)),
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, Launch(0, 0, 1, 1)),  # inside an allocation, without srun
+        ({"WORLD_SIZE": "1"}, Launch(0, 0, 1, 1)),
+    ],
+)
+def test_launch(environ: dict[str, str], expected: Launch) -> None:
+    assert read_launch(environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "named"),
+    [
+        ({"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "RANK None"),
+        (TORCHRUN | {"WORLD_SIZE": "two"}, "WORLD_SIZE 'two'"),
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "x"}, "SLURM_STEP_NUM_TASKS 'x'"),
+    ],
+)
+def test_incomplete_launch_is_refused(environ: dict[str, str], named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        read_launch(environ)
+
 
 DIES_ONCE = """
 import os, signal, sys, train
@@ -29,10 +65,10 @@ sys.exit(train.main(sys.argv[1:]))
 
 
 def torchrun(program: Path, *flags: Any, **variables: str) -> subprocess.CompletedProcess[str]:
-    words = [*command(1, "--standalone", "--max-restarts=2", program=program), *map(str, flags)]
+    command_line = [*command(program, torchrun=("--standalone", "--max-restarts=2")), *map(str, flags)]
     variables |= {"PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        words, env=environment() | variables, capture_output=True, text=True, timeout=200, check=False
+        command_line, env=environment() | variables, capture_output=True, text=True, timeout=200, check=False
     )
 
 
@@ -42,13 +78,13 @@ def test_seconds_count_the_imports_too_and_under_torchrun_from_its_start(tmp_pat
         "from utils.distributed.launcher import seconds_since_launch, seconds_since_start as start\n"
         "print(seconds_since_launch(), start())\n"
     )
-    own, start = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).split()
-    assert float(start) == pytest.approx(float(own), abs=0.5)
-    assert 2 <= float(own) < 20
+    launched, start = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).split()
+    assert float(start) == pytest.approx(float(launched), abs=0.5)
+    assert 2 <= float(launched) < 20
     program = tmp_path / "program.py"
     program.write_text(code)
-    own, start = torchrun(program).stdout.split()
-    assert 2 <= float(own) < float(start) - 0.5, "torch takes more than that to import"
+    launched, start = torchrun(program).stdout.split()
+    assert 2 <= float(launched) < float(start) - 0.5, "torch takes more than that to import"
     assert seconds_since_start() == pytest.approx(seconds_since_launch(), abs=0.5)
 
 
@@ -56,14 +92,14 @@ def test_seconds_count_the_imports_too_and_under_torchrun_from_its_start(tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize(("death", "start"), [(7, "resumed at epoch 2, step 6"), (1, "from scratch")])
 def test_a_restart_goes_on_although_the_run_began_anew(data: Path, tmp_path: Path, death: int, start: str) -> None:
-    """From its own checkpoint, not from the one that was there before."""
+    """It resumes its own checkpoint, not the earlier one in the folder."""
     program = tmp_path / "dies_once.py"
     program.write_text(DIES_ONCE)
     flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--checkpoint-steps", 2, "--output-dir", tmp_path / "out")
     assert torchrun(program, *flags, "--epochs", 1, DEATH="99").returncode == 0
-    again = torchrun(program, *flags, "--epochs", 2, "--resume", "none", "--overwrite", DEATH=str(death))
-    assert again.returncode == 0, again.stderr
-    starts = [line.split("  ")[-1] for line in again.stdout.splitlines() if line.strip().startswith("start  ")]
+    resumed = torchrun(program, *flags, "--epochs", 2, "--resume", "none", "--overwrite", DEATH=str(death))
+    assert resumed.returncode == 0, resumed.stderr
+    starts = [line.split("  ")[-1] for line in resumed.stdout.splitlines() if line.strip().startswith("start  ")]
     assert [line.partition(", from ")[0] for line in starts] == ["from scratch", start]
     assert read_checkpoint(tmp_path / "out")["step"] == 10
     assert [r["step"] for r in read_metrics(tmp_path / "out") if "train/loss" in r] == list(range(1, 11))
@@ -92,27 +128,28 @@ def test_a_restart_goes_on_after_a_death_on_another_machine(data: Path, tmp_path
     program = tmp_path / "dies.py"
     program.write_text(DIES_ON_ANOTHER_MACHINE)
     flags = ("--data-dir", data, *TINY, "--batch-size", 4, "--checkpoint-steps", 2, "--output-dir", tmp_path / "out")
-    meeting = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-id=1")
-    words = [*command(1, *meeting, "--max-restarts=2", program=program), *flags, "--epochs", 2, "--resume", "none"]
+    rendezvous = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-id=1")
+    start = ("--epochs", 2, "--resume", "none")
+    command_line = [*command(program, torchrun=(*rendezvous, "--max-restarts=2")), *flags, *start]
     logs = [tmp_path / f"{machine}.log" for machine in range(2)]
     agents = []
     for path in logs:
         with path.open("w") as log:
             variables = environment() | {"PYTHONPATH": str(ROOT)}
-            agents.append(subprocess.Popen(list(map(str, words)), env=variables, stdout=log, stderr=log))
+            agents.append(subprocess.Popen(list(map(str, command_line)), env=variables, stdout=log, stderr=log))
     try:
-        ended = [agent.wait(timeout=200) for agent in agents]
+        statuses = [agent.wait(timeout=200) for agent in agents]
     finally:
         for agent in agents:
             kill_tree(agent.pid)
-    said = "".join(path.read_text() for path in logs)
-    assert ended == [0, 0], said
-    assert re.findall(r"start  (.*?)(?:, from .*)?\n", said) == ["from scratch", "resumed at epoch 2, step 6"]
+    log_text = "".join(path.read_text() for path in logs)
+    assert statuses == [0, 0], log_text
+    assert re.findall(r"start  (.*?)(?:, from .*)?\n", log_text) == ["from scratch", "resumed at epoch 2, step 6"]
 
 
 @pytest.mark.dist
 def test_the_time_limit_ends_torchrun_too(data: Path, tmp_path: Path) -> None:
-    """It would start the processes again."""
+    """Otherwise torchrun would start the processes again."""
     flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--epochs", 1000, "--output-dir", tmp_path)
     done = torchrun(ROOT / "train.py", *flags, "--time-limit", "0.5")
     assert done.returncode == 1, done.stderr

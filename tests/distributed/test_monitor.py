@@ -1,4 +1,4 @@
-"""A rank that dies or hangs ends the group, which says who it was and leaves nothing behind."""
+"""A rank that dies or hangs ends the group, which prints which rank it was and leaves nothing behind."""
 
 import contextlib
 import os
@@ -14,18 +14,9 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.conftest import TINY
-from tests.harness import (
-    Finished,
-    alive,
-    command,
-    descendants,
-    environment,
-    identify,
-    kill_tree,
-    read_checkpoint,
-    workers_of,
-)
-from utils.distributed import monitor as peers_module
+from tests.harness import Finished, command, environment, ranks_below, read_checkpoint
+from tests.processes import alive, descendants, identify, kill_tree
+from utils.distributed import monitor as monitor_module
 from utils.distributed.monitor import RankMonitor, _has_ended, _is_communication, _machine
 from utils.distributed.store import BoundedStore, NoAnswer
 
@@ -34,16 +25,16 @@ pytestmark = pytest.mark.dist
 
 
 class Started:
-    """A launch by torchrun that would train for hours, and whose end somebody else decides."""
+    """A launch by torchrun that would train for hours; the test decides when and how it ends."""
 
     def __init__(self, data: Path, folder: Path, *flags: str, processes: int = 2) -> None:
         self.folder = folder
-        words = ("--data-dir", data, *TINY, "--epochs", 100000, "--batch-size", 4, "--output-dir", folder / "run")
+        train_flags = ("--data-dir", data, *TINY, "--epochs", 100000, "--batch-size", 4, "--output-dir", folder / "run")
         self.out, self.err = folder / "out", folder / "err"
-        self.shared = set(os.listdir("/dev/shm"))
+        self.shm_before = set(os.listdir("/dev/shm"))
         with self.out.open("w") as out, self.err.open("w") as err:
-            line = [*command(processes, "--standalone"), *map(str, words), *flags]
-            self.launcher = subprocess.Popen(line, stdout=out, stderr=err, env=environment())
+            command_line = [*command(processes=processes, torchrun=("--standalone",)), *map(str, train_flags), *flags]
+            self.launcher = subprocess.Popen(command_line, stdout=out, stderr=err, env=environment())
         self.workers: dict[int, int] = {}
         self.processes: dict[int, int] = {}
 
@@ -53,14 +44,14 @@ class Started:
             assert self.launcher.poll() is None, self.err.read_text()
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        self.workers = workers_of(self.launcher.pid)
+        self.workers = ranks_below(self.launcher.pid)
         self.processes = identify(descendants(self.launcher.pid))
 
     def trains(self) -> bool:
         return "first step done" in self.out.read_text()
 
     def check_end(self, seconds: float) -> str:
-        """The launch ends within `seconds`, leaves nothing, and has said one line, which is returned."""
+        """The launch ends within `seconds`, leaves nothing, and has printed one line, which is returned."""
         self.launcher.wait(seconds)
         self.check_nothing_left(10)  # torch's DataLoader workers look after their parent every 5 s
         ours = [line for line in self.err.read_text().splitlines() if line.startswith("train.py: ")]
@@ -72,7 +63,7 @@ class Started:
         while left := alive(self.processes):
             assert time.monotonic() < deadline, [Path(f"/proc/{pid}/cmdline").read_text() for pid in left]
             time.sleep(0.1)
-        assert set(os.listdir("/dev/shm")) <= self.shared
+        assert set(os.listdir("/dev/shm")) <= self.shm_before
         names = {path.name for path in (self.folder / "run").iterdir()}
         assert names <= {"config.json", "metrics.jsonl", "last.pt", "last-1.pt", "last-2.pt", "best.pt"}
 
@@ -121,7 +112,7 @@ def test_a_rank_that_never_comes_is_named(data: Path, tmp_path: Path, rank: int)
     """Stopped while it still imports."""
     with started(data, tmp_path, "--timeout", "10") as launch:
         (tmp_path / "run").mkdir()
-        launch.wait_for(lambda: len(workers_of(launch.launcher.pid)) == 2)
+        launch.wait_for(lambda: len(ranks_below(launch.launcher.pid)) == 2)
         os.kill(launch.workers[rank], signal.SIGSTOP)
         line = launch.check_end(60 + TORCH_KILLS)
     assert f"rank {rank} did not come within 10 s (--timeout)" in line
@@ -129,17 +120,17 @@ def test_a_rank_that_never_comes_is_named(data: Path, tmp_path: Path, rank: int)
 
 @pytest.mark.slow
 def test_workers_end_with_their_launcher(data: Path, tmp_path: Path, launch: Callable[..., Finished]) -> None:
-    """Killed, torchrun ends nobody; its workers save and stop, and the next launch waits for them and goes on."""
+    """Killed, torchrun ends no worker. They save and stop, and the next launch waits for them and resumes."""
     with started(data, tmp_path) as first:
         first.wait_for(first.trains)
         first.launcher.kill()
         first.launcher.wait()
         flags = ("--data-dir", data, *TINY, "--batch-size", 4, "--output-dir", tmp_path / "run")
-        again = launch(*flags, "--epochs", 100000, "--time-limit", 0.1, processes=2)
+        resumed = launch(*flags, "--epochs", 100000, "--time-limit", 0.1, processes=2)
         first.check_nothing_left(10)
     stopped = re.findall(r"stopped by SIGTERM at step (\d+);", first.out.read_text())
     assert len(stopped) == 1, first.err.read_text()
-    assert f"step {stopped[0]}\n" in again.out, again.out + again.err
+    assert f"step {stopped[0]}\n" in resumed.out, resumed.out + resumed.err
     before, after = int(stopped[0]), read_checkpoint(tmp_path / "run")["step"]
     assert after > before or (after == before and after % (41 // 8) == 0)  # at an epoch's end evaluation comes first
 
@@ -154,22 +145,22 @@ def test_a_lone_worker_ends_with_its_launcher(data: Path, tmp_path: Path) -> Non
 
 def test_only_a_process_that_is_gone_has_ended() -> None:
     with subprocess.Popen(["true"]) as process:
-        while not _has_ended(str(process.pid)):  # a zombie until it is waited for
+        while not _has_ended(process.pid):  # a zombie until it is waited for
             time.sleep(0.01)
-    assert _has_ended(str(process.pid))
-    assert not _has_ended(str(os.getpid()))
+    assert _has_ended(process.pid)
+    assert not _has_ended(os.getpid())
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # not a handle more
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # not one file descriptor more
     try:
-        ended = _has_ended(str(os.getpid()))
+        ended = _has_ended(os.getpid())
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert not ended
 
 
 @pytest.mark.slow
-def test_last_words(data: Path, tmp_path: Path) -> None:
-    """Rank 1 fails by itself, of a DataLoader worker that somebody kills: rank 0 says so, as does torchrun."""
+def test_the_last_error_is_named(data: Path, tmp_path: Path) -> None:
+    """Rank 1 fails by itself, as a worker of its DataLoader is killed: rank 0 prints that, as does torchrun."""
     with started(data, tmp_path, "--loader", "torch") as launch:
         launch.wait_for(launch.trains)
         for child in descendants(launch.workers[1]):
@@ -177,25 +168,25 @@ def test_last_words(data: Path, tmp_path: Path) -> None:
                 os.kill(child, signal.SIGKILL)
         line = launch.check_end(TORCH_KILLS)
         # Which error the death of a worker becomes depends on what the trainer was about to read from it.
-        words = re.match(
+        match = re.match(
             r"train\.py: rank 1 \(process \d+ on \S+\) failed: (RuntimeError|EOFError|Connection\w+):", line
         )
-        assert words is not None, line
+        assert match is not None, line
         cause = launch.err.read_text().partition("Root Cause")[2]
         assert re.search(r"rank +: 1 ", cause)
-        assert words[1] in cause
+        assert match[1] in cause
 
 
 class Group:
-    """`count` ranks in one real store, all of them this process unless told otherwise."""
+    """`count` ranks in one real store, all of them this process unless `set_address` says otherwise."""
 
     def __init__(self, count: int, timeout: float = 7.0) -> None:
         self.server = TCPStore("127.0.0.1", 0, is_master=True)
         self.store = BoundedStore(self.server.clone(), 30.0)
         self.ranks = [RankMonitor(self.store, rank, count, timeout) for rank in range(count)]
 
-    def place(self, rank: int, pid: int, machine: str | None = None) -> None:
-        self.store.set(f"peers/place/{rank}", f"{machine or _machine()} {pid}")
+    def set_address(self, rank: int, pid: int, machine: str | None = None) -> None:
+        self.store.set(f"monitor/address/{rank}", f"{machine or _machine()} {pid}")
 
 
 @pytest.fixture
@@ -214,50 +205,50 @@ def stopped() -> Iterator[int]:
         process.kill()
 
 
-def test_roll_call(monkeypatch: pytest.MonkeyPatch, gone: int, stopped: int) -> None:
-    """What is known of each, and that one which failed or died explains why others are silent."""
-    monkeypatch.setattr(peers_module, "ROLL_CALL_SECONDS", 0.3)
-    here, silent = os.uname().nodename, "does not answer; --timeout 7 is over: it hangs, or its machine or the network"
+def test_poll_ranks(monkeypatch: pytest.MonkeyPatch, gone: int, stopped: int) -> None:
+    """What is known of each rank. One that failed or died explains why others do not answer."""
+    monkeypatch.setattr(monitor_module, "POLL_TIMEOUT", 0.3)
+    here, hung = os.uname().nodename, "does not answer; --timeout 7 is over: it hangs, or its machine or the network"
     group = Group(4)
     group.ranks[2].mark_finished()
-    roll = group.ranks[1]._poll_ranks()
-    assert (list(roll.lost), roll.heard) == ([0, 3], [1, 2])
-    assert roll.lost[3].startswith(f"(process {os.getpid()} on {here}) {silent}")
-    group.place(3, gone, "elsewhere/1/2")  # whose processes nobody here knows
-    assert group.ranks[1]._poll_ranks().lost[3].startswith(f"(process {gone} on elsewhere) {silent}")
-    group.place(3, stopped)
+    status = group.ranks[1]._poll_ranks()
+    assert (list(status.lost), status.healthy) == ([0, 3], [1, 2])
+    assert status.lost[3].startswith(f"(process {os.getpid()} on {here}) {hung}")
+    group.set_address(3, gone, "elsewhere/1/2")  # whose processes are unknown here
+    assert group.ranks[1]._poll_ranks().lost[3].startswith(f"(process {gone} on elsewhere) {hung}")
+    group.set_address(3, stopped)
     assert group.ranks[1]._poll_ranks().lost == {3: f"(process {stopped} on {here}) is stopped (SIGSTOP)"}
-    group.place(3, gone)
+    group.set_address(3, gone)
     lost = group.ranks[1]._poll_ranks().lost
     assert lost == {3: f"(process {gone} on {here}) is gone: killed, by the kernel where memory was short, or crashed"}
     with pytest.raises(MemoryError), group.ranks[0].guard(print):
         raise MemoryError("no room")
-    roll = group.ranks[1]._poll_ranks()
-    assert roll.lost == {0: f"(process {os.getpid()} on {here}) failed: MemoryError: no room"}
-    assert roll.heard == [1, 2]
+    status = group.ranks[1]._poll_ranks()
+    assert status.lost == {0: f"(process {os.getpid()} on {here}) failed: MemoryError: no room"}
+    assert status.healthy == [1, 2]
 
 
-def test_roll_call_without_trouble() -> None:
+def test_poll_ranks_that_are_well() -> None:
     group = Group(2)
     group.ranks[1].mark_finished()
-    roll = group.ranks[0]._poll_ranks()
-    assert (roll.lost, roll.heard) == ({}, [0, 1])
-    group.ranks[0].end_if_lost(print)  # and this process goes on
-    group.server.delete_key("peers/place/1")
-    group.server.delete_key("peers/word/1")
-    assert group.ranks[0]._place(1) == "never came and "
+    status = group.ranks[0]._poll_ranks()
+    assert (status.lost, status.healthy) == ({}, [0, 1])
+    group.ranks[0].exit_if_lost(print)  # and this process goes on
+    group.server.delete_key("monitor/address/1")
+    group.server.delete_key("monitor/error/1")
+    assert group.ranks[0]._address(1) == "never came and "
 
 
-def test_one_that_died_without_a_word_is_lost_to_all(gone: int) -> None:
+def test_a_rank_that_died_without_an_error_is_lost_to_all(gone: int) -> None:
     group = Group(3)
-    group.place(1, gone, "elsewhere/1/2")
-    group.place(2, gone)
+    group.set_address(1, gone, "elsewhere/1/2")
+    group.set_address(2, gone)
     group.ranks[2].mark_finished()
-    assert not group.ranks[0].lost()  # it ended well; the other is not of this machine
-    group.server.delete_key("peers/word/2")
-    assert not group.store.check(["peers/trouble"])
-    assert group.ranks[0].lost()
-    assert group.store.check(["peers/trouble"])  # where those of other machines look
+    assert not group.ranks[0].has_lost_rank()  # rank 2 ended well; rank 1 is not of this machine
+    group.server.delete_key("monitor/error/2")
+    assert not group.store.check(["monitor/failed"])
+    assert group.ranks[0].has_lost_rank()
+    assert group.store.check(["monitor/failed"])  # where those of other machines look
 
 
 def test_a_step_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:

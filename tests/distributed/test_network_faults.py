@@ -1,4 +1,4 @@
-"""Two machines and the network between them: two network namespaces, and a wire that loses, delays or cuts.
+"""Two machines and the network between them: two namespaces, and a link that loses or delays packets, or is cut.
 
     scripts/test.sh -m network -n 0
 
@@ -23,18 +23,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import TINY, assert_same, write_data
-from tests.harness import (
-    ROOT,
-    Finished,
-    alive,
-    descendants,
-    environment,
-    identify,
-    kill_tree,
-    read_checkpoint,
-    read_metrics,
-    workers_of,
-)
+from tests.harness import ROOT, Finished, environment, ranks_below, read_checkpoint, read_metrics
+from tests.processes import alive, descendants, identify, kill_tree
 
 pytestmark = [pytest.mark.network, pytest.mark.dist, pytest.mark.timeout(900)]
 
@@ -65,7 +55,7 @@ class Wire:
         self.names = [f"brisk{os.getpid()}{side}" for side in "ab"]
         self.cut, self.delay, self.loss = False, 0.0, 0.0
         self._random = random.Random(1)
-        self._over = threading.Event()
+        self._done = threading.Event()
         self._devices: list[int] = []
         self._thread = threading.Thread(target=self._carry, daemon=True)
 
@@ -87,7 +77,7 @@ class Wire:
                 for pid in ip("netns", "pids", name).split():
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(int(pid), signal.SIGKILL)
-        self._over.set()
+        self._done.set()
         if self._thread.is_alive():
             self._thread.join()
         for device in self._devices:
@@ -103,7 +93,7 @@ class Wire:
     def _carry(self) -> None:
         under_way: list[tuple[float, int, int, bytes]] = []
         number = 0
-        while not self._over.is_set():
+        while not self._done.is_set():
             wait = min(0.1, max(0.0, under_way[0][0] - time.monotonic())) if under_way else 0.1
             for device in select.select(self._devices, [], [], wait)[0]:
                 with contextlib.suppress(OSError):  # the device is down
@@ -125,29 +115,30 @@ class Run:
     def __init__(self, wire: Wire, folder: Path, data: Path, *flags: object) -> None:
         self.wire, self.folder, self.data = wire, folder, data
         self._flags = [*map(str, ("--data-dir", data, *FLAGS, "--output-dir", folder / "run", *flags))]
-        self.launch_ids: list[subprocess.Popen[bytes]] = []
-        self.processes: list[dict[int, int]] = [{}, {}]  # below each torchrun, which itself is none of ours
+        self.torchruns: list[subprocess.Popen[bytes]] = []
+        self.processes: list[dict[int, int]] = [{}, {}]  # below each torchrun, without torchrun itself
 
     def start(self) -> None:
         (self.folder / "run").mkdir(parents=True, exist_ok=True)
-        self.launch_ids = [self._start(side) for side in (0, 1)]
+        self.torchruns = [self._start(side) for side in (0, 1)]
 
     def _start(self, side: int) -> subprocess.Popen[bytes]:
         name = self.wire.names[side]
         (temporary := self.folder / name).mkdir(exist_ok=True)
         environ = environment() | {"GLOO_SOCKET_IFNAME": name, "TMPDIR": str(temporary)}
-        words = ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', name]
-        words += [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
-        words += ["--rdzv_backend=c10d", f"--rdzv_endpoint={HOSTS[0]}:29400", f"--local_addr={HOSTS[side]}"]
-        words += [f"--rdzv_conf=is_host={'true' if side == 0 else 'false'}", str(ROOT / "train.py"), *self._flags]
+        command_line = ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', name]
+        command_line += [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
+        command_line += ["--rdzv_backend=c10d", f"--rdzv_endpoint={HOSTS[0]}:29400", f"--local_addr={HOSTS[side]}"]
+        is_host = "true" if side == 0 else "false"
+        command_line += [f"--rdzv_conf=is_host={is_host}", str(ROOT / "train.py"), *self._flags]
         with (self.folder / f"out{side}").open("w") as out, (self.folder / f"err{side}").open("w") as err:
-            return subprocess.Popen(words, stdout=out, stderr=err, env=environ)
+            return subprocess.Popen(command_line, stdout=out, stderr=err, env=environ)
 
     def out(self) -> str:
         return (self.folder / "out0").read_text()
 
     def lines(self, side: int) -> list[str]:
-        """What a machine's process said to the user."""
+        """The lines that a machine's process has printed for the user."""
         text = (self.folder / f"err{side}").read_text()
         assert "Traceback" not in text.partition("torch/distributed/elastic")[0].partition("E1")[0], text
         return [line for line in text.splitlines() if line.startswith("train.py: ")]
@@ -155,7 +146,7 @@ class Run:
     def wait_for(self, when: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 200
         while not when():
-            assert [launcher.poll() for launcher in self.launch_ids] == [None, None], self.lines(0) + self.lines(1)
+            assert [launcher.poll() for launcher in self.torchruns] == [None, None], self.lines(0) + self.lines(1)
             assert time.monotonic() < deadline, self.out()
             time.sleep(0.002)
 
@@ -163,14 +154,14 @@ class Run:
         return "step 3/5" in self.out().partition("epoch 2/")[2]
 
     def finish(self, seconds: float = 300) -> None:
-        """To its end, which is a good one."""
-        for launcher in self.launch_ids:
+        """Wait for its end, which must be a success."""
+        for launcher in self.torchruns:
             assert launcher.wait(seconds) == 0, self.lines(0) + self.lines(1)
 
     def ends_cut_off(self) -> tuple[str, str]:
-        """Each machine's processes end, whatever torchrun does, and leave nothing; the line of each."""
+        """Each machine's processes end, whatever torchrun does, and leave nothing; returns the line of each."""
         began = time.monotonic()
-        for side, launcher in enumerate(self.launch_ids):
+        for side, launcher in enumerate(self.torchruns):
             self.processes[side] = identify(descendants(launcher.pid))
         seconds: dict[int, float] = {}
         while len(seconds) < 2:
@@ -185,7 +176,7 @@ class Run:
         return first, second
 
     def kill(self) -> None:
-        for launcher in self.launch_ids:
+        for launcher in self.torchruns:
             kill_tree(launcher.pid)
             launcher.wait()
 
@@ -202,7 +193,7 @@ Starter = Callable[..., Run]
 @pytest.fixture
 def start(wire: Wire, tmp_path: Path, data: Path) -> Iterator[Starter]:
     """Start a run on both machines: `start("--loader", "torch", data=FOLDER)`."""
-    shared = set(os.listdir("/dev/shm"))
+    shm_before = set(os.listdir("/dev/shm"))
     runs = []
 
     def start(*flags: object, data: Path = data, epochs: int = EPOCHS, timeout: int = TIMEOUT) -> Run:
@@ -213,7 +204,7 @@ def start(wire: Wire, tmp_path: Path, data: Path) -> Iterator[Starter]:
     yield start
     for run in runs:
         run.kill()
-    assert set(os.listdir("/dev/shm")) <= shared
+    assert set(os.listdir("/dev/shm")) <= shm_before
 
 
 def cut(wire: Wire, how: str) -> None:
@@ -230,7 +221,7 @@ def mend(wire: Wire) -> None:
 
 
 def assert_named(lines: tuple[str, str], names: list[str]) -> None:
-    """Who holds the store names the other; the other names the store."""
+    """The machine that holds the store names the other rank; the other names the store."""
     assert "rank 1 (process " in lines[0]
     assert f" on {names[1]}) does not answer; --timeout {TIMEOUT} is over" in lines[0]
     assert f"rank 1: the store of the process group at {HOSTS[0]}:" in lines[1]
@@ -238,24 +229,26 @@ def assert_named(lines: tuple[str, str], names: list[str]) -> None:
     assert all(line.endswith(RESUME_HINT) for line in lines)
 
 
-def assert_goes_on(start: Starter, run: Run, launch: Launcher, *flags: object) -> None:
-    """The link is back: the same command goes on, to the same bits as a run of two processes on one machine."""
+def assert_resumes(start: Starter, run: Run, launch: Launcher, *flags: object) -> None:
+    """The link is up again: the same command resumes, to the same bits as a run of two processes on one machine."""
     mend(run.wire)
     run.kill()
-    again = start(*flags, data=run.data)
-    again.finish()
-    assert "resumed at epoch" in again.out()
-    assert_same_as_on_one_machine(again, launch, EPOCHS, *flags)
+    resumed = start(*flags, data=run.data)
+    resumed.finish()
+    assert "resumed at epoch" in resumed.out()
+    assert_same_as_on_one_machine(resumed, launch, EPOCHS, *flags)
 
 
 def assert_same_as_on_one_machine(run: Run, launch: Launcher, epochs: int, *flags: object) -> None:
-    whole = run.folder / "whole"
-    words = ("--data-dir", run.data, *FLAGS, "--epochs", epochs, "--output-dir", whole, *flags)
-    done = launch(*words, processes=2)
+    uninterrupted = run.folder / "uninterrupted"
+    flags = ("--data-dir", run.data, *FLAGS, "--epochs", epochs, "--output-dir", uninterrupted, *flags)
+    done = launch(*flags, processes=2)
     assert done.status == 0, done.err
     for part in ("model", "optimizer", "step", "epoch", "result"):
-        assert_same(read_checkpoint(whole)[part], read_checkpoint(run.folder / "run")[part], part)
-    losses = [[record.get("train/loss") for record in read_metrics(where)] for where in (whole, run.folder / "run")]
+        assert_same(read_checkpoint(uninterrupted)[part], read_checkpoint(run.folder / "run")[part], part)
+    losses = [
+        [record.get("train/loss") for record in read_metrics(where)] for where in (uninterrupted, run.folder / "run")
+    ]
     assert losses[0] == losses[1]
 
 
@@ -267,23 +260,23 @@ def test_cut_in_mid_epoch(start: Starter, wire: Wire, launch: Launcher, how: str
     run.wait_for(run.trains)
     cut(wire, how)
     assert_named(run.ends_cut_off(), wire.names)
-    assert_goes_on(start, run, launch, "--loader", loader)
+    assert_resumes(start, run, launch, "--loader", loader)
 
 
 def test_a_torchrun_that_is_asked_to_end_while_it_is_cut_off(start: Starter, wire: Wire) -> None:
-    """It may wait for a store of its own; its process ends nevertheless, and says why."""
+    """It may wait for a store of its own; its process ends nevertheless, and prints why."""
     run = start()
     run.wait_for(run.trains)
     cut(wire, "wire")
     time.sleep(1)  # until every rank waits for the other
-    run.launch_ids[1].send_signal(signal.SIGTERM)
+    run.torchruns[1].send_signal(signal.SIGTERM)
     assert_named(run.ends_cut_off(), wire.names)
 
 
 def test_cut_at_the_start(start: Starter, wire: Wire) -> None:
     """The torchruns have met, the processes are about to."""
     run = start()
-    run.wait_for(lambda: all(workers_of(launcher.pid) for launcher in run.launch_ids))
+    run.wait_for(lambda: all(ranks_below(launcher.pid) for launcher in run.torchruns))
     cut(wire, "wire")
     first, second = run.ends_cut_off()
     assert f"rank 1 did not come within {TIMEOUT} s (--timeout)" in first
@@ -301,7 +294,7 @@ def test_cut_in_an_evaluation(start: Starter, wire: Wire, launch: Launcher, tmp_
     assert_named(run.ends_cut_off(), wire.names)
     saved = read_checkpoint(run.folder / "run")
     assert (saved["epoch"], saved["step"]) == (0, 5)
-    assert_goes_on(start, run, launch)
+    assert_resumes(start, run, launch)
 
 
 def test_cut_within_a_save(start: Starter, wire: Wire, launch: Launcher) -> None:
@@ -310,7 +303,7 @@ def test_cut_within_a_save(start: Starter, wire: Wire, launch: Launcher) -> None
     run.wait_for((run.folder / "run" / ".last.pt.tmp").exists)
     cut(wire, "wire")
     assert_named(run.ends_cut_off(), wire.names)
-    assert_goes_on(start, run, launch, "--checkpoint-steps", 1)
+    assert_resumes(start, run, launch, "--checkpoint-steps", 1)
 
 
 def test_a_network_that_comes_back_within_the_timeout(start: Starter, wire: Wire, launch: Launcher) -> None:

@@ -1,4 +1,4 @@
-"""A signal that comes while the trainer is still importing."""
+"""A signal while the trainer is still importing ends it at once."""
 
 import signal
 import subprocess
@@ -9,19 +9,21 @@ import pytest
 
 from tests.harness import command, environment
 
-OWN = 1 << (signal.SIGUSR1 - 1)  # which Python itself does not handle
+SIGUSR1_BIT = 1 << (signal.SIGUSR1 - 1)  # which Python itself does not handle
 
 
 def handles(pid: int) -> bool:
-    """Whether a process has a handler of its own for SIGUSR1."""
+    """Whether a process has installed a handler for SIGUSR1."""
     lines = dict(line.split(":\t") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    return bool(int(lines["SigCgt"], 16) & OWN)
+    return bool(int(lines["SigCgt"], 16) & SIGUSR1_BIT)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
 def test_a_signal_during_the_imports(number: signal.Signals, data: Path, tmp_path: Path) -> None:
-    words = [*command(1), "--data-dir", str(data), "--output-dir", str(tmp_path / "run")]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
+    command_line = [*command(), "--data-dir", str(data), "--output-dir", str(tmp_path / "run")]
+    process = subprocess.Popen(
+        command_line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+    )
     try:
         deadline = time.monotonic() + 60
         while not handles(process.pid):

@@ -1,4 +1,4 @@
-"""scripts/slurm/ on a real Slurm: a controller and two nodes on this machine, two GPUs each that are none.
+"""scripts/slurm/ on a real Slurm: a controller and two nodes on this machine; their GPUs are only device files.
 
     scripts/test.sh -m slurm -n 0
 
@@ -78,8 +78,8 @@ class Cluster:
         return done.stdout
 
     def has_idle_nodes(self, count: int) -> bool:
-        words = ["sinfo", "--noheader", "--Node", "--partition=low", "--format=%T"]
-        done = subprocess.run(words, env=self._environ, capture_output=True, text=True, check=False)
+        command_line = ["sinfo", "--noheader", "--Node", "--partition=low", "--format=%T"]
+        done = subprocess.run(command_line, env=self._environ, capture_output=True, text=True, check=False)
         return done.stdout.split() == ["idle"] * count
 
     def submit(self, script: str, output: Path, options: tuple[str, ...], *flags: object) -> "Job":
@@ -89,7 +89,7 @@ class Cluster:
 
 
 class Job:
-    """One job and what it has said so far."""
+    """One job and its output so far."""
 
     def __init__(self, cluster: Cluster, number: str, output: Path) -> None:
         self._cluster, self.number, self._output = cluster, number, output
@@ -130,13 +130,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     ]
     cluster = Cluster(folder / "slurm.conf")
     with contextlib.ExitStack() as stack:
-        for number, words in enumerate(daemons):
+        for number, command_line in enumerate(daemons):
             log = stack.enter_context((folder / f"daemon-{number}.log").open("w"))
             environ = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
-            process = subprocess.Popen(words, stdout=log, stderr=log, env=environ)
+            process = subprocess.Popen(command_line, stdout=log, stderr=log, env=environ)
             stack.callback(process.wait)
             stack.callback(process.terminate)
-            if words[0] == "munged":
+            if command_line[0] == "munged":
                 until((folder / "munge").exists)
         until(lambda: cluster.has_idle_nodes(2))
         yield cluster
@@ -173,19 +173,19 @@ def test_a_preempted_job_goes_on_as_if_nothing_had_happened(
     cluster: Cluster, data: Path, tmp_path: Path, launch: Callable[..., Finished]
 ) -> None:
     flags = ("--data-dir", data, *FLAGS, "--epochs", 20)
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    assert launch(*flags, "--output-dir", whole, processes=2).status == 0
+    uninterrupted, run = tmp_path / "uninterrupted", tmp_path / "run"
+    assert launch(*flags, "--output-dir", uninterrupted, processes=2).status == 0
     job = cluster.submit("preemptible.sh", tmp_path / "log", TWO_OF_ONE_NODE, *flags, "--output-dir", run)
     until(lambda: steps(run) > 10)
-    words = ("sbatch", "-p", "high", f"--nodelist={HOST}", "--exclusive", f"--output={tmp_path}/high", "--wrap", "true")
-    cluster.call(*words)
+    options = ("-p", "high", f"--nodelist={HOST}", "--exclusive", f"--output={tmp_path}/high")
+    cluster.call("sbatch", *options, "--wrap", "true")
     until(job.has_ended)
     assert (job["JobState"], job["Restarts"], job["ExitCode"]) == ("COMPLETED", "1", "0:0"), job.text
     assert re.search(r"stopped by SIGTERM at step \d+; the same command resumes here", job.text), job.text
     assert "resumed at epoch" in job.text
     for part in ("model", "optimizer", "step", "epoch", "result"):
-        assert_same(read_checkpoint(whole)[part], read_checkpoint(run)[part], part)
-    losses = [[record.get("train/loss") for record in read_metrics(folder)] for folder in (whole, run)]
+        assert_same(read_checkpoint(uninterrupted)[part], read_checkpoint(run)[part], part)
+    losses = [[record.get("train/loss") for record in read_metrics(folder)] for folder in (uninterrupted, run)]
     assert losses[0] == losses[1]
 
 
@@ -224,8 +224,8 @@ def workers(run: Path) -> list[int]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            if words[0].endswith(b"python") and str(run).encode() in words:
+            command_line = (folder / "cmdline").read_bytes().split(b"\0")
+            if command_line[0].endswith(b"python") and str(run).encode() in command_line:
                 found.append(int(folder.name))
     return found
 

@@ -1,4 +1,4 @@
-"""Signals become a decision; real signals to real processes."""
+"""A signal or the time limit stops all ranks after the same step; real signals to real processes."""
 
 import os
 import signal
@@ -25,29 +25,40 @@ def test_a_signal_is_noted_and_its_repetition_ignored(cpu: DistEnv, name: str) -
     number = signal.Signals[name]
     before = signal.getsignal(number)
     stop = StopRequest()
-    stop.enable(cpu)
-    assert not stop.should_stop()
-    os.kill(os.getpid(), number)
-    os.kill(os.getpid(), number)  # as launchers do
-    assert stop.should_stop()
-    assert stop.reason == name
-    stop.close()
+    assert signal.getsignal(number) == before
+    with stop.handling_signals():
+        stop.enable(cpu)
+        assert not stop.should_stop()
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)  # as launchers do
+        assert stop.should_stop()
+        assert stop.reason == name
     assert signal.getsignal(number) == before
 
 
+PROGRAM = """
+import os, signal, sys, time, torch
+from utils.distributed import stop as stop_module
+from utils.distributed.group import DistEnv
+
+stop_module.REPEAT_SECONDS = 0.2
+env = DistEnv.single(torch.device("cpu"))
+stop = stop_module.StopRequest(float(sys.argv[1]))
+with stop.handling_signals():
+    exec(sys.argv[2])
+print("still here")
+"""
+
+
 def run_program(lines: str, limit: float = 0) -> subprocess.CompletedProcess[str]:
-    begin = (
-        f"limit = {limit}; import os, signal, time, torch, utils.distributed.stop as stops\n"
-        "from utils.distributed.group import DistEnv\n"
-        "stops.REPEAT_SECONDS = 0.2; stop = stops.StopRequest(limit)\n"
-    )
-    words = [sys.executable, "-c", begin + lines + "print('still here')\n"]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    """Run `lines` in a process that handles signals."""
+    command_line = [sys.executable, "-c", PROGRAM, str(limit), lines]
+    return subprocess.run(command_line, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def test_a_late_second_signal_ends_at_once() -> None:
     done = run_program(
-        "stop.enable(DistEnv(0, 0, 1, 1, torch.device('cpu')))\n"
+        "stop.enable(env)\n"
         "os.kill(os.getpid(), signal.SIGTERM); assert stop.should_stop(); time.sleep(0.5)\n"
         "os.kill(os.getpid(), signal.SIGTERM); time.sleep(0.5)\n"
     )
@@ -58,14 +69,14 @@ def test_a_late_second_signal_ends_at_once() -> None:
 def test_the_first_signal_after_the_time_limit_leaves_time_to_save() -> None:
     """Schedulers warn at about the same time."""
     done = run_program(
-        "stop.enable(DistEnv(0, 0, 1, 1, torch.device('cpu'))); assert stop.should_stop(); time.sleep(0.5)\n"
+        "stop.enable(env); assert stop.should_stop(); time.sleep(0.5)\n"
         "os.kill(os.getpid(), signal.SIGTERM); assert stop.reason == 'the time limit'\n",
         limit=0.001,
     )
     assert done.stdout == "still here\n", done.stderr
 
 
-def test_a_worker_that_inherited_the_handlers_stays_for_its_trainer() -> None:
+def test_a_worker_that_inherited_the_handlers_ignores_signals() -> None:
     done = run_program(
         "child = os.fork()\n"
         "if child == 0: time.sleep(1); os._exit(7)\n"
@@ -85,28 +96,28 @@ def test_before_the_first_step_a_signal_ends_at_once(name: str) -> None:
     assert done.stderr == f"stopped by {name} before the first step; nothing is lost\n"
 
 
-def test_what_was_asked_for_decides(cpu: DistEnv) -> None:
+def test_the_time_limit_is_the_reason_only_when_it_is_over(cpu: DistEnv) -> None:
     for limit, reason in ((0.0, "another rank"), (1e6, "another rank"), (1e-6, "the time limit")):
         stop = StopRequest(limit)
         stop.enable(cpu)
         assert stop.should_stop() == (reason == "the time limit")
         assert (stop.reason, stop.by_signal) == (reason, False)
-        stop.close()
 
 
-def step_until_agreed(rank: int, world_size: int, folder: Path) -> None:
+def step_until_stop(rank: int, world_size: int, folder: Path) -> None:
     """Rank 1 is asked to stop when it has done three steps."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     stop = StopRequest()
-    stop.enable(DistEnv(rank, rank, world_size, world_size, torch.device("cpu")))
     step = 0
-    while True:
-        if rank == 1 and step == 3:
-            os.kill(os.getpid(), signal.SIGUSR1)
-        if stop.should_stop():
-            break
-        step += 1
-        assert step < 100, "a stop that the others have not heard of"
+    with stop.handling_signals():
+        stop.enable(DistEnv(rank, rank, world_size, world_size, torch.device("cpu")))
+        while True:
+            if rank == 1 and step == 3:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            if stop.should_stop():
+                break
+            step += 1
+            assert step < 100, "a stop that the other ranks do not know of"
     (folder / f"{rank}").write_text(f"step {step}: {stop.reason}, {stop.by_signal}")
     dist.barrier()
     dist.destroy_process_group()
@@ -115,7 +126,7 @@ def step_until_agreed(rank: int, world_size: int, folder: Path) -> None:
 @pytest.mark.dist
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path) -> None:
     """One step later: the sum travels while that runs."""
-    spawn(step_until_agreed, (2, tmp_path), 2)  # type: ignore[no-untyped-call]
+    spawn(step_until_stop, (2, tmp_path), 2)  # type: ignore[no-untyped-call]
     found = [(tmp_path / f"{rank}").read_text() for rank in range(2)]
     assert found == ["step 4: another rank, False", "step 4: SIGUSR1, True"]
 
@@ -141,32 +152,32 @@ def test_stop_within_the_evaluation(
     launch_and_end: Callable[..., int],
     processes: int,
 ) -> None:
-    """The evaluation is given up at once, and the resumed run makes it whole."""
+    """The evaluation ends at once, and the resumed run evaluates all images."""
     data = write_data(tmp_path / "data", val=(501, 500, 500))
     flags = ("--data-dir", data, *TINY, "--epochs", 1, "--batch-size", 8 // processes, "--deterministic")
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert launch(*flags, "--output-dir", whole, processes=processes).status == 0
+    uninterrupted, cut = tmp_path / "uninterrupted", tmp_path / "cut"
+    assert launch(*flags, "--output-dir", uninterrupted, processes=processes).status == 0
     saved = (cut / "last.pt").exists  # first at the end of the epoch's training
     status = launch_and_end(*flags, "--output-dir", cut, when=saved, number=signal.SIGTERM, processes=processes)
     if processes == 1:
         assert status == 143
     assert (read_checkpoint(cut)["step"], read_checkpoint(cut)["epoch"]) == (5, 0)
     assert not any("val/top1" in record for record in read_metrics(cut))
-    again = launch(*flags, "--output-dir", cut, processes=processes)
-    assert again.status == 0, again.err
-    evaluations = [[r for r in read_metrics(folder) if "val/top1" in r] for folder in (whole, cut)]
+    resumed = launch(*flags, "--output-dir", cut, processes=processes)
+    assert resumed.status == 0, resumed.err
+    evaluations = [[r for r in read_metrics(folder) if "val/top1" in r] for folder in (uninterrupted, cut)]
     assert evaluations[0] == evaluations[1]
     assert evaluations[1][0]["val/count"] == 1501
-    assert_same(read_checkpoint(whole)["model"], read_checkpoint(cut)["model"])
+    assert_same(read_checkpoint(uninterrupted)["model"], read_checkpoint(cut)["model"])
 
 
-SIGNALLED = """
+SENDS_A_SIGNAL = """
 import os, signal, sys, train
 
-def signalled(*parts):
+def send_signal(*arguments):
     os.kill(os.getpid(), signal.SIGUSR1)
 
-setattr(train, os.environ["AT"], signalled)
+setattr(train, os.environ["AT"], send_signal)
 sys.exit(train.main(sys.argv[1:]))
 """
 
@@ -178,8 +189,8 @@ def test_where_nothing_can_be_lost_a_signal_ends_at_once(
     """The first step after an evaluation with which a launch began, as it may compile; and `--evaluate`."""
     flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--output-dir", tmp_path / "out")
     assert launch(*flags, "--epochs", 1).status == 0
-    program = tmp_path / "signalled.py"
-    program.write_text(SIGNALLED)
+    program = tmp_path / "sends_a_signal.py"
+    program.write_text(SENDS_A_SIGNAL)
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     monkeypatch.setenv("AT", at)
     before_evaluation = tmp_path / "out" / "last-1.pt"
@@ -195,8 +206,8 @@ def test_before_the_first_step_the_files_of_an_earlier_run_stay(
     flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--output-dir", tmp_path / "out")
     assert launch(*flags, "--epochs", 1).status == 0
     files = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    program = tmp_path / "signalled.py"
-    program.write_text(SIGNALLED)
+    program = tmp_path / "sends_a_signal.py"
+    program.write_text(SENDS_A_SIGNAL)
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     monkeypatch.setenv("AT", "train_step")
     done = launch(*flags, "--epochs", 2, "--resume", "none", "--overwrite", program=program)

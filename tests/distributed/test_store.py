@@ -1,4 +1,4 @@
-"""The store behind a network that swallows everything: a real TCPStore, and a real connection that goes nowhere."""
+"""The store behind a network that loses everything: a real TCPStore, and a real connection that goes nowhere."""
 
 import contextlib
 import re
@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tests.harness import ROOT, environment, free_port
-from utils.distributed import monitor as peers_module
+from tests.harness import ROOT, environment
+from tests.processes import free_port
+from utils.distributed import monitor as monitor_module
 from utils.distributed import store as store_module
 from utils.distributed.monitor import RankMonitor
-from utils.distributed.store import BoundedStore, NoAnswer, in_time
+from utils.distributed.store import BoundedStore, NoAnswer, call_with_timeout
 
 
 class Proxy:
@@ -38,8 +39,8 @@ class Proxy:
         self._sockets = [self._server]
         self._start(self._accept)
 
-    def _start(self, what: Callable[..., None], *words: object) -> None:
-        threading.Thread(target=what, args=words, daemon=True).start()
+    def _start(self, function: Callable[..., None], *arguments: object) -> None:
+        threading.Thread(target=function, args=arguments, daemon=True).start()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # closed, on either side
@@ -62,14 +63,14 @@ class Proxy:
         _shut(target)
 
     def close(self) -> None:
-        for each in self._sockets:
-            _shut(each)
-            each.close()
+        for connection in self._sockets:
+            _shut(connection)
+            connection.close()
 
 
-def _shut(one: socket.socket) -> None:
+def _shut(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        one.shutdown(socket.SHUT_RDWR)  # unlike close, it wakes who waits for it
+        connection.shutdown(socket.SHUT_RDWR)  # unlike close, it wakes the thread that waits for it
 
 
 @pytest.fixture
@@ -86,25 +87,25 @@ def proxy(server: TCPStore) -> Iterator[Proxy]:
 
 def test_a_call_ends_whether_or_not_an_answer_comes(server: TCPStore, proxy: Proxy) -> None:
     store = BoundedStore(TCPStore("127.0.0.1", proxy.port), 30.0)
-    part = store.part("one").part("two", 0.2)
-    part.set("key", "value")
-    assert server.get("one/two/key") == part.get("key") == b"value"
-    assert (part.prefix, part.where) == ("one/two/", f"127.0.0.1:{proxy.port}")
-    assert (part.check(["key"]), part.check(["key", "other"]), store.check(["key"])) == (True, False, False)
-    assert (part.add("count", 2), part.add("count", 3)) == (2, 5)
+    inner = store.with_prefix("one").with_prefix("two", 0.2)
+    inner.set("key", "value")
+    assert server.get("one/two/key") == inner.get("key") == b"value"
+    assert (inner.prefix, inner.address) == ("one/two/", f"127.0.0.1:{proxy.port}")
+    assert (inner.check(["key"]), inner.check(["key", "other"]), store.check(["key"])) == (True, False, False)
+    assert (inner.add("count", 2), inner.add("count", 3)) == (2, 5)
     proxy.passes.clear()
     for _ in range(2):  # with the thread free, and with it waiting
         for call in (
-            lambda: part.set("late", ""),
-            lambda: part.get("key"),
-            lambda: part.check(["key"]),
-            lambda: part.add("count", 1),
+            lambda: inner.set("late", ""),
+            lambda: inner.get("key"),
+            lambda: inner.check(["key"]),
+            lambda: inner.add("count", 1),
         ):
             with pytest.raises(NoAnswer, match=r"no answer for 0\.2 s"):
                 call()
     proxy.passes.set()
-    assert store.check(["one/two/late"])  # the one that was under way arrives
-    assert store.get("one/two/count") == b"5"  # those that nobody waited for any more were not begun
+    assert store.check(["one/two/late"])  # the call that was under way arrives
+    assert store.get("one/two/count") == b"5"  # the calls after it were dropped, as their callers had stopped waiting
 
 
 def test_an_error_of_the_store_is_the_callers(server: TCPStore, proxy: Proxy) -> None:
@@ -116,79 +117,84 @@ def test_an_error_of_the_store_is_the_callers(server: TCPStore, proxy: Proxy) ->
         assert not isinstance(caught.value, NoAnswer)
 
 
-def test_in_time() -> None:
+def test_call_with_timeout() -> None:
     def fail() -> None:
-        raise KeyError("words")
+        raise KeyError("reason")
 
-    assert in_time(lambda: 3, 30.0) == 3
-    with pytest.raises(KeyError, match="words"):
-        in_time(fail, 30.0)
+    assert call_with_timeout(lambda: 3, 30.0) == 3
+    with pytest.raises(KeyError, match="reason"):
+        call_with_timeout(fail, 30.0)
     with pytest.raises(NoAnswer):
-        in_time(threading.Event().wait, 0.1)
+        call_with_timeout(threading.Event().wait, 0.1)
 
 
-def test_late_answers_are_answers_and_silence_is_none(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each answer takes longer than the one who looks after the store waits for it."""
-    monkeypatch.setattr(store_module, "POLL_SECONDS", 0.05)
+def test_late_answers_count_and_silence_is_noticed(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each answer takes longer than one poll waits for it."""
+    monkeypatch.setattr(store_module, "POLL_INTERVAL", 0.05)
     store = BoundedStore(TCPStore("127.0.0.1", proxy.port), 30.0)
     proxy.delay = 0.2
     cut_off = threading.Event()
-    with store.looked_after(1.5, cut_off.set):
+    with store.watch(1.5, cut_off.set):
         assert not cut_off.wait(4.0)
         proxy.passes.clear()
         assert cut_off.wait(100.0)
 
 
-def test_time_in_which_a_process_was_suspended_is_no_silence(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "POLL_SECONDS", 0.05)
+def test_time_in_which_the_process_was_suspended_does_not_count(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "POLL_INTERVAL", 0.05)
     clock, ahead = time.monotonic, 0.0
     monkeypatch.setattr(time, "monotonic", lambda: clock() + ahead)
     store = BoundedStore(TCPStore("127.0.0.1", proxy.port), 30.0)
     cut_off = threading.Event()
-    with store.looked_after(60.0, cut_off.set):
+    with store.watch(60.0, cut_off.set):
         proxy.passes.clear()  # an answer is on its way
         time.sleep(0.2)
         ahead = 3600.0
         assert not cut_off.wait(0.5)
 
 
-def test_who_looks_after_the_store_stops_with_the_work(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "POLL_SECONDS", 0.05)
+def test_the_watch_ends_with_its_context(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "POLL_INTERVAL", 0.05)
     store = BoundedStore(TCPStore("127.0.0.1", proxy.port), 30.0)
     cut_off = threading.Event()
-    with store.looked_after(0.5, cut_off.set):
+    with store.watch(0.5, cut_off.set):
         pass
     proxy.passes.clear()
     assert not cut_off.wait(1.0)
 
 
-def test_peers_that_are_cut_off_wait_for_nothing(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers_module, "ANSWER_SECONDS", 0.2)
+def test_a_monitor_that_is_cut_off_waits_for_nothing(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor_module, "CALL_TIMEOUT", 0.2)
     monitor = RankMonitor(BoundedStore(TCPStore("127.0.0.1", proxy.port), 30.0), 1, 2, timeout=30.0)
     assert monitor.request_abort()
     assert not monitor.request_abort()
     proxy.passes.clear()
     monitor.announce_stop()
     monitor.mark_finished()
-    assert monitor.request_abort()  # nobody else may say what is wrong
-    for question in (monitor.abort_requested, monitor.lost):
+    assert monitor.request_abort()  # no other rank may print what is wrong
+    for question in (monitor.abort_requested, monitor.has_lost_rank):
         with pytest.raises(NoAnswer):
             question()
 
 
-# Rank 1's store is behind the proxy; the collectives are not. It waits in C, as for a device, with a child that is as
-# deaf as a DataLoader's worker.
+# Rank 1's store is behind the proxy; the collectives are not. It waits in C, as for a device, with a child that gets no
+# signals, as a DataLoader's worker.
 WORKER = """
 import ctypes, multiprocessing, sys, time
-from utils.distributed.watchdog import shared_alarm
+import torch
+from utils.distributed.watchdog import watchdog
 from utils.distributed.group import process_group
 from utils.errors import BadFile, RunFailed
-def tell(line):
+def print_error(line):
     print(f"train.py: {line}", file=sys.stderr, flush=True)
 def wait():
     time.sleep(200)
 try:
-    with process_group("cpu", float(sys.argv[1]), tell) as env, env.watched(tell), shared_alarm(env, tell):
+    with (
+        process_group(torch.device("cpu"), float(sys.argv[1]), print_error) as env,
+        env.guard(print_error),
+        watchdog(env, print_error),
+    ):
         if env.rank == 1:
             child = multiprocessing.get_context("fork").Process(target=wait)
             child.start()
@@ -201,7 +207,7 @@ try:
         else:
             raise BadFile("/data/one.jpg", "damaged", env.rank)
 except RunFailed as failure:
-    tell(failure)
+    print_error(failure)
     sys.exit(1)
 """
 
@@ -231,18 +237,18 @@ def ranks() -> Iterator[list[subprocess.Popen[str]]]:
 
 
 def lines_of(process: subprocess.Popen[str]) -> list[str]:
-    """What it said to the user, at its end; a traceback would be there too."""
+    """The lines that it printed for the user; without a traceback."""
     err = process.communicate(timeout=60)[1]
     assert "Traceback" not in err, err
     return [line for line in err.splitlines() if line.startswith("train.py: ")]
 
 
 @pytest.mark.dist
-def test_a_process_that_is_cut_off_says_so_and_ends_with_its_workers(ranks: list[subprocess.Popen[str]]) -> None:
+def test_a_process_that_is_cut_off_prints_it_and_ends_with_its_workers(ranks: list[subprocess.Popen[str]]) -> None:
     port = free_port()
     proxy = Proxy(port)
     ranks += [start_rank(0, port, 60, "wait")]
-    until_it_listens(port)
+    wait_for_server(port)
     ranks += [start_rank(1, proxy.port, 5, "wait")]
     assert ranks[1].stdout is not None
     child = int(ranks[1].stdout.readline())
@@ -258,7 +264,7 @@ def test_a_process_that_is_cut_off_says_so_and_ends_with_its_workers(ranks: list
 
 @pytest.mark.dist
 def test_a_bad_file_of_the_rank_that_holds_the_store_ends_the_other(ranks: list[subprocess.Popen[str]]) -> None:
-    """As under Slurm, where no launcher does: that rank has to wait until the other has read the news there."""
+    """As under Slurm, where no launcher holds it: that rank has to wait until the other has read that it must end."""
     port = free_port()
     ranks += [start_rank(rank, port, 60, "bad file") for rank in (0, 1)]
     (line,), nothing = map(lines_of, ranks)
@@ -267,8 +273,8 @@ def test_a_bad_file_of_the_rank_that_holds_the_store_ends_the_other(ranks: list[
     assert [process.returncode for process in ranks] == [2, 2]
 
 
-def until_it_listens(port: int) -> None:
-    """Before its time a proxy's connection would be refused, and closed."""
+def wait_for_server(port: int) -> None:
+    """Before the server listens, a proxy's connection would be refused, and closed."""
     while True:
         try:
             socket.create_connection(("127.0.0.1", port)).close()
@@ -282,14 +288,14 @@ def until_it_listens(port: int) -> None:
 @pytest.mark.parametrize(
     "budget", [0, *(pytest.param(budget, marks=pytest.mark.slow) for budget in range(150, 2100, 150))]
 )
-def test_a_process_that_is_cut_off_while_it_starts_says_so(ranks: list[subprocess.Popen[str]], budget: int) -> None:
-    """After any number of bytes; where these are more than a start takes, at a poll."""
+def test_a_process_that_is_cut_off_while_it_starts_prints_it(ranks: list[subprocess.Popen[str]], budget: int) -> None:
+    """After any number of bytes; if these are more than the start needs, at a later poll."""
     timeout = 5 if budget else 1
     port = free_port()
     proxy = Proxy(port)
     proxy.budget = budget
     ranks += [start_rank(0, port, 60, "wait")]
-    until_it_listens(port)
+    wait_for_server(port)
     ranks += [start_rank(1, proxy.port, timeout, "wait")]
     (line,) = lines_of(ranks[1])
     assert ranks[1].returncode == 1

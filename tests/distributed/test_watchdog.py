@@ -1,4 +1,4 @@
-"""A bad file on one rank ends all of them at once, in one line; whatever the others wait for, and whoever met it."""
+"""A bad file or a lost rank ends all ranks at once, with one line, whatever the others wait for."""
 
 import itertools
 import json
@@ -19,22 +19,23 @@ from utils.data.sampler import Sampler
 WORKER = """
 import os, sys, time
 import torch, torch.distributed as dist
-from utils.distributed.watchdog import shared_alarm
+from utils.distributed.watchdog import watchdog
 from utils.distributed.group import process_group
 from utils.errors import BadFile
-from utils.distributed.exit import writing
+from utils.distributed.exit import write_lock
 from utils.distributed.stop import StopRequest
 case, folder = sys.argv[1:]
-with process_group("cpu", timeout=300) as env, shared_alarm(env, print):
-    meets = {"rank 0": env.rank == 0, "rank 2": env.rank == 2, "all": True, "saving": env.rank == 1}[case]
-    StopRequest().arm(env)  # torchrun signals the others as soon as one has ended
+stop = StopRequest()
+with stop.handling_signals(), process_group(torch.device("cpu"), 300, print) as env, watchdog(env, print):
+    has_bad_file = {"rank 0": env.rank == 0, "rank 2": env.rank == 2, "all": True, "saving": env.rank == 1}[case]
+    stop.enable(env)  # torchrun signals the others as soon as one has ended
     dist.barrier()
-    if meets:
+    if has_bad_file:
         raise BadFile("/data/one.jpg", "damaged", env.rank)
     if case == "saving" and env.is_main:
-        with writing:
+        with write_lock:
             time.sleep(4)  # a checkpoint of some size
-            open(os.path.join(folder, "whole"), "w").close()
+            open(os.path.join(folder, "complete"), "w").close()
     dist.all_reduce(torch.zeros(3))  # without the others it waits for 300 s
     sys.stderr.write("got through")
 """
@@ -44,9 +45,9 @@ def run_script(tmp_path: Path, text: str, processes: int, *arguments: object) ->
     """A program of a few lines over our modules, under torchrun, to its end."""
     script = tmp_path / "worker.py"
     script.write_text(text)
-    words = [*command(processes, "--standalone", program=script), *map(str, arguments)]
+    command_line = [*command(script, processes, ("--standalone",)), *map(str, arguments)]
     environ = environment() | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(words, env=environ, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command_line, env=environ, capture_output=True, text=True, timeout=100, check=False)
 
 
 @pytest.mark.dist
@@ -55,17 +56,17 @@ def run_script(tmp_path: Path, text: str, processes: int, *arguments: object) ->
 )
 def test_all_ranks_end(tmp_path: Path, case: str) -> None:
     done = run_script(tmp_path, WORKER, 3, case, tmp_path)
-    told = [line for line in done.stderr.splitlines() if "/data/one.jpg: damaged" in line]
-    assert len(told) == 1, done.stderr
-    assert told[0].startswith("train.py: rank ")
+    lines = [line for line in done.stderr.splitlines() if "/data/one.jpg: damaged" in line]
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("train.py: rank ")
     assert "got through" not in done.stderr
     assert "worker.py" not in done.stderr.replace(str(tmp_path / "worker.py"), "")  # no traceback of ours
     assert "exitcode  : 2" in done.stderr
-    assert (tmp_path / "whole").exists() == (case == "saving")
+    assert (tmp_path / "complete").exists() == (case == "saving")
 
 
 def assert_ended_by(done: Finished, processes: int, path: str) -> None:
-    """One line that names file and rank, and no word of ours besides; torchrun adds its own report."""
+    """One line names file and rank, and there is no other line of ours; torchrun adds its own."""
     ours = [line for line in done.err.splitlines() if line.startswith("train.py: ")]
     assert len(ours) == 1, done.err
     assert ours[0].startswith("train.py: rank ")
@@ -78,7 +79,7 @@ def assert_ended_by(done: Finished, processes: int, path: str) -> None:
         assert "exitcode  : 2" in done.err
 
 
-def spoiled_run(folder: Path, split: str, kind: str) -> tuple[str, tuple[str | Path, ...]]:
+def bad_file_run(folder: Path, split: str, kind: str) -> tuple[str, tuple[str | Path, ...]]:
     """A data set with one bad file: its name as a terminal shows it, and flags that save at every step."""
     root = write_data(folder / "data", train=(60, 60, 60), val=(20, 20, 20))
     path = root / split / "green" / "bad\none.jpg"
@@ -89,14 +90,14 @@ def spoiled_run(folder: Path, split: str, kind: str) -> tuple[str, tuple[str | P
 
 @pytest.mark.dist
 def test_a_bad_file_in_training(tmp_path: Path, launch: Callable[..., Finished]) -> None:
-    shown, flags = spoiled_run(tmp_path, "train", "cut in the middle")
-    assert_ended_by(launch(*flags, processes=2), 2, shown)
+    shown_path, flags = bad_file_run(tmp_path, "train", "cut in the middle")
+    assert_ended_by(launch(*flags, processes=2), 2, shown_path)
     assert read_checkpoint(tmp_path / "out")["step"] >= 1
 
 
 @pytest.mark.slow
-def test_a_run_that_met_a_bad_file_goes_on_without_it(tmp_path: Path, launch: Callable[..., Finished]) -> None:
-    """At the step where it ended, in the order that it began with; another of its class takes the bad image's place."""
+def test_a_run_that_met_a_bad_file_resumes_without_it(tmp_path: Path, launch: Callable[..., Finished]) -> None:
+    """At the step where it ended, in the same order; another image of its class replaces the bad one."""
     root, records = write_numbered(tmp_path / "data"), tmp_path / "records"
     records.mkdir()
     manifest = scan(root, "train")
@@ -113,26 +114,26 @@ def test_a_run_that_met_a_bad_file_goes_on_without_it(tmp_path: Path, launch: Ca
 
     done = launch(*flags, "--bad-files", "skip", program=recorder)
     assert f"resumed at epoch 1, step {reached}" in done.out, done.err
-    again = launch(*flags, "--bad-files", "skip", "--epochs", 2, program=recorder)  # last.pt is one of the new ones
-    assert (done.status, again.status) == (0, 0), again.err
-    stand_in = scan(root, "train").with_replacements({manifest.name(index): "bad"}).name(index)
-    for launched in (done, again):
-        assert f"({stand_in} for {manifest.name(index)}, ...)" in launched.out
+    continued = launch(*flags, "--bad-files", "skip", "--epochs", 2, program=recorder)  # last.pt is one of the new ones
+    assert (done.status, continued.status) == (0, 0), continued.err
+    replacement = scan(root, "train").with_replacements({manifest.name(index): "bad"}).name(index)
+    for launched in (done, continued):
+        assert f"({replacement} for {manifest.name(index)}, ...)" in launched.out
 
     lines = [json.loads(line) for file in records.glob("*.jsonl") for line in file.read_text().splitlines()]
     steps = {line["step"]: line["images"] for line in lines}
     assert sorted(steps) == list(range(50))
-    number, instead = int(path.stem), int(Path(stand_in).stem)
-    wanted = [instead if image == number else image for image in range(NUMBERED)]
+    number, replaced_by = int(path.stem), int(Path(replacement).stem)
+    wanted = [replaced_by if image == number else image for image in range(NUMBERED)]
     for epoch in range(2):
         seen = itertools.chain.from_iterable(steps[25 * epoch + at] for at in range(25))
         assert sorted(seen) == sorted(wanted)
 
 
 def test_a_bad_file_under_the_torch_loader(tmp_path: Path, launch: Callable[..., Finished]) -> None:
-    """Its workers are deaf to the signal with which an interpreter ends them, and must not keep it from ending."""
-    shown, flags = spoiled_run(tmp_path, "val", "text")
-    assert_ended_by(launch(*flags, "--loader", "torch"), 1, shown)
+    """Its workers ignore the signal with which an interpreter ends them, and must not keep it from ending."""
+    shown_path, flags = bad_file_run(tmp_path, "val", "text")
+    assert_ended_by(launch(*flags, "--loader", "torch"), 1, shown_path)
     assert read_checkpoint(tmp_path / "out")["epoch"] == 0  # trained, not evaluated
 
 
@@ -145,28 +146,33 @@ def test_a_bad_file_under_the_torch_loader(tmp_path: Path, launch: Callable[...,
 def test_every_loader_ends_in_time(
     tmp_path: Path, launch: Callable[..., Finished], processes: int, loader: str, split: str, kind: str
 ) -> None:
-    shown, flags = spoiled_run(tmp_path, split, kind)
+    shown_path, flags = bad_file_run(tmp_path, split, kind)
     done = launch(*flags, "--loader", *loader.split(), processes=processes)
     ended = time.time()
-    assert_ended_by(done, processes, shown)
+    assert_ended_by(done, processes, shown_path)
     if split == "val" or "host" not in loader:
         # The last step but for those of the batches that were read ahead.
         assert read_checkpoint(tmp_path / "out")["step"] >= 1
         assert ended - (tmp_path / "out" / "last.pt").stat().st_mtime < 20
 
 
-STUCK = """
+HANGS = """
 import ctypes, os, signal, sys
-import torch.distributed as dist
-from utils.distributed.watchdog import shared_alarm
+import torch, torch.distributed as dist
+from utils.distributed.watchdog import watchdog
 from utils.distributed.group import process_group
 from utils.distributed.stop import StopRequest
 case = sys.argv[1]
-def tell(line):
+def print_error(line):
     print(f"train.py: {line}", file=sys.stderr, flush=True)
 timeout = 3 if case in ("stopped", "all") else 300
-with process_group("cpu", timeout) as env, env.watched(tell), shared_alarm(env, tell):
-    stop = StopRequest()
+stop = StopRequest()
+with (
+    stop.handling_signals(),
+    process_group(torch.device("cpu"), timeout, print_error) as env,
+    env.guard(print_error),
+    watchdog(env, print_error),
+):
     stop.enable(env)
     stop.should_stop()
     dist.barrier()
@@ -192,25 +198,29 @@ with process_group("cpu", timeout) as env, env.watched(tell), shared_alarm(env, 
     ],
 )
 def test_ranks_that_wait_for_a_device_end_too(tmp_path: Path, case: str, what: str) -> None:
-    done = run_script(tmp_path, STUCK, 3, case)
-    told = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
-    assert len(told) == 1, done.stderr
-    assert told[0].startswith("train.py: rank 1 (process ") or case == "all"
-    assert what in told[0]
-    assert "goes on from the last checkpoint" in told[0]
+    done = run_script(tmp_path, HANGS, 3, case)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("train.py: rank 1 (process ") or case == "all"
+    assert what in lines[0]
+    assert "goes on from the last checkpoint" in lines[0]
     assert "0 (local_rank: 0)\n  exitcode  : 1" in done.stderr, done.stderr
 
 
-UNARMED = """
-import ctypes, os, signal, sys
+NOT_ENABLED = """
+import contextlib, ctypes, os, signal, sys
 import torch, torch.distributed as dist
-from utils.distributed.watchdog import shared_alarm
+from utils.distributed.watchdog import watchdog
 from utils.distributed.group import process_group
 from utils.distributed.stop import StopRequest
-def tell(line):
+def print_error(line):
     print(f"train.py: {line}", file=sys.stderr, flush=True)
-with process_group("cpu", 300) as env, env.watched(tell), shared_alarm(env, tell):
-    stop = StopRequest(peers=env.peers)
+with contextlib.ExitStack() as stack:
+    env = stack.enter_context(process_group(torch.device("cpu"), 300, print_error))
+    stop = StopRequest(monitor=env.monitor)
+    stack.enter_context(stop.handling_signals())
+    stack.enter_context(env.guard(print_error))
+    stack.enter_context(watchdog(env, print_error))
     if env.rank != 1:
         stop.enable(env)
     dist.barrier()
@@ -226,8 +236,8 @@ with process_group("cpu", 300) as env, env.watched(tell), shared_alarm(env, tell
 
 @pytest.mark.dist
 def test_a_rank_that_is_stopped_before_its_first_step_stops_the_others(tmp_path: Path) -> None:
-    """Also those that have done theirs, by an instant: none of them takes it for a loss."""
-    done = run_script(tmp_path, UNARMED, 3)
+    """Also those that have just done theirs: none of them takes it for a loss."""
+    done = run_script(tmp_path, NOT_ENABLED, 3)
     assert re.findall(r"exitcode +: (-?\d+)", done.stderr) == ["143"] * 3, done.stderr
     assert done.stderr.count("stopped by SIGTERM before the first step") == 1
     assert "train.py: rank" not in done.stderr
@@ -235,10 +245,13 @@ def test_a_rank_that_is_stopped_before_its_first_step_stops_the_others(tmp_path:
 
 EARLY = """
 import sys, time
-from utils.distributed.watchdog import LOST_SECONDS, shared_alarm
+import torch
+from utils.distributed.watchdog import MAIN_THREAD_SECONDS, watchdog
 from utils.distributed.group import process_group
-with process_group("cpu", 300) as env, shared_alarm(env, lambda line: print(line, file=sys.stderr)):
-    time.sleep(0 if env.rank else LOST_SECONDS + 6)
+def print_error(line):
+    print(line, file=sys.stderr)
+with process_group(torch.device("cpu"), 300, print_error) as env, watchdog(env, print_error):
+    time.sleep(0 if env.rank else MAIN_THREAD_SECONDS + 6)
 print("done", env.rank, flush=True)
 """
 

@@ -1,4 +1,4 @@
-"""What happens to a batch on the device."""
+"""Augmentation of a batch on the device: normalisation is torchvision's, mixes weigh targets as images."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ def test_normalize_gives_the_type_of_mixed_precision() -> None:
 def test_mixes_weigh_targets_as_images(values: dict[str, Any]) -> None:
     torch.manual_seed(0)
     images, _ = batch()
-    # Constant pictures of their own class's brightness: the mean of a mix tells its weights.
+    # Images of one brightness for each class: the mean of a mix shows its weights.
     targets = torch.arange(8) % 5
     images = (targets * 50).to(torch.uint8).view(8, 1, 1, 1).expand(8, 3, 16, 16).contiguous()
     images = images.contiguous(memory_format=torch.channels_last)
@@ -61,7 +61,7 @@ def test_mixes_weigh_targets_as_images(values: dict[str, Any]) -> None:
 def test_random_erase_probability() -> None:
     images, targets = batch(64)
     images = images.clamp(min=1)
-    whole = augment()(images, targets)[0]
-    assert torch.equal(augment(random_erase=0.0)(images, targets)[0], whole)
-    erased = (augment(random_erase=1.0)(images, targets)[0] != whole).flatten(1).any(1)
+    plain = augment()(images, targets)[0]
+    assert torch.equal(augment(random_erase=0.0)(images, targets)[0], plain)
+    erased = (augment(random_erase=1.0)(images, targets)[0] != plain).flatten(1).any(1)
     assert erased.float().mean() > 0.9

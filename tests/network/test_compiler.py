@@ -1,4 +1,4 @@
-"""Where compiled results are kept."""
+"""The folder that keeps compiled networks, and what makes torch compile again."""
 
 import os
 import subprocess
@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-from tests.harness import ROOT
+from tests.harness import ROOT, environment
 from utils.network.compiler import enable_compile_cache
 
 
 @pytest.fixture
-def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # put back what enable_compile_cache sets
+def variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that it is restored after the test
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     return monkeypatch
 
 
-def test_compiled_kernels_land_in_the_users_cache(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    environment.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_compiled_kernels_land_in_the_users_cache(variables: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    variables.setenv("XDG_CACHE_HOME", str(tmp_path))
     enable_compile_cache()
     torch.compile(lambda images: images.sin() + images.cos())(torch.ones(7))
     assert list((tmp_path / "brisk").glob("compiled/**/*.py")), "no generated code"
@@ -34,8 +34,9 @@ from torch import nn
 from torch._dynamo.utils import counters
 from utils.network import fused_ops
 from utils.network.fused_layers import swap_fused_layers
-from utils.network.compiler import compile_network
+from utils.network.compiler import compile_network, enable_compile_cache
 
+enable_compile_cache()
 fused_ops.__file__ = sys.argv[1]
 network = nn.Sequential(
     nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.MaxPool2d(3, 2, 1), nn.Conv2d(8, 8, 3, 1, 1, groups=8)
@@ -49,36 +50,36 @@ print(counters["aot_autograd"]["autograd_cache_hit"], counters["inductor"]["fxgr
 @pytest.mark.slow
 def test_the_next_launch_finds_a_network_with_fused_layers(tmp_path: Path) -> None:
     """But not if the source of the layers has changed in between."""
-    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
-    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)  # which torch sets once it has compiled
-    own, changed = ROOT / "utils" / "network" / "fused_ops.py", tmp_path / "fused_ops.py"
-    changed.write_text(own.read_text() + "# changed\n")
+    variables = environment() | {"XDG_CACHE_HOME": str(tmp_path)}
+    variables.pop("TORCHINDUCTOR_CACHE_DIR", None)  # which torch sets once it has compiled
+    original, changed = ROOT / "utils" / "network" / "fused_ops.py", tmp_path / "fused_ops.py"
+    changed.write_text(original.read_text() + "# changed\n")
     hits = [
         subprocess.run(
             [sys.executable, "-c", FRESH_PROCESS, source],
-            cwd=ROOT, env=environment, capture_output=True, text=True, check=True,
+            cwd=ROOT, env=variables, capture_output=True, text=True, check=True,
         ).stdout.split()
-        for source in (own, own, changed)
+        for source in (original, original, changed)
     ]  # fmt: skip
     assert hits == [["0", "0"], ["1", "2"], ["0", "0"]], "forward and backward graph"
 
 
-def test_the_users_own_choice_stays(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    environment.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
-    environment.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_the_folder_that_the_user_has_set_stays(variables: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    variables.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
+    variables.setenv("XDG_CACHE_HOME", str(tmp_path))
     enable_compile_cache()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/elsewhere"
 
 
-def test_torchs_own_default_is_no_choice_of_the_users(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    environment.setenv("XDG_CACHE_HOME", str(tmp_path))
-    environment.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
+def test_torchs_default_is_replaced(variables: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    variables.setenv("XDG_CACHE_HOME", str(tmp_path))
+    variables.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
     enable_compile_cache()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"].startswith(str(tmp_path))
 
 
-def test_unwritable_home_leaves_torchs_default(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unwritable_home_leaves_torchs_default(variables: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    environment.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    variables.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     enable_compile_cache()
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ

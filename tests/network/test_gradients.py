@@ -1,4 +1,4 @@
-"""The exchange of gradients at the end of the backward pass, between real processes; test_gpu.py has the rest."""
+"""Gradients of a step over its batches and over the ranks, between real processes; tests/runs/test_gpu.py has more."""
 
 from pathlib import Path
 from typing import Any
@@ -36,14 +36,14 @@ class Network(nn.Module):
 def gradients_of(net: nn.Module, exchange: FlatAllReduce | None, rank: int) -> list[dict[str, torch.Tensor]]:
     """By step, every gradient; each rank and each step has images of its own."""
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    gradients = ForwardBackward(net, nn.CrossEntropyLoss(), scaler, torch.float32, MICROS, exchange)
+    compute = ForwardBackward(net, nn.CrossEntropyLoss(), scaler, torch.float32, MICROS, exchange)
     generator = torch.Generator().manual_seed(rank)
     steps = []
     for _ in range(STEPS):
         for micro in range(MICROS):
             images = torch.randn(4, 3, 8, 8, generator=generator).contiguous(memory_format=torch.channels_last)
-            gradients(images, torch.arange(4) % 3, micro)
-        found = {name.removeprefix("module."): own.grad for name, own in net.named_parameters()}
+            compute(images, torch.arange(4) % 3, micro)
+        found = {name.removeprefix("module."): weight.grad for name, weight in net.named_parameters()}
         steps.append({name: grad.clone() for name, grad in found.items() if grad is not None})
     return steps
 
@@ -63,7 +63,7 @@ class WeightedMean(nn.Module):
 @pytest.mark.parametrize("amp_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [None, 8.0])
 def test_gradient_of_a_step_is_the_mean_over_its_batches(amp_dtype: torch.dtype, scale: float | None) -> None:
-    """Numbers that no precision rounds. fp16's scaler multiplies the gradients, not the loss that is told."""
+    """Numbers that no precision rounds. fp16's scaler multiplies the gradients, not the loss that is returned."""
     net = nn.Linear(2, 1, bias=False)
     nn.init.constant_(net.weight, 2.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
@@ -74,10 +74,10 @@ def test_gradient_of_a_step_is_the_mean_over_its_batches(amp_dtype: torch.dtype,
         exchanged.append(net.weight.grad.tolist())
 
     criterion = WeightedMean()
-    gradients = ForwardBackward(net, criterion, scaler, amp_dtype, 2, exchange)
+    compute = ForwardBackward(net, criterion, scaler, amp_dtype, 2, exchange)
     steps = [[((1.0, 0.0), 1), ((0.0, 4.0), 2)], [((4.0, 2.0), -1), ((0.0, 8.0), 0)]]  # image and target of each batch
     losses = [
-        gradients(torch.tensor([image, image]), torch.tensor([target, target]), micro).item()
+        compute(torch.tensor([image, image]), torch.tensor([target, target]), micro).item()
         for step in steps
         for micro, (image, target) in enumerate(step)
     ]
@@ -95,7 +95,11 @@ def run_rank(rank: int, world_size: int, folder: Path) -> None:
     found: dict[str, Any] = {"weights": weights}
     for name, dtype in (("flat", torch.float32), ("bf16", torch.bfloat16)):
         found[name] = gradients_of(net, FlatAllReduce(net.parameters(), dtype), rank)
-    strides = {name: own.grad.stride() == own.stride() for name, own in net.named_parameters() if own.grad is not None}
+    strides = {
+        name: weight.grad.stride() == weight.stride()
+        for name, weight in net.named_parameters()
+        if weight.grad is not None
+    }
     by_torch = DistributedDataParallel(net, find_unused_parameters=True)
     found |= {"strides": strides, "ddp": gradients_of(by_torch, None, rank)}
     torch.save(found, folder / f"{rank}.pt")
@@ -104,7 +108,7 @@ def run_rank(rank: int, world_size: int, folder: Path) -> None:
 
 @pytest.fixture(params=[pytest.param(2, marks=pytest.mark.slow), 3])
 def ranks(request: pytest.FixtureRequest, tmp_path: Path) -> list[dict[str, Any]]:
-    """What each of two and of three processes found."""
+    """The results of each rank, of two and of three."""
     spawn(run_rank, (request.param, tmp_path), request.param)  # type: ignore[no-untyped-call]
     return [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(request.param)]
 

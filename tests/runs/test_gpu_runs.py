@@ -26,7 +26,8 @@ import train
 driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
 before = driver.cuDeviceGetCount(ctypes.byref(count))
 from utils.distributed.group import process_group
-with process_group("cuda", 60):
+from utils.distributed.ownership import own_process
+with process_group(own_process("cuda"), 60):
     after = driver.cuDeviceGetCount(ctypes.byref(count))
     json.dump([before, after, os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]], sys.stdout)
 """

@@ -1,4 +1,4 @@
-"""scripts/gpu_check.sh without a GPU, so that every part of it fails."""
+"""scripts/gpu_check.sh on a machine without a GPU, where every run fails."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ from tests.harness import ROOT, launch
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_failures_are_in_the_table_and_nothing_is_left_of_an_earlier_call(data: Path, tmp_path: Path) -> None:
+def test_failures_are_in_the_table_and_results_of_an_earlier_call_are_removed(data: Path, tmp_path: Path) -> None:
     (tmp_path / "resnet50.json").write_text(json.dumps({"top1": 71.92}))
     (tmp_path / "resnet50.log").write_text("an earlier call\n")
     (tmp_path / "mine.json").write_text(json.dumps({"top1": 99.0}))

@@ -1,4 +1,4 @@
-"""scripts/launcher.py: exit statuses, time limits, and that nothing is left of a command."""
+"""scripts/launcher.py: exit statuses, time limits, and the end of all processes of a command."""
 
 import sys
 import tempfile
@@ -14,7 +14,7 @@ from tests.processes import alive, identify
 
 LAUNCHER = ROOT / "scripts" / "launcher.py"
 
-# A parent that ends at once, and a child that ignores SIGTERM, in a session of its own with another parent.
+# A process that ends after some seconds, and its child in another session, which ignores SIGTERM.
 DETACHED = """
 import os, pathlib, signal, sys, tempfile, time
 tempfile.mkdtemp()
@@ -39,7 +39,7 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize(("seconds", "status"), [(0, 0), (600, 124)])
-def test_nothing_is_left(tmp_path: Path, temporary: Path, seconds: float, status: int) -> None:
+def test_no_process_and_no_file_remains(tmp_path: Path, temporary: Path, seconds: float, status: int) -> None:
     pid_file = tmp_path / "pid"
     command = [sys.executable, "-c", DETACHED, pid_file, seconds]
     with start("--limit", 5, "--", *command, program=LAUNCHER) as started:

@@ -8,12 +8,12 @@ from scripts import make_digits
 from tests.conftest import Refused
 
 
-@pytest.mark.parametrize("there", [True, False], ids=["to an empty folder", "to nowhere"])
-def test_a_link_is_followed_and_stays(tmp_path: Path, there: bool) -> None:
+@pytest.mark.parametrize("exists", [True, False], ids=["to an empty folder", "to nowhere"])
+def test_a_link_is_followed_and_remains(tmp_path: Path, exists: bool) -> None:
     link, target = tmp_path / "here" / "digits", tmp_path / "disk" / "digits"
     link.parent.mkdir()
     link.symlink_to("../disk/digits")
-    if there:
+    if exists:
         target.mkdir(parents=True)
     assert make_digits.main([str(link)]) == 0
     assert link.is_symlink()

@@ -19,17 +19,17 @@ SCALING = ROOT / "scripts" / "scaling.py"
 FLAGS = "--arch test_resnet --image-size 32 --val-resize 36 --workers 1 --device cpu"
 
 
-def test_small_runs_take_every_gpu_in_turn() -> None:
-    assert [gpus_of_round(turn, 1, 2, None) for turn in range(3)] == ["0", "1", "0"]
-    assert [gpus_of_round(turn, 2, 4, None) for turn in range(3)] == ["0,1", "2,3", "0,1"]
-    assert [gpus_of_round(turn, 4, 4, None) for turn in range(2)] == ["0,1,2,3", "0,1,2,3"]
+def test_small_runs_use_every_gpu() -> None:
+    assert [gpus_of_round(number, 1, 2, None) for number in range(3)] == ["0", "1", "0"]
+    assert [gpus_of_round(number, 2, 4, None) for number in range(3)] == ["0,1", "2,3", "0,1"]
+    assert [gpus_of_round(number, 4, 4, None) for number in range(2)] == ["0,1,2,3", "0,1,2,3"]
 
 
-def test_small_runs_take_every_visible_gpu_in_turn() -> None:
-    assert [gpus_of_round(turn, 1, 2, "5,7") for turn in range(3)] == ["5", "7", "5"]
-    assert [gpus_of_round(turn, 1, 2, "GPU-a,GPU-b,GPU-c") for turn in range(3)] == ["GPU-a", "GPU-b", "GPU-a"]
+def test_small_runs_use_every_visible_gpu() -> None:
+    assert [gpus_of_round(number, 1, 2, "5,7") for number in range(3)] == ["5", "7", "5"]
+    assert [gpus_of_round(number, 1, 2, "GPU-a,GPU-b,GPU-c") for number in range(3)] == ["GPU-a", "GPU-b", "GPU-a"]
     assert gpus_of_round(1, 2, 2, "5,7") == "5,7"
-    assert gpus_of_round(1, 2, 2, "5") == "5", "train.py says that this is not enough"
+    assert gpus_of_round(1, 2, 2, "5") == "5", "train.py reports that this is not enough"
     assert gpus_of_round(1, 2, 2, "") == "", "none is to be used"
 
 
@@ -84,9 +84,9 @@ def test_links_are_to_what_train_lists(data: Path, tmp_path: Path) -> None:
     assert [len(split) for split in listed] == [41, 41]
     assert [len(split) for split in linked] == [100, 41]
     assert [split.ignored for split in linked] == [{}, {}]
-    for here, there in zip(linked, listed, strict=True):
-        assert here.classes == there.classes
-        assert {name.replace(name.split("/")[1][:7], "", 1) for name in here.names()} == set(there.names())
+    for links_of, files_of in zip(linked, listed, strict=True):
+        assert links_of.classes == files_of.classes
+        assert {name.replace(name.split("/")[1][:7], "", 1) for name in links_of.names()} == set(files_of.names())
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ def with_loader(run: Run, stream: TrainLoader) -> Run:
 
 
 def open_loader(name: str, run: Run, manifest: Manifest, first_batch: int = 0) -> Loader:
-    """Open the loader `name` at batch `first_batch` of the run, and take batches until its queue is in use."""
+    """Open the loader `name` at batch `first_batch` of the run, and consume batches until its queue is in use."""
     config, device = run.config, run.env.device
     workers = config.workers if name in ("torch", "timm") else None
     queue, stride = (PREFETCH * workers + 1, workers) if workers else (config.prefetch + READ_AHEAD, 1)
@@ -215,7 +215,7 @@ def open_loaders(
 ) -> tuple[list[Loader], FilesReader]:
     """Open all, those with worker processes first: a process is best forked before DALI has threads.
 
-    Each starts in its own part of the epoch, so that none reads from the page cache what another has just read. The
+    Each starts in another part of the epoch, so that none reads from the page cache what another has just read. The
     files are read by as many readers as the diagnosed loader has: DALI's, if it is one of them.
     """
     part, workers = run.sampler.batches_per_epoch // (len(names) + 1), run.config.workers

@@ -2,7 +2,7 @@
 
 A window is the wall time of a number of steps, on CUDA between two synchronisations. Loaders fill their queues while
 others are measured. So before a window all queues are full and idle; then the queue of the case is drained, two steps
-are discarded, and the window shows the rate that lasts. A window of a loader with worker processes is a whole number of
+are discarded, and the window shows the sustained rate. A window of a loader with worker processes is a whole number of
 their rounds, as their batches come in bursts. The first windows of each case, with compilation and the search for fast
 kernels, only determine how many steps fill the wanted time.
 """
@@ -11,15 +11,14 @@ import contextlib
 import dataclasses
 import math
 import multiprocessing
-import os
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Protocol
 
 import torch
 from tqdm import tqdm
 
+from utils.distributed.process import read_stat
 from utils.errors import Stopped
 from utils.training.metrics import Meter
 from utils.training.run import Run
@@ -56,7 +55,7 @@ class Case:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all work on the device; the CPU never has any left."""
+    """Wait for all work on the device; on the CPU there is none."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -94,8 +93,8 @@ def measure(cases: Sequence[Case], run: Run, windows: int, window_seconds: float
             while (window := measure_once(case, steps)).seconds < window_seconds / 4:
                 steps *= 2
             bar.update()
-            wanted = max(MIN_STEPS, window_seconds * steps / window.seconds)
-            return math.ceil(wanted / case.stride) * case.stride
+            needed = max(MIN_STEPS, window_seconds * steps / window.seconds)
+            return math.ceil(needed / case.stride) * case.stride
 
         steps = [calibrate(case) for case in cases]
         results: list[list[Window]] = [[] for _ in cases]
@@ -137,9 +136,9 @@ def settle(device: torch.device, timeout: float = 60.0) -> None:
 
 def cpu_seconds() -> float:
     """CPU time of this process and its live worker processes, which no rusage counts before their end."""
-    ticks = 0
+    seconds = time.process_time()
     for worker in multiprocessing.active_children():
+        assert worker.pid is not None  # it was started
         with contextlib.suppress(OSError):  # it has just ended
-            fields = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()
-            ticks += int(fields[11]) + int(fields[12])  # utime and stime, see proc(5)
-    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
+            seconds += read_stat(worker.pid).cpu_seconds
+    return seconds

@@ -101,7 +101,7 @@ def table(measurements: Measurements) -> str:
 def format_verdict(verdict: Verdict) -> str:
     """The verdict for people."""
     lists = {"What to change": verdict.advice, "Where DALI wins": verdict.where_dali_wins,
-             "Where DALI loses": verdict.where_dali_loses, "Mind": verdict.warnings}  # fmt: skip
+             "Where DALI loses": verdict.where_dali_loses, "Warnings": verdict.warnings}  # fmt: skip
     parts = ["Verdict", *verdict.summary]
     for title, lines in lists.items():
         if lines:

@@ -24,6 +24,7 @@ from utils.data.manifest import Manifest
 from utils.data.splits import Splits
 from utils.distributed.group import DistEnv
 from utils.distributed.stop import StopRequest
+from utils.network.compiler import enable_compile_cache
 from utils.training.autotune import choose_loader_settings, resolve
 from utils.training.machine import inspect_machine
 from utils.training.output import prepare_output
@@ -39,7 +40,7 @@ def describe(run: Run, images: Manifest, generated: bool, windows: int, window_s
     Args:
         run: the run whose step is timed.
         images: the different images, each once.
-        generated: whether they are the benchmark's own.
+        generated: whether the benchmark generated them.
         windows: number of windows per case.
         window_seconds: wanted length of a window.
     """
@@ -120,8 +121,10 @@ def open_run(
     resolved = resolve(dataclasses.replace(config, output_dir=work), manifest.classes, env, choice)
     prepare_output(work, env)
     stop = StopRequest()
-    stack.callback(stop.close)
+    stack.enter_context(stop.handling_signals())
     splits = {"train": manifest, "val": manifest}
+    if resolved.compile:
+        enable_compile_cache()
     run = build(resolved, splits, splits, env, stack, stop)
     stop.enable(env)
     return run, manifest

@@ -1,4 +1,4 @@
-"""The verdict of a benchmark: what limits training on these images with this machine, and what DALI is worth there.
+"""The verdict of a benchmark: what limits training on these images with this machine, and what DALI gains or costs.
 
 The diagnosed loader is the DALI path that trains fastest (without one, the fastest loader). `share` is its training
 rate over that of the same step on synthetic images. The noise is the larger spread of the two. In this order:
@@ -100,7 +100,7 @@ class Measurements:
 
     Attributes:
         num_images: different ones.
-        generated: whether they are the benchmark's own.
+        generated: whether the benchmark generated them.
         image_width, image_height: means, pixels.
         image_size: side of the network's input, pixels.
         workers: CPU threads of each loader.
@@ -247,7 +247,7 @@ def _noise_advice() -> Iterator[str]:
 
 def _input_reason(measurements: Measurements, loader: LoaderMeasurement, limit: Limit) -> str:
     speed, files = _speed(measurements, loader), measurements.files.median
-    busy = f"{loader.cores_busy:.1f} of {_usable(measurements)} CPU threads are busy meanwhile"
+    busy = f"{loader.cores_busy:.1f} of {_usable(measurements)} CPU threads are busy"
     return {
         "disk": f"The disk limits: {speed}, and the files can be read, not decoded, at only {files:,.0f} a second.",
         "cpu threads": f"The CPU threads limit: {speed}; {busy}.",

@@ -1,7 +1,6 @@
 """Decodes many images in worker processes, to learn which of them cannot be decoded."""
 
 import contextlib
-import ctypes
 import hashlib
 import itertools
 import multiprocessing
@@ -25,11 +24,11 @@ from utils.data.manifest import Manifest
 from utils.data.reader import READ_AHEAD, read_image, stat_image
 from utils.data.workers import safe_fork
 from utils.distributed.group import DistEnv
+from utils.distributed.process import exit_with_parent
 from utils.errors import BadFile
 
 CHUNK = 8  # images that a process gets at once
 _DECORATION = re.compile(r"\x1b\[[\d;]*m|\[\w+\] ?|Could not .* stream - ")
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 BAD_FILE_SEARCH_TIMEOUT = 5.0  # for finding the file that a loader failed on
 
 
@@ -112,9 +111,7 @@ def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
 
 
 def _start_worker(parent: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # or it would wait for work for ever
-    if os.getppid() != parent:
-        os._exit(1)
+    exit_with_parent(signal.SIGKILL, parent)  # or it would wait for work for ever
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent ends its workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     messages = os.memfd_create("messages")

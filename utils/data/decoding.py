@@ -70,7 +70,7 @@ def _codec(process: int) -> Any:
     """The codec of this process: one that was inherited through a fork would wait for threads that were not.
 
     nvImageCodec is imported where it is used, as its import starts CUDA, which must not know its environment before
-    `utils.distributed.process_group` has set the number of hardware queues.
+    `utils.distributed.ownership.own_process` has set the number of hardware queues.
     """
     from nvidia import nvimgcodec
 

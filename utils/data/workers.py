@@ -51,7 +51,7 @@ class BatchSampler:
 
 def label_tensor(manifest: Manifest, index: int) -> Tensor:
     """Label of an image, as a worker returns it: int64 ()."""
-    # A thread of the worker would send a number to the trainer, and `terminate_workers` could interrupt it there.
+    # A batch of numbers becomes a shared tensor in a thread of the worker, which `terminate_workers` can interrupt.
     return torch.tensor(int(manifest.labels[index]))
 
 

@@ -1,1 +1,1 @@
-"""Processes: group, collectives, who is alive, how a process ends."""
+"""Processes: group, collectives, which ranks work, how a process ends."""

@@ -1,4 +1,4 @@
-"""The few collectives that the trainer needs. Each is called on every rank."""
+"""Collectives: sum, gather and broadcast over all ranks, and errors that are raised on all of them."""
 
 import contextlib
 from collections.abc import Iterator
@@ -15,14 +15,14 @@ T = TypeVar("T")
 
 
 def all_reduce_sum(tensor: Tensor) -> Tensor:
-    """Sum of `tensor` over all processes, in place."""
+    """Sum of `tensor` over all ranks, in place. Collective: call on every rank."""
     if dist.is_initialized():
         dist.all_reduce(tensor)
     return tensor
 
 
 def all_gather_object(value: T, env: DistEnv) -> list[T]:
-    """`value` of every rank, in rank order, on every rank."""
+    """`value` of every rank, in rank order, on every rank. Collective: call on every rank."""
     if env.world_size == 1:
         return [value]
     values: list[Any] = [None] * env.world_size
@@ -31,7 +31,7 @@ def all_gather_object(value: T, env: DistEnv) -> list[T]:
 
 
 def broadcast(value: T, env: DistEnv) -> T:
-    """Rank 0's `value`, on every rank."""
+    """Rank 0's `value`, on every rank. Collective: call on every rank."""
     if env.world_size == 1:
         return value
     values: list[Any] = [value]
@@ -40,7 +40,7 @@ def broadcast(value: T, env: DistEnv) -> T:
 
 
 def gather_to_rank0(value: T, env: DistEnv) -> list[T] | None:
-    """`value` of every rank, in rank order, on rank 0; None on the others."""
+    """`value` of every rank, in rank order, on rank 0; None on the others. Collective: call on every rank."""
     if env.world_size == 1:
         return [value]
     values: list[Any] | None = [None] * env.world_size if env.is_main else None
@@ -49,18 +49,31 @@ def gather_to_rank0(value: T, env: DistEnv) -> list[T] | None:
 
 
 def raise_on_all_ranks(error: UserError | None, env: DistEnv) -> None:
-    """Raise on every rank what any rank found wrong, so that none is left waiting for the others. A collective."""
-    for found in all_gather_object(str(error) if error else None, env):
-        if found is not None:
-            raise UserError(found, on_all_ranks=True)
+    """Raise the first error of any rank on every rank, so that none is left waiting for the others.
+
+    Collective: call on every rank.
+
+    Args:
+        error: of this rank; None for none.
+        env: this process.
+
+    Raises:
+        UserError: with the message of the lowest rank that has an error.
+    """
+    for message in all_gather_object(str(error) if error else None, env):
+        if message is not None:
+            raise UserError(message, on_all_ranks=True)
 
 
 @contextlib.contextmanager
 def sync_errors(env: DistEnv) -> Iterator[None]:
-    """Around what some ranks may find wrong and others not: a UserError of any is raised on all. A collective."""
+    """Around a check that may fail on some ranks only: a UserError of any rank is raised on all.
+
+    Collective: call on every rank.
+    """
     error = None
     try:
         yield
-    except UserError as found:
-        error = found
+    except UserError as caught:
+        error = caught
     raise_on_all_ranks(error, env)

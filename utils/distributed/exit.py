@@ -1,4 +1,4 @@
-"""Ending this process now, whatever its threads wait for."""
+"""Immediate exit: ends this process and its worker processes, whatever its threads wait for."""
 
 import contextlib
 import multiprocessing
@@ -9,18 +9,18 @@ import threading
 import time
 from typing import NoReturn
 
-SAVE_SECONDS = 60.0  # for a checkpoint that is being written
-WORKER_SECONDS = 1.0  # for workers to end when asked
+SAVE_TIMEOUT = 60.0  # seconds for a checkpoint that is being written
+WORKER_EXIT_TIMEOUT = 1.0  # seconds for workers to end when asked
 # Held while a file is written that must not be cut off. What would be left is whole, but it is the file before.
-writing = threading.RLock()
-# Held, until it is over, by the thread that says why this process ends: there is to be one line, whoever else notices.
-ending = threading.RLock()
+write_lock = threading.RLock()
+# Held, until the end of the process, by the thread that prints why it ends: there is one line, whoever else notices.
+exit_lock = threading.RLock()
 
 
 def hard_exit(status: int) -> NoReturn:
-    """End with `status`: nothing is closed, as that may wait for a device or a process that never answers again."""
+    """End with `status`. Nothing is closed, as that may wait for a device or a process that never answers again."""
     with contextlib.suppress(Exception):
-        writing.acquire(timeout=SAVE_SECONDS)
+        write_lock.acquire(timeout=SAVE_TIMEOUT)
         sys.stdout.flush()
         terminate_workers()
     os._exit(status)
@@ -32,7 +32,7 @@ def install_worker_exit_handler() -> None:
 
 
 def terminate_workers() -> None:
-    """End a DataLoader's workers, which are deaf to a launcher's signals; the ones that do not listen are killed.
+    """End the workers of a DataLoader, which ignore a launcher's signals; those that do not react are killed.
 
     One that is killed while it shares a tensor leaves that in /dev/shm for good.
     """
@@ -41,7 +41,7 @@ def terminate_workers() -> None:
         assert worker.pid is not None  # it was started
         with contextlib.suppress(ProcessLookupError):
             os.kill(worker.pid, signal.SIGUSR2)
-    deadline = time.monotonic() + WORKER_SECONDS
+    deadline = time.monotonic() + WORKER_EXIT_TIMEOUT
     for worker in workers:
         worker.join(max(0.0, deadline - time.monotonic()))
         if worker.is_alive():

@@ -1,38 +1,101 @@
-"""Launcher: what started this process and may start it again, torchrun or Slurm."""
+"""Launcher: how torchrun or Slurm has started this process, and whether it may start it again."""
 
-import ctypes
+import dataclasses
 import functools
 import os
+import re
 import signal
 import time
-from pathlib import Path
+from collections.abc import Mapping
+
+from utils.distributed.process import exit_with_parent, read_stat
+from utils.errors import UserError
 
 _PARENT = os.getppid()  # while it lives; then the system adopts this process
-_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
-def exit_with_parent() -> None:
-    """Ask the kernel for SIGTERM when torchrun dies: without it nobody would restart or end this process any more."""
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """This process among all processes, and among those of its machine."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+
+
+def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
+    """Read torchrun's variables, or Slurm's where torchrun's are absent; neither means one process.
+
+    Args:
+        environ: environment variables; None for those of this process.
+
+    Raises:
+        UserError: a variable is missing or is not a number.
+    """
+    environ = os.environ if environ is None else environ
+    if "WORLD_SIZE" in environ:
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        defaults = {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} if environ["WORLD_SIZE"] == "1" else {}
+    elif environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+        # Of the step, not of the job: `python train.py` within an allocation of many tasks is one process.
+        names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE")
+        defaults = {}
+    else:
+        return Launch()
+    values = []
+    for name in names:
+        text = environ.get(name, defaults.get(name))
+        match = re.match(r"\d+", text or "")
+        if match is None:
+            raise UserError(f"{name} {text!r} in the environment: must be a number; start with torchrun or srun")
+        values.append(int(match.group()))
+    return Launch(*values)
+
+
+def rendezvous_url(environ: Mapping[str, str]) -> tuple[str, str]:
+    """Where the processes meet, as an URL for torch's `rendezvous`, and a prefix for their keys in the store there.
+
+    That is torchrun's store, or one on the first host of a Slurm step. Steps of one job may run at the same time, so
+    each has a port and a prefix of its own. The port is below those that Linux gives out.
+
+    Raises:
+        UserError: neither torchrun's variables nor Slurm's are complete.
+    """
+    if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
+        return "env://", "brisk"
+    hosts = environ.get("SLURM_STEP_NODELIST", "")
+    first = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", hosts)  # node[03-05,9].lan,... -> node03.lan
+    job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "0")
+    if first is None or not job.isdigit() or not step.isdigit():
+        raise UserError("MASTER_ADDR and MASTER_PORT are missing in the environment; start with torchrun or srun")
+    port = 20000 + (int(job) + 7919 * int(step)) % 12000
+    return f"tcp://{first[1]}{first[2] or ''}{first[3] or ''}:{port}", f"brisk-{job}.{step}"
+
+
+def exit_with_torchrun() -> None:
+    """Let the kernel send SIGTERM when torchrun dies, as nothing would restart or end this process any more."""
     if _by_torchrun():
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        _torchrun_started()  # while it lives
+        exit_with_parent(signal.SIGTERM, _PARENT)
+        _torchrun_started()  # read while torchrun lives
 
 
 def terminate_torchrun() -> None:
-    """Ask torchrun to end, as this process is about to on purpose: with restarts left it would start it again."""
-    left = _restarts("TORCHELASTIC_MAX_RESTARTS") - _restarts("TORCHELASTIC_RESTART_COUNT")
-    if _by_torchrun() and left > 0 and os.getppid() == _PARENT:
+    """Ask torchrun to end, as this process is about to: with restarts left, torchrun would start it again."""
+    restarts_left = _restarts("TORCHELASTIC_MAX_RESTARTS") - _restarts("TORCHELASTIC_RESTART_COUNT")
+    if _by_torchrun() and restarts_left > 0 and os.getppid() == _PARENT:
         os.kill(_PARENT, signal.SIGTERM)
 
 
 def seconds_since_launch() -> float:
     """Wall time since the kernel started this process, before the first import."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - _started(os.getpid())
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - read_stat(os.getpid()).started
 
 
 def seconds_since_start() -> float:
     """Wall time since the user's command: the start of torchrun, also if it has started this process again."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - (_torchrun_started() if _by_torchrun() else _started(os.getpid()))
+    started = _torchrun_started() if _by_torchrun() else read_stat(os.getpid()).started
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
 
 
 def launch_ids() -> list[str]:
@@ -46,7 +109,7 @@ def launch_ids() -> list[str]:
 
 
 def restarted_by() -> list[str]:
-    """Those of `launchers` that may have started this run before: torchrun after a death, Slurm after a requeue.
+    """Those of `launch_ids` that may have started this run before: torchrun after a death, Slurm after a requeue.
 
     A torchrun starts one command again and again, but counts only the deaths of its own processes, not those that make
     the torchruns of several machines start anew. A Slurm job may have started another command.
@@ -60,18 +123,13 @@ def _by_torchrun() -> bool:
 
 @functools.cache
 def _torchrun_started() -> float:
+    """Seconds from the boot of the machine to the start of torchrun; of this process, if torchrun has been killed."""
     try:
-        return _started(_PARENT)
-    except OSError:  # it has been killed
-        return _started(os.getpid())
+        return read_stat(_PARENT).started
+    except OSError:
+        return read_stat(os.getpid()).started
 
 
 def _restarts(variable: str) -> int:
     text = os.environ.get(variable, "")
     return int(text) if text.isdigit() else 0
-
-
-def _started(pid: int) -> float:
-    """When a process of this machine started, in seconds since the machine did."""
-    ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    return int(ticks) / os.sysconf("SC_CLK_TCK")

@@ -1,6 +1,6 @@
 """Signals while the trainer is still being imported, which takes seconds: the process ends at once, nothing is lost.
 
-Imports nothing slow. `utils.stop.StopRequest` takes over.
+Imports nothing slow. `utils.distributed.stop.StopRequest` takes over.
 """
 
 import os
@@ -13,13 +13,13 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 def exit_on_signals() -> None:
-    """From now on end with status 143, without a traceback."""
+    """From now on, a signal ends this process with status 143, without a traceback."""
     for number in SIGNALS:
         signal.signal(number, exit_now)
 
 
 def exit_now(number: int, frame: FrameType | None) -> None:
-    """End this process; rank 0 says why. A handler of signals."""
+    """End this process; rank 0 prints why. A signal handler."""
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
     if rank == "0":
         os.write(2, stop_message(number))
@@ -32,7 +32,7 @@ def stop_message(number: int) -> bytes:
 
 
 def restore_defaults() -> None:
-    """Undo of `exit_on_signals`, where nobody else has taken over."""
+    """Undo `exit_on_signals`, except for signals that have another handler by now."""
     for number in SIGNALS:
         if signal.getsignal(number) is exit_now:
             signal.signal(number, signal.SIG_DFL)

@@ -1,8 +1,10 @@
-"""StopRequest: a signal to one rank, or the end of the time, becomes one decision of all ranks at a step's boundary."""
+"""Stop request: a signal to one rank, or the end of the time limit, becomes one decision of all ranks between steps."""
 
+import contextlib
 import os
 import signal
 import time
+from collections.abc import Iterator
 from types import FrameType
 
 import torch
@@ -18,16 +20,16 @@ REPEAT_SECONDS = 3.0  # launchers send the same signal to a process twice: to it
 
 
 class StopRequest:
-    """Collects SIGTERM, SIGINT and SIGUSR1; one that comes seconds after the first ends the process at once.
+    """Whether the run must stop: by a signal (see `handling_signals`) or by its time limit.
 
-    Until `arm`, a signal ends the process at once too: compilation can outlast a launcher's patience, and nothing is
-    lost. The others, some of which may be armed already, end likewise. Then the ranks agree through a sum that travels
-    while the step runs and is read one step later, so that asking costs the device nothing.
+    Until `enable`, a signal ends the process at once: compilation can take longer than a launcher waits, and nothing
+    is lost. The other ranks, of which some may be enabled already, end too. Afterwards the ranks agree through a sum
+    that is computed while the step runs and is read one step later, so that asking costs the device nothing.
 
     Args:
         time_limit: seconds since the launch, that of torchrun where it starts this process, after which to stop; 0 is
             off.
-        peers: the other processes, or None.
+        monitor: of the ranks; None for one process.
     """
 
     SIGNALS = SIGNALS
@@ -41,10 +43,25 @@ class StopRequest:
         self._process = os.getpid()
         self._flag = torch.zeros((), dtype=torch.int64)
         self._pending: dist.Work | None = None
+
+    @contextlib.contextmanager
+    def handling_signals(self) -> Iterator[None]:
+        """Meanwhile SIGTERM, SIGINT and SIGUSR1 are requests to stop; then they have their previous handlers again.
+
+        One that comes seconds after the first gets its previous handler at once. To be called in the main thread.
+        """
         self._previous = {number: signal.signal(number, self._receive) for number in self.SIGNALS}
+        try:
+            yield
+        finally:
+            self._restore_handlers()
+
+    def _restore_handlers(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        restore_defaults()  # it is no longer before the first step
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        name = signal.Signals(number).name
         if os.getpid() != self._process:  # a worker, before it has handlers of its own; its trainer ends it
             return
         if self._env is None:
@@ -54,17 +71,23 @@ class StopRequest:
             os._exit(EXIT_STOPPED)
         if self._received_at is None:
             self._received_at = time.monotonic()
-            self._reason = self._reason or name
+            self._reason = self._reason or signal.Signals(number).name
         elif time.monotonic() - self._received_at > REPEAT_SECONDS:
-            self.close()
+            self._restore_handlers()
             signal.raise_signal(number)
 
     def enable(self, env: DistEnv) -> None:
-        """From now on there is something to lose, and a request waits for `agreed`. On all ranks at the same step."""
+        """From now on there is something to lose, and a request waits for `should_stop`.
+
+        To be called on all ranks at the same step.
+        """
         self._env = env
 
     def disable(self) -> None:
-        """Undo of `arm`, on all ranks at the same step: what comes next can take minutes, and nothing is lost."""
+        """Undo `enable`: what comes next can take minutes, and nothing is lost.
+
+        To be called on all ranks at the same step.
+        """
         if self._env is not None and self._env.monitor is not None:
             self._env.monitor.pause()
         self._env = None
@@ -80,8 +103,11 @@ class StopRequest:
         return self._received_at is not None
 
     def should_stop(self) -> bool:
-        """Whether any rank has been asked to stop; the same answer on all ranks. A collective, once a step."""
-        assert self._env is not None, "armed"
+        """Whether any rank has been asked to stop, the same answer on all ranks. Only after `enable`.
+
+        Collective: call on every rank, once a step.
+        """
+        assert self._env is not None, "enabled"
         if self._reason is None and 0 < self._time_limit <= seconds_since_start():
             self._reason = "the time limit"
         if self._env.world_size == 1:
@@ -95,9 +121,3 @@ class StopRequest:
         self._flag.fill_(int(self._reason is not None))
         self._pending = dist.all_reduce(self._flag, async_op=True)
         return False
-
-    def close(self) -> None:
-        """Give the signals back to whom they belonged."""
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        restore_defaults()  # it is no longer before the first step

@@ -1,7 +1,7 @@
-"""Store: what the launcher keeps for all processes, asked in bounded time; who is cut off from it notices.
+"""The launcher's key-value store, asked with a time limit for every call; a process that is cut off from it notices.
 
 A call of torch's TCPStore waits for its answer for ever. Over a network that is down none comes, and no error either.
-So a thread makes the calls, and those who asked wait for it as long as they like.
+So a thread makes the calls, and the callers wait for it as long as they like.
 """
 
 import contextlib
@@ -15,80 +15,88 @@ from typing import Any, TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
-ANSWER_SECONDS = 5.0  # for one call; below the 30 s that torchrun gives a process to end
-POLL_SECONDS = 1.0
+CALL_TIMEOUT = 5.0  # seconds for one call; below the 30 s that torchrun gives a process to end
+POLL_INTERVAL = 1.0  # seconds
 T = TypeVar("T")
 
 
 class NoAnswer(RuntimeError):
     """The store has not answered in time. It still may."""
 
-    def __init__(self, seconds: float) -> None:
-        super().__init__(f"no answer for {seconds:g} s")
+    def __init__(self, timeout: float) -> None:
+        super().__init__(f"no answer for {timeout:g} s")
 
 
 class BoundedStore:
-    """A store each of whose calls ends within `seconds`, with its answer, the store's error, or NoAnswer.
+    """A store each of whose calls ends within `timeout` seconds, with its answer, the store's error, or NoAnswer.
 
-    Any thread may call. The calls go out one after the other, so that one which waits for an answer holds up the others
-    until then; none may wait for a key that another process has yet to set.
+    Any thread may call. The calls go out one after the other, so that one which waits for an answer delays the others.
+    None may wait for a key that another process has yet to set.
 
     Args:
         store: a TCPStore with a connection of its own.
-        seconds: to wait for an answer.
+        timeout: seconds to wait for an answer.
 
     Attributes:
-        where: host and port of the store.
+        address: host and port of the store.
         prefix: of the keys.
     """
 
-    def __init__(self, store: Store, seconds: float) -> None:
-        self.where = f"{getattr(store, 'host', 'an unknown host')}:{getattr(store, 'port', '?')}"
+    def __init__(self, store: Store, timeout: float) -> None:
+        self.address = f"{getattr(store, 'host', 'an unknown host')}:{getattr(store, 'port', '?')}"
         self.prefix = ""
-        self._seconds = seconds
-        self._line = _Line(store)
+        self._timeout = timeout
+        self._connection = _Connection(store)
 
-    def part(self, name: str, seconds: float | None = None) -> "BoundedStore":
-        """The same store for keys below `name`, as torch's PrefixStore has them, and with another patience if given."""
-        part = copy.copy(self)
-        part.prefix = f"{self.prefix}{name}/"
-        part._seconds = self._seconds if seconds is None else seconds
-        return part
+    def with_prefix(self, name: str, timeout: float | None = None) -> "BoundedStore":
+        """The same store for keys below `name`, as torch's PrefixStore has them; with another timeout if one is given.
+
+        It shares the connection and its thread.
+        """
+        store = copy.copy(self)
+        store.prefix = f"{self.prefix}{name}/"
+        store._timeout = self._timeout if timeout is None else timeout
+        return store
 
     def set(self, key: str, value: str) -> None:
         """When it returns, the store has the value."""
 
-        def set_and_ask(store: Store) -> None:
+        def set_and_check(store: Store) -> None:
             store.set(self.prefix + key, value)  # TCPStore's does not wait for an answer
             store.check([self.prefix + key])
 
-        self._line.call(set_and_ask, self._seconds)
+        self._connection.call(set_and_check, self._timeout)
 
     def get(self, key: str) -> bytes:
-        """Of a key that has been set."""
-        return self._line.call(lambda store: store.get(self.prefix + key), self._seconds)
+        """The value of a key that has been set."""
+        return self._connection.call(lambda store: store.get(self.prefix + key), self._timeout)
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all `keys` have been set."""
-        return self._line.call(lambda store: store.check([self.prefix + key for key in keys]), self._seconds)
+        return self._connection.call(lambda store: store.check([self.prefix + key for key in keys]), self._timeout)
 
     def add(self, key: str, amount: int) -> int:
-        return self._line.call(lambda store: store.add(self.prefix + key, amount), self._seconds)
+        """Add to a counter, which starts at 0; returns the sum."""
+        return self._connection.call(lambda store: store.add(self.prefix + key, amount), self._timeout)
 
     @contextlib.contextmanager
-    def looked_after(self, timeout: float, cut_off: Callable[[], None]) -> Iterator[None]:
-        """Meanwhile `cut_off` is called, in another thread, once the store has not answered anybody for `timeout` s."""
-        over = threading.Event()
-        words = (self._line, timeout, cut_off, over)
-        threading.Thread(target=_look_after, args=words, name="store is there", daemon=True).start()
+    def watch(self, timeout: float, on_cut_off: Callable[[], None]) -> Iterator[None]:
+        """Meanwhile call `on_cut_off`, in another thread, once the store has answered no call for `timeout` seconds."""
+        done = threading.Event()
+        arguments = (self._connection, timeout, on_cut_off, done)
+        threading.Thread(target=_watch, args=arguments, name="store watch", daemon=True).start()
         try:
             yield
         finally:
-            over.set()
+            done.set()
 
 
-class _Line:
-    """One connection and the thread that makes its calls."""
+class _Connection:
+    """One connection and the thread that makes its calls.
+
+    Attributes:
+        answers: calls that the store has answered.
+    """
 
     def __init__(self, store: Store) -> None:
         self.answers = 0
@@ -97,59 +105,60 @@ class _Line:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
         threading.Thread(target=self._serve, name="store", daemon=True).start()
 
-    def call(self, what: Callable[[Store], T], seconds: float) -> T:
-        answer: Future[T] = Future()
-        self._calls.put((answer, lambda: what(self._store)))
-        return _wait(answer, seconds)
+    def call(self, function: Callable[[Store], T], timeout: float) -> T:
+        future: Future[T] = Future()
+        self._calls.put((future, lambda: function(self._store)))
+        return _wait(future, timeout)
 
     def _serve(self) -> None:
         while True:
-            answer, what = self._calls.get()
-            if _answer(answer, what):
+            future, function = self._calls.get()
+            if _fulfil(future, function):
                 self.answers += 1
 
 
-def in_time(what: Callable[[], T], seconds: float) -> T:
-    """The result of `what`, or its exception.
+def call_with_timeout(function: Callable[[], T], timeout: float) -> T:
+    """The result of `function`, or its exception.
 
     Raises:
-        NoAnswer: it takes longer than `seconds`; its thread, which does not keep the process from ending, goes on.
+        NoAnswer: it takes longer than `timeout` seconds. Its thread, which does not keep the process from ending, goes
+            on.
     """
-    answer: Future[T] = Future()
-    threading.Thread(target=_answer, args=(answer, what), daemon=True).start()
-    return _wait(answer, seconds)
+    future: Future[T] = Future()
+    threading.Thread(target=_fulfil, args=(future, function), daemon=True).start()
+    return _wait(future, timeout)
 
 
-def _answer(answer: Future[T], what: Callable[[], T]) -> bool:
-    """Whether `what` had a result. It is not called if nobody waits any more."""
-    if not answer.set_running_or_notify_cancel():
+def _fulfil(future: Future[T], function: Callable[[], T]) -> bool:
+    """Whether `function` had a result. It is not called if the caller has stopped waiting."""
+    if not future.set_running_or_notify_cancel():
         return False
     try:
-        answer.set_result(what())
+        future.set_result(function())
     except Exception as error:
-        answer.set_exception(error)
+        future.set_exception(error)
         return False
     return True
 
 
-def _wait(answer: Future[T], seconds: float) -> T:
+def _wait(future: Future[T], timeout: float) -> T:
     try:
-        return answer.result(seconds)
+        return future.result(timeout)
     except TimeoutError:
-        answer.cancel()
-        raise NoAnswer(seconds) from None
+        future.cancel()
+        raise NoAnswer(timeout) from None
 
 
-def _look_after(line: _Line, timeout: float, cut_off: Callable[[], None], over: threading.Event) -> None:
-    silence, at, answers = 0.0, time.monotonic(), line.answers
-    while not over.wait(POLL_SECONDS):
-        before = answers
+def _watch(connection: _Connection, timeout: float, on_cut_off: Callable[[], None], done: threading.Event) -> None:
+    silence, polled_at, answers = 0.0, time.monotonic(), connection.answers
+    while not done.wait(POLL_INTERVAL):
+        answers_before = answers
         with contextlib.suppress(RuntimeError):  # the process that holds the store may have ended, and all be well
-            line.call(lambda store: store.check(["any"]), POLL_SECONDS)
-        now, answers = time.monotonic(), line.answers
+            connection.call(lambda store: store.check(["any"]), POLL_INTERVAL)
+        now, answers = time.monotonic(), connection.answers
         # Any answer counts, also a late one. Time in which this process was suspended does not.
-        silence = 0.0 if answers > before else silence + min(now - at, 2 * POLL_SECONDS)
-        at = now
-        if silence >= timeout and not over.is_set():
-            cut_off()
+        silence = 0.0 if answers > answers_before else silence + min(now - polled_at, 2 * POLL_INTERVAL)
+        polled_at = now
+        if silence >= timeout and not done.is_set():
+            on_cut_off()
             return

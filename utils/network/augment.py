@@ -1,4 +1,4 @@
-"""What happens to a batch on the device: normalise, mixup, cutmix, random erasing."""
+"""Augmentation of a batch on the device: normalisation, mixup, CutMix, random erasing."""
 
 from collections.abc import Sequence
 
@@ -31,7 +31,7 @@ class Normalize:
 
 
 class BatchAugment:
-    """Training's share of the work on a whole batch, on the device.
+    """Training's augmentation of a whole batch, on the device.
 
     Mixup (arXiv:1710.09412) and CutMix (arXiv:1905.04899), one of them per batch where both are on; random erasing
     (arXiv:1708.04896).

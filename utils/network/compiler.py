@@ -1,4 +1,4 @@
-"""torch.compile as we use it, and where it keeps its results, so that the next launch need not compile again."""
+"""torch.compile as we use it, and the folder that keeps its results, so that the next launch need not compile again."""
 
 import hashlib
 import os
@@ -16,27 +16,28 @@ VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def compile_network(net: nn.Module) -> nn.Module:
-    """`net` compiled; its results are kept (`enable_compile_cache`).
+    """`net` compiled, in a way that torch can keep the results (see `enable_compile_cache`).
 
     Small kernels that do not depend on each other, as the casts of a hundred weights, become one each: a quarter of
     the kernels of a ResNet-50 step, and 1.7 % of its time at batch 128 (docs/experiments.md).
-    """
-    enable_compile_cache()
-    return cast(nn.Module, torch.compile(net, options={"combo_kernels": True}))
-
-
-def enable_compile_cache() -> None:
-    """Keep compiled networks in the user's cache folder, unless TORCHINDUCTOR_CACHE_DIR names another.
-
-    torch's own default lies in the temporary folder, which a cluster empties after each job. A home that all machines
-    share also shares the results; they are keyed by network, versions and GPU. A folder that cannot be written
-    leaves torch's default.
 
     torch leaves networks with functions that it does not know out of its cache, as its key need not change with their
     source. Those of utils.network.fused_ops are named to it, with a digest of that file, which it adds to the key.
     """
     digest = hashlib.sha256(Path(fused_ops.__file__).read_bytes()).hexdigest()
-    config.unsafe_marked_cacheable_functions.update(dict.fromkeys(fused_ops.IN_GRAPH, digest))
+    config.unsafe_marked_cacheable_functions.update(dict.fromkeys(fused_ops.ALLOWED_IN_GRAPH, digest))
+    return cast(nn.Module, torch.compile(net, options={"combo_kernels": True}))
+
+
+def enable_compile_cache() -> None:
+    """Keep what this process compiles in the user's cache folder, unless TORCHINDUCTOR_CACHE_DIR names another.
+
+    To be called by a program's main before anything is compiled. Sets that variable.
+
+    torch's default is in the temporary folder, which a cluster empties after each job. Machines with a common home
+    folder also share the results, whose key holds network, versions and GPU. If the folder cannot be written, torch's
+    default is used.
+    """
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "brisk" / "compiled"
         folder.mkdir(parents=True, exist_ok=True)

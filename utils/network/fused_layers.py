@@ -14,7 +14,7 @@ from utils.network.fused_ops import _activate, _batch_norm_act, _column, _depthw
 Activation = Literal["identity", "relu", "silu"]
 Part = Literal["norm", "pool", "stem", "depthwise"]
 PARTS: tuple[Part, ...] = ("norm", "pool", "stem", "depthwise")
-# timm's residual networks call an activation after the norm; these stand next to each other, but for `drop_block`.
+# timm's residual networks call an activation right after the norm, with at most `drop_block` between the two.
 _PAIRS: dict[type[nn.Module], tuple[tuple[str, str], ...]] = {
     resnet.ResNet: (("bn1", "act1"),),
     resnet.BasicBlock: (("bn1", "act1"),),
@@ -29,7 +29,7 @@ class BatchNorm2d(nn.BatchNorm2d):
 
     def forward(self, x: Tensor) -> Tensor:
         count = x.numel() // x.shape[1]
-        if not self.training or count < 2:  # torch refuses to train on a single value, in its own words
+        if not self.training or count < 2:  # torch refuses to train on a single value
             return _activate(super().forward(x), self.activation)
         mean, var = batch_norm_stats(x.detach())
         self._update(mean, var * (count / (count - 1)))
@@ -102,7 +102,7 @@ class DepthwiseConv2d(nn.Conv2d):
 
 
 def swap_fused_layers(model: nn.Module, parts: Collection[Part] = PARTS) -> nn.Module:
-    """Let the layers of `model` compute as this module's do, in place; returns `model`.
+    """Let the layers of `model` compute as the fused layers do, in place; returns `model`.
 
     Layers keep their names, parameters and buffers, hence the state_dict, the optimizer and what EMA copies. A layer
     that does not match exactly stays as it is.
@@ -168,8 +168,8 @@ def _is_stem_pool(pool: nn.MaxPool2d) -> bool:
 def _keeps_size(conv: nn.Conv2d) -> bool:
     """An odd square kernel with zeros around, so that only the stride changes the size."""
     kernel = conv.kernel_size[0]
-    fitting = conv.kernel_size == (kernel, kernel) and kernel % 2 == 1 and conv.padding == (kernel // 2, kernel // 2)
-    return fitting and conv.dilation == (1, 1) and conv.padding_mode == "zeros"
+    same_size = conv.kernel_size == (kernel, kernel) and kernel % 2 == 1 and conv.padding == (kernel // 2, kernel // 2)
+    return same_size and conv.dilation == (1, 1) and conv.padding_mode == "zeros"
 
 
 def _is_stem(conv: nn.Conv2d) -> bool:
@@ -177,8 +177,8 @@ def _is_stem(conv: nn.Conv2d) -> bool:
 
 
 def _is_depthwise(conv: nn.Conv2d) -> bool:
-    one_each = conv.groups == conv.in_channels == conv.out_channels > 1
-    return one_each and conv.stride in ((1, 1), (2, 2)) and conv.kernel_size[0] in (3, 5) and _keeps_size(conv)
+    one_filter_each = conv.groups == conv.in_channels == conv.out_channels > 1
+    return one_filter_each and conv.stride in ((1, 1), (2, 2)) and conv.kernel_size[0] in (3, 5) and _keeps_size(conv)
 
 
 def _pair(value: int | tuple[int, ...]) -> tuple[int, ...]:

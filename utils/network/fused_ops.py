@@ -1,4 +1,4 @@
-"""Fused operators: reductions and gathers that the compiler or cuDNN do badly, opaque to torch.compile."""
+"""Operators of the fused layers, opaque to torch.compile: reductions and gathers that it or cuDNN do badly."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.grad import conv2d_input
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-IN_GRAPH: list[str] = []  # full names of the functions that stand in the graphs that torch.compile sees
+ALLOWED_IN_GRAPH: list[str] = []  # full names of the functions that torch.compile takes into its graphs as a whole
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # on CUDA; float64 takes the plain path
 
 
@@ -34,7 +34,7 @@ def _allow_in_graph(function: Function) -> Function:
     At every launch the front end would follow each autograd.Function forward and backward, seconds for the 53 batch
     norms of a ResNet-50 (docs/experiments.md). `function` uses no tensors but its arguments.
     """
-    IN_GRAPH.append(f"{function.__module__}.{function.__name__}")
+    ALLOWED_IN_GRAPH.append(f"{function.__module__}.{function.__name__}")
     return cast(Function, torch.compiler.allow_in_graph(function))  # type: ignore[no-untyped-call]
 
 
@@ -43,10 +43,10 @@ def _use_kernels(tensor: Tensor) -> bool:
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `tensor.to(dtype)`, but no operation if there is nothing to do.
+    """As `tensor.to(dtype)`, but without an operation if the dtype is right.
 
-    torch.compile of torch 2.11 takes an autograd.Function's result and what it is a mere alias of for two results, and
-    gives the gradient to the wrong one.
+    torch.compile of torch 2.11 treats the result of an autograd.Function and an alias of it as two results, and gives
+    the gradient to the wrong one.
     """
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
@@ -61,8 +61,9 @@ def _column(vector: Tensor) -> Tensor:
     return vector[:, None, None]
 
 
-def _like(tensor: Tensor, *shape: int) -> Tensor:
-    return torch.empty(shape, dtype=tensor.dtype, device=tensor.device, memory_format=torch.channels_last)
+def _empty_images(like: Tensor, *shape: int) -> Tensor:
+    """An (N, C, H, W) result in channels_last, of the dtype and on the device of `like`."""
+    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last)
 
 
 # Batch norm.
@@ -77,7 +78,7 @@ def _fake_batch_norm_stats(x: Tensor) -> tuple[Tensor, Tensor]:
 def batch_norm_stats(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and biased variance of each channel of `x` (N, C, H, W): (C,) each, float32 (float64 of float64)."""
     if _use_kernels(x):
-        from utils.network import kernels
+        from utils.network.kernels import batch_norm as kernels
 
         return kernels.batch_norm_stats(x)
     var, mean = torch.var_mean(_upcast(x), dim=(0, 2, 3), correction=0)
@@ -105,7 +106,7 @@ def batch_norm_backward_sums(
         activation: "identity", "relu" or "silu".
     """
     if _use_kernels(x):
-        from utils.network import kernels
+        from utils.network.kernels import batch_norm as kernels
 
         return kernels.batch_norm_backward_sums(dz, x, mean, scale, bias, activation)
     centred = _upcast(x) - _column(mean)
@@ -130,8 +131,8 @@ def _input_grad(dz: Tensor, y: Tensor, activation: str) -> Tensor:
 class _BatchNormAct(torch.autograd.Function):
     """activation((x - mean) / sqrt(var + eps) * weight + bias), where mean and var are those of x.
 
-    Only x and vectors of C numbers are kept for the backward pass (Ioffe and Szegedy, 2015), which computes y anew
-    rather than read it, or a mask, from memory.
+    Only x and vectors of C numbers are kept for the backward pass (Ioffe and Szegedy, 2015), which computes y
+    again instead of reading it, or a mask, from memory.
     """
 
     @staticmethod
@@ -169,41 +170,41 @@ def _batch_norm_act(
 
 
 def _fake_max_pool(x: Tensor) -> tuple[Tensor, Tensor]:
-    y = _like(x, x.shape[0], x.shape[1], (x.shape[2] + 1) // 2, (x.shape[3] + 1) // 2)
+    y = _empty_images(x, x.shape[0], x.shape[1], (x.shape[2] + 1) // 2, (x.shape[3] + 1) // 2)
     return y, torch.empty_like(y, dtype=torch.uint8)
 
 
 @_operator(_fake_max_pool)
 def max_pool(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Max pool 3 x 3, stride 2, padding 1 of `x` (N, C, H, W), and the place of each maximum in its window, uint8.
+    """Max pool 3 x 3, stride 2, padding 1 of `x` (N, C, H, W), and the position of each maximum in its window, uint8.
 
-    Place 3 * r + c is row r and column c of the window; of equal maxima the first counts.
+    Position 3 * r + c is row r and column c of the window; of equal maxima the first counts.
     """
     if _use_kernels(x):
-        from utils.network import kernels
+        from utils.network.kernels import max_pool as kernels
 
         return kernels.max_pool(x)
     y, index = F.max_pool2d(x, 3, 2, 1, return_indices=True)
     rows = torch.arange(y.shape[2], device=x.device)[:, None] * 2 - 1
     columns = torch.arange(y.shape[3], device=x.device) * 2 - 1
-    place = 3 * (index // x.shape[3] - rows) + index % x.shape[3] - columns
-    last = {"memory_format": torch.channels_last}
-    return y.contiguous(**last), place.to(torch.uint8).contiguous(**last)
+    argmax = 3 * (index // x.shape[3] - rows) + index % x.shape[3] - columns
+    layout = {"memory_format": torch.channels_last}
+    return y.contiguous(**layout), argmax.to(torch.uint8).contiguous(**layout)
 
 
-def _fake_max_pool_backward(dy: Tensor, place: Tensor, height: int, width: int) -> Tensor:
-    return _like(dy, dy.shape[0], dy.shape[1], height, width)
+def _fake_max_pool_backward(dy: Tensor, argmax: Tensor, height: int, width: int) -> Tensor:
+    return _empty_images(dy, dy.shape[0], dy.shape[1], height, width)
 
 
 @_operator(_fake_max_pool_backward)
-def max_pool_backward(dy: Tensor, place: Tensor, height: int, width: int) -> Tensor:
-    """Gradient of max_pool's input, (N, C, height, width), from that of its output and the places."""
+def max_pool_backward(dy: Tensor, argmax: Tensor, height: int, width: int) -> Tensor:
+    """Gradient of max_pool's input, (N, C, height, width), from that of its output and the positions of the maxima."""
     if _use_kernels(dy):
-        from utils.network import kernels
+        from utils.network.kernels import max_pool as kernels
 
-        return kernels.max_pool_backward(dy, place, height, width)
-    rows = torch.arange(dy.shape[2], device=dy.device)[:, None] * 2 - 1 + place // 3
-    columns = torch.arange(dy.shape[3], device=dy.device) * 2 - 1 + place % 3
+        return kernels.max_pool_backward(dy, argmax, height, width)
+    rows = torch.arange(dy.shape[2], device=dy.device)[:, None] * 2 - 1 + argmax // 3
+    columns = torch.arange(dy.shape[3], device=dy.device) * 2 - 1 + argmax % 3
     dx = torch.zeros(*dy.shape[:2], height * width, dtype=dy.dtype, device=dy.device)
     dx.scatter_add_(2, (rows * width + columns).flatten(2), dy.flatten(2))
     return dx.view(*dy.shape[:2], height, width).contiguous(memory_format=torch.channels_last)
@@ -212,8 +213,8 @@ def max_pool_backward(dy: Tensor, place: Tensor, height: int, width: int) -> Ten
 class _MaxPool(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        y, place = max_pool(x)
-        ctx.save_for_backward(place)
+        y, argmax = max_pool(x)
+        ctx.save_for_backward(argmax)
         ctx.size = x.shape[2:]
         return y
 
@@ -231,14 +232,14 @@ def _max_pool(x: Tensor) -> Tensor:
 
 
 def _fake_depthwise(x: Tensor, taps: Tensor, stride: int) -> Tensor:
-    return _like(x, *x.shape[:2], (x.shape[2] - 1) // stride + 1, (x.shape[3] - 1) // stride + 1)
+    return _empty_images(x, *x.shape[:2], (x.shape[2] - 1) // stride + 1, (x.shape[3] - 1) // stride + 1)
 
 
 @_operator(_fake_depthwise)
 def depthwise(x: Tensor, taps: Tensor, stride: int) -> Tensor:
     """Depthwise convolution of `x` (N, C, H, W) with `taps` (K, K, C), K odd, padding K // 2, stride 1 or 2."""
     if _use_kernels(x):
-        from utils.network import kernels
+        from utils.network.kernels import depthwise as kernels
 
         return kernels.depthwise(x, taps, stride)
     y = F.conv2d(x, _weight(taps), stride=stride, padding=taps.shape[0] // 2, groups=x.shape[1])
@@ -246,14 +247,14 @@ def depthwise(x: Tensor, taps: Tensor, stride: int) -> Tensor:
 
 
 def _fake_depthwise_input_grad(dy: Tensor, taps: Tensor, height: int, width: int) -> Tensor:
-    return _like(dy, dy.shape[0], dy.shape[1], height, width)
+    return _empty_images(dy, dy.shape[0], dy.shape[1], height, width)
 
 
 @_operator(_fake_depthwise_input_grad)
 def depthwise_input_grad(dy: Tensor, taps: Tensor, height: int, width: int) -> Tensor:
     """Gradient of the input, (N, C, height, width), of `depthwise` with stride 2."""
     if _use_kernels(dy):
-        from utils.network import kernels
+        from utils.network.kernels import depthwise as kernels
 
         return kernels.depthwise_input_grad(dy, taps, height, width)
     size = (dy.shape[0], dy.shape[1], height, width)
@@ -289,7 +290,7 @@ class _Depthwise(torch.autograd.Function):
                 dx = depthwise(dy, taps.flip(0, 1).contiguous(), 1)
             else:
                 dx = depthwise_input_grad(dy, taps.contiguous(), x.shape[2], x.shape[3])
-        # The weight's gradient is cuDNN's: a Triton kernel of ours took half as long again.
+        # The weight's gradient is cuDNN's: our Triton kernel took 1.5 times as long.
         _, grad, _ = torch.ops.aten.convolution_backward(
             dy,
             x,

@@ -1,4 +1,4 @@
-"""Loss and gradients of a batch: computed kernel by kernel, or replayed as one CUDA graph."""
+"""Forward and backward pass of a batch: computed kernel by kernel, or replayed as one CUDA graph."""
 
 import contextlib
 import time
@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from utils.errors import UserError
+from utils.errors import UserError, first_line
 from utils.seed import random_state, set_random_state
 
 WARMUP_PASSES = 3  # torch's advice; the first also compiles
-DDP_WARMUP_PASSES = 11  # torch's advice: DDP times its first ten passes, which a recording cannot
-AWAIT_SECONDS = 0.01  # between two looks at whether the device is done
+DDP_WARMUP_PASSES = 11  # torch's advice: DDP times its first ten passes, which a capture cannot
+POLL_INTERVAL = 0.01  # seconds between two looks at whether the device is done
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "none": torch.float32}
 
 
@@ -71,34 +71,34 @@ class ForwardBackward:
 
 
 class GraphedForwardBackward:
-    """`Gradients` recorded once as a CUDA graph and replayed.
+    """`ForwardBackward` captured once as a CUDA graph and replayed.
 
-    A step of a thousand kernels is then one launch. That matters beside DALI: its threads and the training thread take
-    turns in the CUDA driver, which doubles what the launches cost (docs/experiments.md). It also makes small batches
-    as fast per image as large ones.
+    A step of a thousand kernels is then one launch. That matters beside DALI: its threads and the training thread wait
+    for each other in the CUDA driver, which doubles the cost of the launches (docs/experiments.md). It also makes small
+    batches as fast per image as large ones.
 
-    The first call computes a few batches' worth of gradients to no effect (buffers and random numbers are put back),
-    then records. Parameters keep the `.grad` tensors of the recording: nobody may set them to None.
+    The first call computes the gradients of a few batches to no effect (buffers and random numbers are restored), then
+    captures. Parameters keep the `.grad` tensors of the capture: nothing may set them to None.
 
-    With several ranks the exchange of gradients is in the graph. Replays wait for the peers like the passes they stand
-    for, but NCCL's watchdog does not see them: `StopRequest`'s sum, once a step, notices a peer that is gone, and
-    `utils.alarm` does where the main thread waits for the device.
+    With several ranks the exchange of gradients is in the graph. Replays wait for the other ranks like the passes they
+    replace, but NCCL's watchdog does not see them: `StopRequest`'s sum, once a step, notices a rank that is gone, and
+    `utils.distributed.watchdog` does where the main thread waits for the device.
 
     Args:
-        gradients: what to record; one batch per optimizer step.
-        stream: where to record; DDP must have been made `on_stream` of it. The current device's.
+        eager: what to capture; one batch per optimizer step.
+        stream: where to capture; DDP must have been made `on_stream` of it. The current device's.
     """
 
-    def __init__(self, gradients: ForwardBackward, stream: torch.cuda.Stream) -> None:
-        assert gradients.accum_steps == 1, "a replay overwrites gradients, it does not add to them"
-        self._gradients, self._stream = gradients, stream
+    def __init__(self, eager: ForwardBackward, stream: torch.cuda.Stream) -> None:
+        assert eager.accum_steps == 1, "a replay overwrites gradients, it does not add to them"
+        self._eager, self._stream = eager, stream
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, images: Tensor, targets: Tensor, micro: int) -> Tensor:
-        """As `Gradients.__call__`; shapes and dtypes must always be those of the first call.
+        """As `ForwardBackward.__call__`; shapes and dtypes must always be those of the first call.
 
         Raises:
-            UserError: on the first call, if the network cannot be recorded.
+            UserError: on the first call, if the network cannot be captured.
         """
         if self._graph is None:
             self._graph = self._capture(images, targets)
@@ -108,30 +108,30 @@ class GraphedForwardBackward:
         return self._loss
 
     def close(self) -> None:
-        """Release the recording. NCCL waits for that before it ends a communicator that one holds."""
+        """Release the graph. NCCL waits for that before it ends a communicator that the graph holds."""
         if self._graph is not None:
             self._graph.reset()
             self._graph = None
 
     def _capture(self, images: Tensor, targets: Tensor) -> torch.cuda.CUDAGraph:
         self._images, self._targets = images.clone(), targets.clone()
-        with _preserve_state(self._gradients.net, images.device), on_stream(self._stream):
-            by_ddp = dist.is_initialized() and self._gradients.exchange is None
+        with _preserve_state(self._eager.net, images.device), on_stream(self._stream):
+            by_ddp = dist.is_initialized() and self._eager.exchange is None
             for _ in range(DDP_WARMUP_PASSES if by_ddp else WARMUP_PASSES):
-                self._gradients(self._images, self._targets, 0)
-                _await_device(self._stream)
-        self._gradients.net.zero_grad(set_to_none=True)  # the recording allocates its own
+                self._eager(self._images, self._targets, 0)
+                _wait_for_stream(self._stream)
+        self._eager.net.zero_grad(set_to_none=True)  # the capture allocates its own
         torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
         try:
-            # Threads of DALI call CUDA all the time; only this thread's calls may spoil the recording.
+            # Threads of DALI call CUDA all the time; only this thread's calls may spoil the capture.
             with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-                self._loss = self._gradients(self._images, self._targets, 0)
+                self._loss = self._eager(self._images, self._targets, 0)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            # Going on would be unsafe: torch leaves its random generator and allocator in the midst of the recording.
-            reason = str(error.__context__ or error).strip().splitlines()[0]
+            # Going on would be unsafe: torch leaves its random generator and allocator in the state of a capture.
+            reason = first_line(error.__context__ or error)
             raise UserError(
                 f"--cuda-graph: this network's step cannot be recorded ({reason}); use --no-cuda-graph"
             ) from error
@@ -139,9 +139,9 @@ class GraphedForwardBackward:
 
 
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream to record on; CUDA does not allow that on the default one.
+    """A stream to capture on; CUDA does not allow that on the default one.
 
-    Of high priority, which the recorded kernels keep: DALI's wait for them rather than they for DALI's.
+    Of high priority, which the captured kernels keep: DALI's wait for them rather than they for DALI's.
     """
     stream: torch.cuda.Stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
     return stream
@@ -160,20 +160,21 @@ def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
     current.wait_stream(stream)
 
 
-def _await_device(stream: torch.cuda.Stream) -> None:
-    """Wait for `stream`, and let signals and the other threads of this process have their turn.
+def _wait_for_stream(stream: torch.cuda.Stream) -> None:
+    """Wait for `stream` in short sleeps, so that signal handlers and the other threads of this process can run.
 
-    A rank that has compiled first waits here for the others, up to minutes. If it launched on instead, until the device
-    takes no more, it would wait in CUDA: two such ranks of four heard neither a signal nor of their peers' end.
+    A rank that has compiled first waits here for the others, up to minutes. If it launched more kernels instead, until
+    the device takes no more, it would wait in CUDA: two such ranks of four reacted neither to a signal nor to the end
+    of other ranks.
     """
     done = stream.record_event()
     while not done.query():
-        time.sleep(AWAIT_SECONDS)
+        time.sleep(POLL_INTERVAL)
 
 
 @contextlib.contextmanager
 def _preserve_state(net: nn.Module, device: torch.device) -> Iterator[None]:
-    """Put the network's buffers and all random numbers back as they were."""
+    """Restore the network's buffers and the state of all random generators at the end."""
     before, buffers = random_state(device), [(buffer, buffer.clone()) for buffer in net.buffers()]
     yield
     set_random_state(before, device)

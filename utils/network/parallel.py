@@ -1,4 +1,4 @@
-"""How ranks share a network: DDP or one flat all-reduce, equal weights, mean running statistics."""
+"""Data parallelism: DDP or one flat all-reduce of the gradients, equal weights, mean running statistics."""
 
 import inspect
 import itertools
@@ -30,14 +30,21 @@ DDP_BUCKETS = (2**18, 25 * 2**18)  # float32: 1 MiB for the first, then 25 (torc
 
 
 def distribute(model: nn.Module, config: ResolvedConfig, env: DistEnv, stream: torch.cuda.Stream | None) -> nn.Module:
-    """`model`, compiled on request, within DDP if that exchanges the gradients; `stream` is where it will be recorded.
+    """`model`, compiled on request, within DDP if that exchanges the gradients.
 
     DDP is compiled with the network, so that it is split where DDP's buckets end and their exchange begins early.
+    Collective: call on every rank.
+
+    Args:
+        model: on its device.
+        config: resolved.
+        env: this process.
+        stream: where the step will be captured; None if it will not.
     """
     net = model
     if exchanges_by_ddp(config, env):
         # Running statistics stay with their rank and are averaged when they are needed; torch's default would
-        # broadcast rank 0's at every step and forget the others.
+        # broadcast rank 0's at every step and drop the others.
         with on_stream(stream):
             net = DistributedDataParallel(
                 model,
@@ -49,7 +56,7 @@ def distribute(model: nn.Module, config: ResolvedConfig, env: DistEnv, stream: t
             net.register_comm_hook(None, bf16_compress_hook)
     elif env.world_size > 1:
         broadcast_weights(model)
-    connect(model, env)
+    warm_up_nccl(model, env)
     return compile_network(net) if config.compile else net
 
 
@@ -83,15 +90,16 @@ def create_forward_backward(
 
 
 def exchanges_by_ddp(config: ResolvedConfig, env: DistEnv) -> bool:
-    """Whether DDP exchanges the gradients of a resolved config, not `FlatAllReduce` and not nobody."""
+    """Whether DDP exchanges the gradients; otherwise `FlatAllReduce` does, or one process needs no exchange."""
     return env.world_size > 1 and config.grad_exchange == "ddp"
 
 
 def warm_up_ddp_buckets(net: nn.Module, config: ResolvedConfig, env: DistEnv) -> None:
-    """A pass of nothing through DDP, before a checkpoint is loaded over what it leaves behind.
+    """A pass of zeros through DDP, to be called before a checkpoint is loaded over the state that it changes.
 
     DDP lays its gradient buckets out anew after the first backward pass of a launch, and the rounding of a sum over
     three and more ranks depends on the layout: without this the first resumed step would differ in its last bits.
+    Collective: call on every rank.
     """
     if not exchanges_by_ddp(config, env):
         return
@@ -118,41 +126,41 @@ class FlatAllReduce:
     def __init__(self, parameters: Iterable[nn.Parameter], dtype: torch.dtype = torch.float32) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._dtype = dtype
-        places, size = [], 0
+        offsets, size = [], 0
         for parameter in self._parameters:
-            places.append(size)
+            offsets.append(size)
             size += math.ceil(parameter.numel() / _ALIGNMENT) * _ALIGNMENT
         self._buffer = torch.zeros(size, device=self._parameters[0].device)
         self._views = [
-            self._buffer.as_strided(parameter.shape, parameter.stride(), place)
-            for parameter, place in zip(self._parameters, places, strict=True)
+            self._buffer.as_strided(parameter.shape, parameter.stride(), offset)
+            for parameter, offset in zip(self._parameters, offsets, strict=True)
         ]
 
     def __call__(self) -> None:
-        """Replace every `.grad` by its mean over the ranks. A collective.
+        """Replace every `.grad` by its mean over the ranks. Collective: call on every rank.
 
-        It then lies in a buffer that the next call overwrites. A parameter without a gradient, which must be without
-        one on all ranks, stays so.
+        It is then a view of a buffer that the next call overwrites. A parameter without a gradient, which must have
+        none on all ranks, keeps none.
         """
         pairs = zip(self._parameters, self._views, strict=True)
-        used = [(own, own.grad, view) for own, view in pairs if own.grad is not None]
+        used = [(parameter, parameter.grad, view) for parameter, view in pairs if parameter.grad is not None]
         torch._foreach_copy_([view for _, _, view in used], [gradient for _, gradient, _ in used])
-        travelling = self._buffer.to(self._dtype)
-        if travelling.is_cuda:
-            dist.all_reduce(travelling, dist.ReduceOp.AVG)
+        buffer = self._buffer.to(self._dtype)
+        if buffer.is_cuda:
+            dist.all_reduce(buffer, dist.ReduceOp.AVG)
         else:  # gloo has no mean
-            all_reduce_sum(travelling).div_(dist.get_world_size())
-        if travelling is not self._buffer:
-            self._buffer.copy_(travelling)
-        for own, _, view in used:
-            own.grad = view
+            all_reduce_sum(buffer).div_(dist.get_world_size())
+        if buffer is not self._buffer:
+            self._buffer.copy_(buffer)
+        for parameter, _, view in used:
+            parameter.grad = view
 
 
 @torch.no_grad()
 def diverged_parameters(module: nn.Module, env: DistEnv) -> dict[int, list[str]]:
-    """By rank, the names of the parameters that are not bit for bit those of rank 0. A collective.
+    """By rank, the names of the parameters that are not bit for bit those of rank 0.
 
-    Compares a sum of each parameter's bits, read as integers.
+    Collective: call on every rank. Compares a sum of each parameter's bits, read as integers.
     """
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     parameters = dict(module.named_parameters())
@@ -160,24 +168,26 @@ def diverged_parameters(module: nn.Module, env: DistEnv) -> dict[int, list[str]]
         return {}
     sums = [value.view(integers[value.element_size()]).sum(dtype=torch.int64) for value in parameters.values()]
     first, *others = all_gather_object(torch.stack(sums).tolist(), env)
-    unlike = [
-        [name for name, own, right in zip(parameters, each, first, strict=True) if own != right] for each in others
+    diverged = [
+        [name for name, found, expected in zip(parameters, other, first, strict=True) if found != expected]
+        for other in others
     ]
-    return {rank: names for rank, names in enumerate(unlike, start=1) if names}
+    return {rank: names for rank, names in enumerate(diverged, start=1) if names}
 
 
 @torch.no_grad()
 def broadcast_weights(module: nn.Module) -> None:
-    """Rank 0's parameters and buffers, on every rank, in place. A collective."""
+    """Rank 0's parameters and buffers, on every rank, in place. Collective: call on every rank."""
     for tensor in itertools.chain(module.parameters(), module.buffers()):
         dist.broadcast(tensor, 0)
 
 
-def connect(module: nn.Module, env: DistEnv) -> None:
-    """Let NCCL connect the ranks for all-reduces as large as `module`'s gradients and as DDP's buckets. A collective.
+def warm_up_nccl(module: nn.Module, env: DistEnv) -> None:
+    """Let NCCL connect the ranks for all-reduces as large as `module`'s gradients and as DDP's buckets.
 
-    NCCL connects within the first exchange that takes a new way through the machines, and the host waits in C until all
-    ranks are there. Now they are; later one may compile for minutes longer than another, which would not hear a signal.
+    NCCL connects within the first all-reduce that uses a new algorithm or path, and the host waits in C until all ranks
+    are there. Now they are. Later one may compile for minutes longer than another, which could not handle a signal.
+    Collective: call on every rank.
     """
     if env.world_size == 1 or env.device.type != "cuda":
         return
@@ -189,6 +199,8 @@ def connect(module: nn.Module, env: DistEnv) -> None:
 @torch.no_grad()
 def average_buffers(module: nn.Module, env: DistEnv) -> None:
     """Replace floating-point buffers (batch norm's running statistics) by their mean over the ranks.
+
+    Collective: call on every rank.
 
     Each rank gathers statistics of its own images; evaluation must not depend on which rank it runs.
     """

@@ -16,9 +16,9 @@ import torch
 from utils.config import ResolvedConfig, TrainConfig
 from utils.data.splits import SPLITS, InitialFiles
 from utils.distributed.collectives import gather_to_rank0
-from utils.distributed.exit import writing
+from utils.distributed.exit import write_lock
 from utils.distributed.launcher import launch_ids
-from utils.errors import UserError
+from utils.errors import UserError, first_line
 from utils.training.state import NETWORKS, BestEpoch, RankState, ReplicatedState, TrainState, mean_buffers
 
 LAST, BEST = "last.pt", "best.pt"
@@ -310,7 +310,7 @@ def save(
     replicated = dataclasses.replace(replicated, networks=networks)
     content = Checkpoint(config, record, replicated, ranks, time.time(), launch_ids()).to_dict()
     try:
-        with writing:
+        with write_lock:
             write_checkpoint(content, config.output_dir, is_best)
             if state.best is None:  # not evaluated yet, so best.pt is another run's
                 (config.output_dir / BEST).unlink(missing_ok=True)
@@ -321,7 +321,7 @@ def save(
         cause = next(
             (cause for cause in (error, error.__cause__, error.__context__) if isinstance(cause, OSError)), error
         )
-        return getattr(cause, "strerror", None) or str(cause).splitlines()[0]
+        return getattr(cause, "strerror", None) or first_line(cause)
     return None
 
 

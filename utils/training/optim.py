@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from utils.config import ResolvedConfig, TrainConfig
-from utils.errors import UserError
+from utils.errors import UserError, first_line
 
 LR_BATCH = 256  # --lr is given per this many images (Goyal et al. 2017, arXiv:1706.02677, section 2.1)
 
@@ -65,8 +65,9 @@ def create_optimizer(
             **({"fused": True} if fused else {}),
         )
     except Exception as error:  # timm lists those of apex and bitsandbytes too, whether they are installed or not
-        reason = (str(error) or type(error).__name__).strip().splitlines()[0]
-        raise UserError(f"--optimizer {config.optimizer}: is not available here ({reason}); give another") from error
+        raise UserError(
+            f"--optimizer {config.optimizer}: is not available here ({first_line(error)}); give another"
+        ) from error
     if fused and isinstance(optimizer, SGD):
         _fill_momentum(optimizer)
         optimizer.register_load_state_dict_post_hook(_fill_momentum)

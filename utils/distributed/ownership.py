@@ -1,0 +1,43 @@
+"""What a training program takes over of its process: environment variables, torch's switches, its end with torchrun.
+
+Only a program's main calls this. Importing Brisk, or using its loaders and networks in a notebook, changes none of it.
+For the same reason signal handlers are installed by `StopRequest.handling_signals`, TORCHINDUCTOR_CACHE_DIR is set by
+`utils.network.compiler.enable_compile_cache`, and only `RankMonitor.guard`, `watchdog` and a `process_group` with
+`print_error` end the process: a main calls these, too.
+"""
+
+import os
+
+import torch
+
+from utils.distributed.device import choose_device, hide_other_gpus
+from utils.distributed.launcher import exit_with_torchrun, read_launch
+from utils.seed import make_deterministic
+
+
+def own_process(device_choice: str, deterministic: bool | None = None) -> torch.device:
+    """Prepare this process for training, and choose its device. To be called before CUDA starts.
+
+    Sets CUDA_DEVICE_MAX_CONNECTIONS to 32, unless it is set; CUDA_VISIBLE_DEVICES to the GPU of this rank; and what
+    `deterministic` says. When torchrun dies, this process gets SIGTERM.
+
+    Args:
+        device_choice: auto, cuda or cpu.
+        deterministic: whether torch must compute the same bits in every run; False lets cuDNN choose its algorithms by
+            trial, None leaves torch as it is.
+
+    Returns:
+        The device of this process.
+
+    Raises:
+        UserError: the launcher's variables are incomplete, or there are fewer GPUs than processes.
+    """
+    exit_with_torchrun()
+    # CUDA reads it once, when it starts. DALI works on some thirty streams. The default of 8 hardware queues makes the
+    # training step wait in a queue behind a decoder (docs/decisions/0005).
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    if deterministic:
+        make_deterministic()
+    elif deterministic is not None:
+        torch.backends.cudnn.benchmark = True
+    return hide_other_gpus(choose_device(device_choice, read_launch()))
