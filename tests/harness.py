@@ -259,6 +259,13 @@ def _run_forked(program: str, words: list[str], environ: dict[str, str], out: Pa
     exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
 
 
+def run_train(*flags: object, processes: int = 1) -> Finished:
+    """Run train.py to its end as `launch` does, but a single process has already imported it."""
+    if processes > 1:
+        return launch(*flags, processes=processes)
+    return launch_forked(*flags, program="import sys, train; sys.exit(train.main(sys.argv[1:]))")
+
+
 # Runs a list of command lines of train.py. Writes for each the exit status, the names of the files with its standard
 # output and error, and the changed files to the file `results`.
 _SERIES = """

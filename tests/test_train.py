@@ -17,7 +17,17 @@ import torch
 
 from tests.conftest import TINY, assert_same, write_data
 from tests.contract import assert_keys
-from tests.harness import Finished, assert_refused, launch, launch_and_end, launch_series, read_checkpoint, read_losses, read_metrics, start
+from tests.harness import (
+    Finished,
+    assert_refused,
+    launch,
+    launch_and_end,
+    launch_series,
+    read_checkpoint,
+    read_losses,
+    read_metrics,
+    start,
+)
 from tests.processes import free_port
 from tests.training.test_resume import EVERYTHING, PLAIN, flags_for, steps_logged
 from utils.training.state import mean_buffers

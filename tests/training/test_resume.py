@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from tests.conftest import TINY, assert_same, assert_same_run
-from tests.harness import assert_refused, launch, launch_and_end, launch_series, read_checkpoint, read_losses, read_metrics
+from tests.harness import (
+    assert_refused,
+    launch,
+    launch_and_end,
+    launch_series,
+    read_checkpoint,
+    read_losses,
+    read_metrics,
+)
 
 EPOCHS, STEPS = 4, 5  # 41 images, a global batch of 8
 PLAIN: tuple[str, ...] = ("--workers", "2")
