@@ -14,7 +14,6 @@ import pytest
 import torch
 from PIL import Image
 
-from tests import harness
 from tests.harness import Finished, assert_refused, changed_names, list_output, read_checkpoint, read_metrics
 from utils.config import ResolvedConfig
 from utils.distributed.group import DistEnv
@@ -117,24 +116,6 @@ def long_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         folder.mkdir()
         monkeypatch.setenv("TMPDIR", str(folder))
         yield folder
-
-
-@pytest.fixture
-def launch() -> Callable[..., Finished]:
-    """`harness.launch`: run train.py to its end."""
-    return harness.launch
-
-
-@pytest.fixture
-def launch_series() -> Callable[..., list[Finished]]:
-    """`harness.launch_series`: run train.py once for each tuple of flags, in one process."""
-    return harness.launch_series
-
-
-@pytest.fixture
-def launch_and_end() -> Callable[..., int]:
-    """`harness.launch_and_end`: start train.py and end it with a signal."""
-    return harness.launch_and_end
 
 
 Main = Callable[[list[str]], int]

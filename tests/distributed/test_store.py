@@ -218,7 +218,7 @@ def start_rank() -> Iterator[StartRank]:
     with contextlib.ExitStack() as stack:
 
         def start_rank(rank: int, port: int, *arguments: object) -> Started:
-            env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+            env: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
             env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             return stack.enter_context(start(*arguments, program=WORKER, env=env))
 
