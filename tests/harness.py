@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import torch
 
-from tests.processes import alive, descendants, identify, kill_tree
+from tests.processes import alive, descendants, identify, kill_tree, ranks_among
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN = ROOT / "train.py"

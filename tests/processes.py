@@ -18,6 +18,17 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+def ranks_among(pids: Iterable[int]) -> dict[int, int]:
+    """Rank -> process id of the trainers among `pids`, parents first."""
+    found: dict[int, int] = {}
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for word in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                if word.startswith(b"RANK="):
+                    found.setdefault(int(word[5:]), pid)  # before its own children, which inherit it
+    return found
+
+
 def kill_tree(pid: int) -> None:
     """SIGKILL to a process and all below it; torchrun's workers have sessions of their own and would survive it."""
     for each in reversed([pid, *descendants(pid)]):

@@ -1,4 +1,4 @@
-"""scripts/performance.py: no processes and files remain of a run that is cut off; starts are timed."""
+"""scripts/performance.py: a run that takes too long leaves neither processes nor files; starts are timed."""
 
 import re
 import signal
@@ -16,7 +16,7 @@ from tests.harness import start
 from tests.processes import alive, descendants, identify
 
 TINY = ("--arch", "test_resnet", "--image-size", "32", "--batch-size", "4", "--device", "cpu")
-# A benchmark with a temporary folder, and a worker that ignores SIGTERM, as the benchmark does for --window-seconds 2.
+# A benchmark with a temporary folder and a worker that ignores SIGTERM. Its parent ignores it with windows of 2 s.
 STUBBORN = """
 import os, signal, sys, tempfile, time
 tempfile.mkdtemp(prefix="benchmark-")
@@ -148,7 +148,7 @@ def test_starts_are_timed(tmp_path: Path) -> None:
     seconds = [float(word) for word in found[1].split(", ")]
     assert len(seconds) == 2
     assert min(seconds) > 0
-    assert list(tmp_path.iterdir()) == [], "the checkpoints are not needed"
+    assert list(tmp_path.iterdir()) == [], "nobody needs the checkpoints"
     assert performance.time_starts(tmp_path, 100, ("--arch", "nonsense")).startswith(
         "exit 2: train.py: --arch nonsense"
     )

@@ -1,7 +1,7 @@
 """The images of a split as a format knows them: a name for each, and where its bytes are.
 
 Only the formats and `utils.data.reader` look at a location. So a format whose images are ranges of bytes within shards
-needs a table of its own, a kind of location, and its reading there; nothing else in the project changes.
+adds a table, a kind of location and its reading. The loaders, the decode pool and the verification do not change.
 """
 
 from typing import NamedTuple, Protocol, Self
