@@ -131,13 +131,7 @@ class Started:
 
     def ranks(self) -> dict[int, int]:
         """Rank -> process id of the trainers that torchrun has started so far."""
-        found: dict[int, int] = {}
-        for pid in self.descendants():
-            with contextlib.suppress(OSError):
-                for word in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                    if word.startswith(b"RANK="):
-                        found.setdefault(int(word[5:]), pid)  # before its own children, which inherit it
-        return found
+        return ranks_among(self.descendants())
 
     def send(self, number: int, *pids: int) -> None:
         """Send a signal to some processes, to `pid` or below it."""
