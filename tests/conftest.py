@@ -99,9 +99,15 @@ def resolved(**values: Any) -> ResolvedConfig:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
-    """One thread for torch in this process: on busy cores several threads spend most of the time waiting, spinning."""
+def process_settings() -> None:
+    """Settings of this process.
+
+    One thread for torch: on busy cores several threads spend most of the time waiting, spinning. And the processes that
+    tests start must not inherit that SIGINT is ignored, as it is in a background job.
+    """
     torch.set_num_threads(1)
+    if signal.getsignal(SIGINT) == signal.SIG_IGN:
+        signal.signal(SIGINT, signal.default_int_handler)
 
 
 # Newer Pythons put the sockets of multiprocessing into /tmp where the temporary folder has too long a path.

@@ -171,13 +171,17 @@ sys.exit(train.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("at", ["train_step", "evaluate"])
+@pytest.mark.parametrize("at", ["train_step", "evaluate_checkpoint"])
 def test_where_nothing_can_be_lost_a_signal_ends_at_once(data: Path, tmp_path: Path, at: str) -> None:
     """The first step after an evaluation with which a launch began, as it may compile; and `--evaluate`."""
     flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--output-dir", tmp_path / "out")
     assert run_train(*flags, "--epochs", 1).status == 0
     before_evaluation = tmp_path / "out" / "last-1.pt"
-    extra = ("--evaluate",) if at == "evaluate" else ("--resume", before_evaluation, "--overwrite", "--epochs", 2)
+    extra = (
+        ("--evaluate",)
+        if at == "evaluate_checkpoint"
+        else ("--resume", before_evaluation, "--overwrite", "--epochs", 2)
+    )
     done = launch_forked(*flags, *extra, program=SENDS_A_SIGNAL, env={"AT": at})
     assert done.status == 143, done.err
     assert done.err.splitlines()[-1] == "stopped by SIGUSR1 before the first step; nothing is lost"
