@@ -14,7 +14,6 @@ import pytest
 import torch
 from PIL import Image
 
-from tests import harness
 from tests.harness import Finished, assert_refused, changed_names, list_output, read_checkpoint, read_metrics
 from utils.config import ResolvedConfig
 from utils.distributed.group import DistEnv
@@ -100,9 +99,15 @@ def resolved(**values: Any) -> ResolvedConfig:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
-    """One thread for torch in this process: on busy cores several threads spend most of the time waiting, spinning."""
+def process_settings() -> None:
+    """Settings of this process.
+
+    One thread for torch: on busy cores several threads spend most of the time waiting, spinning. And the processes that
+    tests start must not inherit that SIGINT is ignored, as it is in a background job.
+    """
     torch.set_num_threads(1)
+    if signal.getsignal(SIGINT) == signal.SIG_IGN:
+        signal.signal(SIGINT, signal.default_int_handler)
 
 
 # Newer Pythons put the sockets of multiprocessing into /tmp where the temporary folder has too long a path.
@@ -117,24 +122,6 @@ def long_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         folder.mkdir()
         monkeypatch.setenv("TMPDIR", str(folder))
         yield folder
-
-
-@pytest.fixture
-def launch() -> Callable[..., Finished]:
-    """`harness.launch`: run train.py to its end."""
-    return harness.launch
-
-
-@pytest.fixture
-def launch_series() -> Callable[..., list[Finished]]:
-    """`harness.launch_series`: run train.py once for each tuple of flags, in one process."""
-    return harness.launch_series
-
-
-@pytest.fixture
-def launch_and_end() -> Callable[..., int]:
-    """`harness.launch_and_end`: start train.py and end it with a signal."""
-    return harness.launch_and_end
 
 
 Main = Callable[[list[str]], int]

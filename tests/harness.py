@@ -22,6 +22,7 @@ from tests.processes import alive, descendants, identify, kill_tree, ranks_among
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN = ROOT / "train.py"
+TEXT = "TEXT_OF_A_PROGRAM"  # variable of the environment
 
 
 def tracked_files(*patterns: str) -> list[Path]:
@@ -51,13 +52,15 @@ class Finished:
 
 def command(program: Path | str = TRAIN, processes: int = 1, torchrun: Sequence[str] = ()) -> list[str]:
     """The words that start a program: a file, or the text of a Python program. Under torchrun, if that has flags."""
-    is_text = isinstance(program, str)
+    if isinstance(program, Path):
+        python, words = ([sys.executable] if program.suffix == ".py" else []), [str(program)]
+    else:  # the text is in a variable, as torchrun repeats the words in its report
+        python, words = [sys.executable, "-u"], ["-c", f"import os; exec(os.environ['{TEXT}'])"]
     if processes == 1 and not torchrun:
-        python = [sys.executable] if is_text or Path(program).suffix == ".py" else []
-        return [*python, *(["-c"] if is_text else []), str(program)]
+        return [*python, *words]
     launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
     launcher += torchrun or ("--standalone",)
-    return [*launcher, *(["--no-python", sys.executable, "-u", "-c"] if is_text else []), str(program)]
+    return [*launcher, *(["--no-python", *python] if isinstance(program, str) else []), *words]
 
 
 def environment(changes: Mapping[str, object] | None = None) -> dict[str, str]:
@@ -193,7 +196,7 @@ def start(
     words = [*map(str, prefix), *command(program, processes, torchrun), *map(str, flags)]
     if isinstance(program, str):
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        env = {"PYTHONPATH": os.pathsep.join(paths), **(env or {})}
+        env = {"PYTHONPATH": os.pathsep.join(paths), TEXT: program, **(env or {})}
     return Started(words, environment(env), cwd)
 
 
@@ -248,9 +251,17 @@ def _run_forked(program: str, words: list[str], environ: dict[str, str], out: Pa
             os.dup2(file.fileno(), stream.fileno())
     os.environ.clear()
     os.environ.update(environ)
+    multiprocessing.set_start_method(None, force=True)  # the default one, not that of this process
     torch.set_num_threads(1)  # OMP_NUM_THREADS comes too late
     sys.argv = ["-c", *words]
     exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
+
+
+def run_train(*flags: object, processes: int = 1) -> Finished:
+    """Run train.py to its end as `launch` does, but a single process has already imported it."""
+    if processes > 1:
+        return launch(*flags, processes=processes)
+    return launch_forked(*flags, program="import sys, train; sys.exit(train.main(sys.argv[1:]))")
 
 
 # Runs a list of command lines of train.py. Writes for each the exit status, the names of the files with its standard

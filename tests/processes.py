@@ -29,11 +29,6 @@ def ranks_among(pids: Iterable[int]) -> dict[int, int]:
     return found
 
 
-def ranks_below(pid: int) -> dict[int, int]:
-    """Rank -> process id of the trainers below a launcher."""
-    return ranks_among(descendants(pid))
-
-
 def kill_tree(pid: int) -> None:
     """SIGKILL to a process and all below it; torchrun's workers have sessions of their own and would survive it."""
     for each in reversed([pid, *descendants(pid)]):

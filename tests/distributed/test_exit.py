@@ -1,14 +1,12 @@
 """The end of a DataLoader's workers with their trainer, on real loaders."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.conftest import resolved
-from tests.harness import ROOT
+from tests.harness import launch_forked
 from utils.data.formats.folder import scan_splits
 from utils.data.torch_loader import TorchImages
 
@@ -45,9 +43,8 @@ os._exit(0)
 @pytest.mark.parametrize("loader", ["torch", "proxy"])
 def test_workers_end_by_themselves_and_a_stopped_one_is_killed(data: Path, loader: str) -> None:
     """Only the one that does not react is killed: that can leave a file in shared memory."""
-    command_line = [sys.executable, "-c", PROGRAM, str(data), loader]
-    done = subprocess.run(command_line, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.stdout == "0 -9\n", done.stderr
+    done = launch_forked(data, loader, program=PROGRAM)
+    assert done.out == "0 -9\n", done.err
 
 
 @pytest.mark.parametrize("train", [True, False])

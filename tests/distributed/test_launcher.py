@@ -1,17 +1,15 @@
 """The launcher's variables, and what torchrun and Slurm do when a process ends, with real launches."""
 
+import contextlib
 import re
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import TINY
-from tests.harness import ROOT, Finished, command, environment, read_checkpoint, read_metrics
-from tests.processes import free_port, kill_tree
+from tests.harness import launch, read_checkpoint, read_losses, run_train, start
+from tests.processes import free_port
 from utils.distributed.launcher import Launch, read_launch, seconds_since_launch, seconds_since_start
 from utils.errors import UserError
 
@@ -64,26 +62,19 @@ sys.exit(train.main(sys.argv[1:]))
 """
 
 
-def torchrun(program: Path, *flags: Any, **variables: str) -> subprocess.CompletedProcess[str]:
-    command_line = [*command(program, torchrun=("--standalone", "--max-restarts=2")), *map(str, flags)]
-    variables |= {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        command_line, env=environment() | variables, capture_output=True, text=True, timeout=200, check=False
-    )
+RESTARTS = ("--standalone", "--max-restarts=2")
 
 
-def test_seconds_count_the_imports_too_and_under_torchrun_from_its_start(tmp_path: Path) -> None:
+def test_seconds_count_the_imports_too_and_under_torchrun_from_its_start() -> None:
     code = (
         "import time; time.sleep(2)\n"
         "from utils.distributed.launcher import seconds_since_launch, seconds_since_start as start\n"
         "print(seconds_since_launch(), start())\n"
     )
-    launched, start = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).split()
+    launched, start = launch(program=code).out.split()
     assert float(start) == pytest.approx(float(launched), abs=0.5)
     assert 2 <= float(launched) < 20
-    program = tmp_path / "program.py"
-    program.write_text(code)
-    launched, start = torchrun(program).stdout.split()
+    launched, start = launch(program=code, torchrun=RESTARTS).out.split()
     assert 2 <= float(launched) < float(start) - 0.5, "torch takes more than that to import"
     assert seconds_since_start() == pytest.approx(seconds_since_launch(), abs=0.5)
 
@@ -93,23 +84,22 @@ def test_seconds_count_the_imports_too_and_under_torchrun_from_its_start(tmp_pat
 @pytest.mark.parametrize(("death", "start"), [(7, "resumed at epoch 2, step 6"), (1, "from scratch")])
 def test_a_restart_goes_on_although_the_run_began_anew(data: Path, tmp_path: Path, death: int, start: str) -> None:
     """It resumes its own checkpoint, not the earlier one in the folder."""
-    program = tmp_path / "dies_once.py"
-    program.write_text(DIES_ONCE)
-    flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--checkpoint-steps", 2, "--output-dir", tmp_path / "out")
-    assert torchrun(program, *flags, "--epochs", 1, DEATH="99").returncode == 0
-    resumed = torchrun(program, *flags, "--epochs", 2, "--resume", "none", "--overwrite", DEATH=str(death))
-    assert resumed.returncode == 0, resumed.stderr
-    starts = [line.split("  ")[-1] for line in resumed.stdout.splitlines() if line.strip().startswith("start  ")]
+    flags = ["--data-dir", data, *TINY, "--batch-size", 8, "--checkpoint-steps", 2, "--output-dir", tmp_path / "out"]
+    assert run_train(*flags, "--epochs", 1).status == 0
+    flags += ["--epochs", 2, "--resume", "none", "--overwrite"]
+    resumed = launch(*flags, program=DIES_ONCE, torchrun=RESTARTS, env={"DEATH": death})
+    assert resumed.status == 0, resumed.err
+    starts = [line.split("  ")[-1] for line in resumed.out.splitlines() if line.strip().startswith("start  ")]
     assert [line.partition(", from ")[0] for line in starts] == ["from scratch", start]
     assert read_checkpoint(tmp_path / "out")["step"] == 10
-    assert [r["step"] for r in read_metrics(tmp_path / "out") if "train/loss" in r] == list(range(1, 11))
+    assert [step for step, _ in read_losses(tmp_path / "out")] == list(range(1, 11))
 
 
 DIES_ON_ANOTHER_MACHINE = """
 import os, pathlib, signal, sys, train
 
 step = train.train_step
-died = pathlib.Path(__file__).with_suffix(".died")
+died = pathlib.Path(os.environ["DIED"])
 
 def die_once(run):
     step(run)
@@ -125,35 +115,25 @@ sys.exit(train.main(sys.argv[1:]))
 @pytest.mark.dist
 def test_a_restart_goes_on_after_a_death_on_another_machine(data: Path, tmp_path: Path) -> None:
     """The torchrun of rank 0 then starts it again without counting that."""
-    program = tmp_path / "dies.py"
-    program.write_text(DIES_ON_ANOTHER_MACHINE)
-    flags = ("--data-dir", data, *TINY, "--batch-size", 4, "--checkpoint-steps", 2, "--output-dir", tmp_path / "out")
+    flags = ["--data-dir", data, *TINY, "--batch-size", 4, "--checkpoint-steps", 2, "--output-dir", tmp_path / "out"]
+    flags += ["--epochs", 2, "--resume", "none"]
     rendezvous = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-id=1")
-    start = ("--epochs", 2, "--resume", "none")
-    command_line = [*command(program, torchrun=(*rendezvous, "--max-restarts=2")), *flags, *start]
-    logs = [tmp_path / f"{machine}.log" for machine in range(2)]
-    agents = []
-    for path in logs:
-        with path.open("w") as log:
-            variables = environment() | {"PYTHONPATH": str(ROOT)}
-            agents.append(subprocess.Popen(list(map(str, command_line)), env=variables, stdout=log, stderr=log))
-    try:
-        statuses = [agent.wait(timeout=200) for agent in agents]
-    finally:
-        for agent in agents:
-            kill_tree(agent.pid)
-    log_text = "".join(path.read_text() for path in logs)
-    assert statuses == [0, 0], log_text
-    assert re.findall(r"start  (.*?)(?:, from .*)?\n", log_text) == ["from scratch", "resumed at epoch 2, step 6"]
+    options: Any = {"torchrun": (*rendezvous, "--max-restarts=2"), "env": {"DIED": tmp_path / "died"}}
+    with contextlib.ExitStack() as stack:
+        agents = [stack.enter_context(start(*flags, program=DIES_ON_ANOTHER_MACHINE, **options)) for _ in range(2)]
+        done = [agent.end() for agent in agents]
+    assert [agent.status for agent in done] == [0, 0], done
+    starts = re.findall(r"start  (.*?)(?:, from .*)?\n", "".join(agent.out for agent in done))
+    assert starts == ["from scratch", "resumed at epoch 2, step 6"]
 
 
 @pytest.mark.dist
 def test_the_time_limit_ends_torchrun_too(data: Path, tmp_path: Path) -> None:
     """Otherwise torchrun would start the processes again."""
     flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--epochs", 1000, "--output-dir", tmp_path)
-    done = torchrun(ROOT / "train.py", *flags, "--time-limit", "0.5")
-    assert done.returncode == 1, done.stderr
-    assert done.stdout.count("stopped by the time limit at step ") == 1
+    done = launch(*flags, "--time-limit", "0.5", torchrun=RESTARTS)
+    assert done.status == 1, done.err
+    assert done.out.count("stopped by the time limit at step ") == 1
     assert read_checkpoint(tmp_path)["step"] <= 2
 
 
@@ -161,14 +141,14 @@ def test_the_time_limit_ends_torchrun_too(data: Path, tmp_path: Path) -> None:
     ("job", "start"), [("7", "resumed at epoch 1, step "), pytest.param("8", "from scratch", marks=pytest.mark.slow)]
 )
 def test_a_requeued_job_goes_on_although_it_began_anew(
-    data: Path, tmp_path: Path, launch: Callable[..., Finished], monkeypatch: pytest.MonkeyPatch, job: str, start: str
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str, start: str
 ) -> None:
     flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--epochs", 2, "--output-dir", tmp_path, "--resume", "none",
              "--overwrite")  # fmt: skip
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    assert launch(*flags, "--time-limit", 0.1).status == 143
+    assert run_train(*flags, "--time-limit", 0.1).status == 143
     monkeypatch.setenv("SLURM_JOB_ID", job)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    done = launch(*flags)
+    done = run_train(*flags)
     assert done.status == 0, done.err
     assert f"start  {start}" in done.out

@@ -7,15 +7,15 @@ import resource
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.conftest import TINY
-from tests.harness import Finished, command, environment, read_checkpoint
-from tests.processes import alive, descendants, identify, kill_tree, ranks_below
+from tests.harness import error_line, launch, read_checkpoint, start
+from tests.processes import descendants, is_stopped
 from utils.distributed import monitor as monitor_module
 from utils.distributed.monitor import RankMonitor, _has_ended, _is_communication, _machine
 from utils.distributed.store import BoundedStore, NoAnswer
@@ -24,61 +24,37 @@ TORCH_KILLS = 30  # seconds after which torchrun kills what ignores SIGTERM
 pytestmark = pytest.mark.dist
 
 
-class Started:
-    """A launch by torchrun that would train for hours; the test decides when and how it ends."""
+class Run:
+    """A run under torchrun that would train for hours; the test decides when and how it ends."""
 
-    def __init__(self, data: Path, folder: Path, *flags: str, processes: int = 2) -> None:
-        self.folder = folder
-        train_flags = ("--data-dir", data, *TINY, "--epochs", 100000, "--batch-size", 4, "--output-dir", folder / "run")
-        self.out, self.err = folder / "out", folder / "err"
-        self.shm_before = set(os.listdir("/dev/shm"))
-        with self.out.open("w") as out, self.err.open("w") as err:
-            command_line = [*command(processes=processes, torchrun=("--standalone",)), *map(str, train_flags), *flags]
-            self.launcher = subprocess.Popen(command_line, stdout=out, stderr=err, env=environment())
-        self.workers: dict[int, int] = {}
-        self.processes: dict[int, int] = {}
+    def __init__(self, data: Path, folder: Path, *flags: object, processes: int = 2) -> None:
+        self.folder = folder / "run"
+        self._shm_before = set(os.listdir("/dev/shm"))
+        train_flags = ("--data-dir", data, *TINY, "--epochs", 100000, "--batch-size", 4, "--output-dir", self.folder)
+        self.torchrun = start(*train_flags, *flags, processes=processes, torchrun=("--standalone",))
 
-    def wait_for(self, when: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 100
-        while not when():
-            assert self.launcher.poll() is None, self.err.read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        self.workers = ranks_below(self.launcher.pid)
-        self.processes = identify(descendants(self.launcher.pid))
+    def __enter__(self) -> "Run":
+        return self
 
-    def trains(self) -> bool:
-        return "first step done" in self.out.read_text()
+    def __exit__(self, *error: object) -> None:
+        self.torchrun.__exit__(*error)
+
+    def train(self) -> dict[int, int]:
+        """Wait until all ranks train; returns rank -> process id."""
+        self.torchrun.wait_for(lambda: "first step done" in self.torchrun.out)
+        return self.torchrun.ranks()
 
     def check_end(self, seconds: float) -> str:
-        """The launch ends within `seconds`, leaves nothing, and has printed one line, which is returned."""
-        self.launcher.wait(seconds)
+        """The run ends within `seconds`, leaves nothing, and has printed one line, which is returned."""
+        done = self.torchrun.end(seconds)
         self.check_nothing_left(10)  # torch's DataLoader workers look after their parent every 5 s
-        ours = [line for line in self.err.read_text().splitlines() if line.startswith("train.py: ")]
-        assert len(ours) == 1, self.err.read_text()
-        return ours[0]
+        return error_line(done)
 
     def check_nothing_left(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while left := alive(self.processes):
-            assert time.monotonic() < deadline, [Path(f"/proc/{pid}/cmdline").read_text() for pid in left]
-            time.sleep(0.1)
-        assert set(os.listdir("/dev/shm")) <= self.shm_before
-        names = {path.name for path in (self.folder / "run").iterdir()}
+        self.torchrun.check_nothing_left(seconds)
+        assert set(os.listdir("/dev/shm")) <= self._shm_before
+        names = {path.name for path in self.folder.iterdir()}
         assert names <= {"config.json", "metrics.jsonl", "last.pt", "last-1.pt", "last-2.pt", "best.pt"}
-
-
-@contextlib.contextmanager
-def started(data: Path, folder: Path, *flags: str, processes: int = 2) -> Iterator[Started]:
-    launch = Started(data, folder, *flags, processes=processes)
-    try:
-        yield launch
-    finally:
-        if launch.launcher.poll() is None:
-            kill_tree(launch.launcher.pid)
-        for pid in alive(launch.processes):
-            kill_tree(pid)
-        launch.launcher.wait()
 
 
 @pytest.mark.parametrize(
@@ -86,61 +62,60 @@ def started(data: Path, folder: Path, *flags: str, processes: int = 2) -> Iterat
     [(0, "dali"), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, "dali"), (0, "torch"), (1, "torch")))],
 )
 def test_a_killed_rank_is_named(data: Path, tmp_path: Path, rank: int, loader: str) -> None:
-    with started(data, tmp_path, "--loader", loader) as launch:
-        launch.wait_for(launch.trains)
-        os.kill(launch.workers[rank], signal.SIGKILL)
-        line = launch.check_end(TORCH_KILLS)
-    assert f"rank {rank} (process {launch.workers[rank]} on {os.uname().nodename}) is gone: killed" in line
+    with Run(data, tmp_path, "--loader", loader) as run:
+        pid = run.train()[rank]
+        os.kill(pid, signal.SIGKILL)
+        line = run.check_end(TORCH_KILLS)
+        assert "Traceback" not in run.torchrun.err.partition("torch/distributed/elastic")[0]
+    assert f"rank {rank} (process {pid} on {os.uname().nodename}) is gone: killed" in line
     assert "the same command goes on from the last checkpoint (with --resume auto, as by default)" in line
-    assert "Traceback" not in launch.err.read_text().partition("torch/distributed/elastic")[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("loader", ["dali", "torch"])
 def test_a_stopped_rank_is_named(data: Path, tmp_path: Path, rank: int, loader: str) -> None:
-    with started(data, tmp_path, "--loader", loader, "--timeout", "10") as launch:
-        launch.wait_for(launch.trains)
-        os.kill(launch.workers[rank], signal.SIGSTOP)
-        line = launch.check_end(10 + 10 + TORCH_KILLS + 10)
-    assert f"rank {rank} (process {launch.workers[rank]} on {os.uname().nodename}) is stopped" in line
+    with Run(data, tmp_path, "--loader", loader, "--timeout", 10) as run:
+        pid = run.train()[rank]
+        os.kill(pid, signal.SIGSTOP)
+        line = run.check_end(10 + 10 + TORCH_KILLS + 10)
+    assert f"rank {rank} (process {pid} on {os.uname().nodename}) is stopped" in line
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_never_comes_is_named(data: Path, tmp_path: Path, rank: int) -> None:
     """Stopped while it still imports."""
-    with started(data, tmp_path, "--timeout", "10") as launch:
-        (tmp_path / "run").mkdir()
-        launch.wait_for(lambda: len(ranks_below(launch.launcher.pid)) == 2)
-        os.kill(launch.workers[rank], signal.SIGSTOP)
-        line = launch.check_end(60 + TORCH_KILLS)
+    with Run(data, tmp_path, "--timeout", 10) as run:
+        run.folder.mkdir()
+        run.torchrun.wait_for(lambda: len(run.torchrun.ranks()) == 2)
+        os.kill(run.torchrun.ranks()[rank], signal.SIGSTOP)
+        line = run.check_end(60 + TORCH_KILLS)
     assert f"rank {rank} did not come within 10 s (--timeout)" in line
 
 
 @pytest.mark.slow
-def test_workers_end_with_their_launcher(data: Path, tmp_path: Path, launch: Callable[..., Finished]) -> None:
+def test_workers_end_with_their_launcher(data: Path, tmp_path: Path) -> None:
     """Killed, torchrun ends no worker. They save and stop, and the next launch waits for them and resumes."""
-    with started(data, tmp_path) as first:
-        first.wait_for(first.trains)
-        first.launcher.kill()
-        first.launcher.wait()
-        flags = ("--data-dir", data, *TINY, "--batch-size", 4, "--output-dir", tmp_path / "run")
+    with Run(data, tmp_path) as run:
+        run.train()
+        run.torchrun.process.kill()
+        run.torchrun.process.wait()
+        flags = ("--data-dir", data, *TINY, "--batch-size", 4, "--output-dir", run.folder)
         resumed = launch(*flags, "--epochs", 100000, "--time-limit", 0.1, processes=2)
-        first.check_nothing_left(10)
-    stopped = re.findall(r"stopped by SIGTERM at step (\d+);", first.out.read_text())
-    assert len(stopped) == 1, first.err.read_text()
-    assert f"step {stopped[0]}\n" in resumed.out, resumed.out + resumed.err
-    before, after = int(stopped[0]), read_checkpoint(tmp_path / "run")["step"]
+        run.check_nothing_left(10)
+        (stopped,) = re.findall(r"stopped by SIGTERM at step (\d+);", run.torchrun.out)
+    assert f"step {stopped}\n" in resumed.out, resumed.out + resumed.err
+    before, after = int(stopped), read_checkpoint(tmp_path / "run")["step"]
     assert after > before or (after == before and after % (41 // 8) == 0)  # at an epoch's end evaluation comes first
 
 
 def test_a_lone_worker_ends_with_its_launcher(data: Path, tmp_path: Path) -> None:
-    with started(data, tmp_path, processes=1) as launch:
-        launch.wait_for(launch.trains)
-        launch.launcher.kill()
-        launch.check_nothing_left(30)
-    assert "stopped by SIGTERM at step" in launch.out.read_text()
+    with Run(data, tmp_path, processes=1) as run:
+        run.train()
+        run.torchrun.process.kill()
+        run.check_nothing_left(30)
+        assert "stopped by SIGTERM at step" in run.torchrun.out
 
 
 def test_only_a_process_that_is_gone_has_ended() -> None:
@@ -161,18 +136,17 @@ def test_only_a_process_that_is_gone_has_ended() -> None:
 @pytest.mark.slow
 def test_the_last_error_is_named(data: Path, tmp_path: Path) -> None:
     """Rank 1 fails by itself, as a worker of its DataLoader is killed: rank 0 prints that, as does torchrun."""
-    with started(data, tmp_path, "--loader", "torch") as launch:
-        launch.wait_for(launch.trains)
-        for child in descendants(launch.workers[1]):
+    with Run(data, tmp_path, "--loader", "torch") as run:
+        for child in descendants(run.train()[1]):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
-        line = launch.check_end(TORCH_KILLS)
+        line = run.check_end(TORCH_KILLS)
         # Which error the death of a worker becomes depends on what the trainer was about to read from it.
         match = re.match(
             r"train\.py: rank 1 \(process \d+ on \S+\) failed: (RuntimeError|EOFError|Connection\w+):", line
         )
         assert match is not None, line
-        cause = launch.err.read_text().partition("Root Cause")[2]
+        cause = run.torchrun.err.partition("Root Cause")[2]
         assert re.search(r"rank +: 1 ", cause)
         assert match[1] in cause
 
@@ -199,7 +173,7 @@ def gone() -> int:
 def stopped() -> Iterator[int]:
     with subprocess.Popen(["sleep", "1000"]) as process:
         process.send_signal(signal.SIGSTOP)
-        while Path(f"/proc/{process.pid}/stat").read_text().split()[2] != "T":
+        while not is_stopped(process.pid):
             time.sleep(0.01)
         yield process.pid
         process.kill()

@@ -14,7 +14,6 @@ import select
 import signal
 import struct
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,9 +21,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import TINY, assert_same, write_data
-from tests.harness import ROOT, Finished, environment, read_checkpoint, read_metrics
-from tests.processes import alive, descendants, identify, kill_tree, ranks_below
+from tests import harness
+from tests.conftest import TINY, assert_same_run, write_data
+from tests.harness import Started, launch, read_checkpoint
+from tests.processes import alive, identify
 
 pytestmark = [pytest.mark.network, pytest.mark.dist, pytest.mark.timeout(900)]
 
@@ -33,7 +33,6 @@ HOSTS = ("10.77.0.1", "10.77.0.2")
 TIMEOUT = 15
 EPOCHS = 12
 FLAGS = (*TINY, "--batch-size", "4", "--deterministic", "--augment", "trivialaugment", "--mixup", "0.2")
-Launcher = Callable[..., Finished]
 RESUME_HINT = "the same command goes on from the last checkpoint (with --resume auto, as by default)"
 
 
@@ -114,61 +113,53 @@ class Run:
 
     def __init__(self, wire: Wire, folder: Path, data: Path, *flags: object) -> None:
         self.wire, self.folder, self.data = wire, folder, data
-        self._flags = [*map(str, ("--data-dir", data, *FLAGS, "--output-dir", folder / "run", *flags))]
-        self.torchruns: list[subprocess.Popen[bytes]] = []
-        self.processes: list[dict[int, int]] = [{}, {}]  # below each torchrun, without torchrun itself
-
-    def start(self) -> None:
-        (self.folder / "run").mkdir(parents=True, exist_ok=True)
+        self._flags = ("--data-dir", data, *FLAGS, "--output-dir", folder / "run", *flags)
+        (folder / "run").mkdir(parents=True, exist_ok=True)
         self.torchruns = [self._start(side) for side in (0, 1)]
 
-    def _start(self, side: int) -> subprocess.Popen[bytes]:
+    def _start(self, side: int) -> Started:
         name = self.wire.names[side]
         (temporary := self.folder / name).mkdir(exist_ok=True)
-        environ = environment() | {"GLOO_SOCKET_IFNAME": name, "TMPDIR": str(temporary)}
-        command_line = ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', name]
-        command_line += [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
-        command_line += ["--rdzv_backend=c10d", f"--rdzv_endpoint={HOSTS[0]}:29400", f"--local_addr={HOSTS[side]}"]
-        is_host = "true" if side == 0 else "false"
-        command_line += [f"--rdzv_conf=is_host={is_host}", str(ROOT / "train.py"), *self._flags]
-        with (self.folder / f"out{side}").open("w") as out, (self.folder / f"err{side}").open("w") as err:
-            return subprocess.Popen(command_line, stdout=out, stderr=err, env=environ)
+        machine = ("ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', name)
+        rendezvous = ("--rdzv_backend=c10d", f"--rdzv_endpoint={HOSTS[0]}:29400", f"--local_addr={HOSTS[side]}")
+        is_host = f"--rdzv_conf=is_host={'true' if side == 0 else 'false'}"
+        return harness.start(
+            *self._flags, torchrun=("--nnodes=2", *rendezvous, is_host), prefix=machine,
+            env={"GLOO_SOCKET_IFNAME": name, "TMPDIR": temporary},
+        )  # fmt: skip
 
+    @property
     def out(self) -> str:
-        return (self.folder / "out0").read_text()
+        return self.torchruns[0].out
 
     def lines(self, side: int) -> list[str]:
         """The lines that a machine's process has printed for the user."""
-        text = (self.folder / f"err{side}").read_text()
+        text = self.torchruns[side].err
         assert "Traceback" not in text.partition("torch/distributed/elastic")[0].partition("E1")[0], text
         return [line for line in text.splitlines() if line.startswith("train.py: ")]
 
     def wait_for(self, when: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 200
-        while not when():
-            assert [launcher.poll() for launcher in self.torchruns] == [None, None], self.lines(0) + self.lines(1)
-            assert time.monotonic() < deadline, self.out()
-            time.sleep(0.002)
+        for torchrun in self.torchruns:
+            torchrun.wait_for(when)
 
     def trains(self) -> bool:
-        return "step 3/5" in self.out().partition("epoch 2/")[2]
+        return "step 3/5" in self.out.partition("epoch 2/")[2]
 
     def finish(self, seconds: float = 300) -> None:
         """Wait for its end, which must be a success."""
-        for launcher in self.torchruns:
-            assert launcher.wait(seconds) == 0, self.lines(0) + self.lines(1)
+        for torchrun in self.torchruns:
+            assert torchrun.end(seconds).status == 0, self.lines(0) + self.lines(1)
 
     def ends_cut_off(self) -> tuple[str, str]:
         """Each machine's processes end, whatever torchrun does, and leave nothing; returns the line of each."""
         began = time.monotonic()
-        for side, launcher in enumerate(self.torchruns):
-            self.processes[side] = identify(descendants(launcher.pid))
+        processes = [identify(torchrun.descendants()) for torchrun in self.torchruns]  # without torchrun itself
         seconds: dict[int, float] = {}
         while len(seconds) < 2:
             for side in {0, 1} - seconds.keys():
-                if not alive(self.processes[side]):
+                if not alive(processes[side]):
                     seconds[side] = time.monotonic() - began
-            assert time.monotonic() < began + 3 * TIMEOUT + 30, [self.processes, self.lines(0), self.lines(1)]
+            assert time.monotonic() < began + 3 * TIMEOUT + 30, [processes, self.lines(0), self.lines(1)]
             time.sleep(0.05)
         print(f"rank 0 ended after {seconds[0]:.1f} s, rank 1 after {seconds[1]:.1f} s")
         (first,), (second,) = self.lines(0), self.lines(1)
@@ -176,9 +167,8 @@ class Run:
         return first, second
 
     def kill(self) -> None:
-        for launcher in self.torchruns:
-            kill_tree(launcher.pid)
-            launcher.wait()
+        for torchrun in self.torchruns:
+            torchrun.kill()
 
 
 @pytest.fixture
@@ -194,16 +184,15 @@ Starter = Callable[..., Run]
 def start(wire: Wire, tmp_path: Path, data: Path) -> Iterator[Starter]:
     """Start a run on both machines: `start("--loader", "torch", data=FOLDER)`."""
     shm_before = set(os.listdir("/dev/shm"))
-    runs = []
+    with contextlib.ExitStack() as stack:
 
-    def start(*flags: object, data: Path = data, epochs: int = EPOCHS, timeout: int = TIMEOUT) -> Run:
-        runs.append(run := Run(wire, tmp_path, data, "--epochs", epochs, "--timeout", timeout, *flags))
-        run.start()
-        return run
+        def start(*flags: object, data: Path = data, epochs: int = EPOCHS, timeout: int = TIMEOUT) -> Run:
+            run = Run(wire, tmp_path, data, "--epochs", epochs, "--timeout", timeout, *flags)
+            for torchrun in run.torchruns:
+                stack.enter_context(torchrun)
+            return run
 
-    yield start
-    for run in runs:
-        run.kill()
+        yield start
     assert set(os.listdir("/dev/shm")) <= shm_before
 
 
@@ -229,38 +218,33 @@ def assert_named(lines: tuple[str, str], names: list[str]) -> None:
     assert all(line.endswith(RESUME_HINT) for line in lines)
 
 
-def assert_resumes(start: Starter, run: Run, launch: Launcher, *flags: object) -> None:
+def assert_resumes(start: Starter, run: Run, *flags: object) -> None:
     """The link is up again: the same command resumes, to the same bits as a run of two processes on one machine."""
     mend(run.wire)
     run.kill()
     resumed = start(*flags, data=run.data)
     resumed.finish()
-    assert "resumed at epoch" in resumed.out()
-    assert_same_as_on_one_machine(resumed, launch, EPOCHS, *flags)
+    assert "resumed at epoch" in resumed.out
+    assert_same_as_on_one_machine(resumed, EPOCHS, *flags)
 
 
-def assert_same_as_on_one_machine(run: Run, launch: Launcher, epochs: int, *flags: object) -> None:
+def assert_same_as_on_one_machine(run: Run, epochs: int, *flags: object) -> None:
     uninterrupted = run.folder / "uninterrupted"
     flags = ("--data-dir", run.data, *FLAGS, "--epochs", epochs, "--output-dir", uninterrupted, *flags)
     done = launch(*flags, processes=2)
     assert done.status == 0, done.err
-    for part in ("model", "optimizer", "step", "epoch", "result"):
-        assert_same(read_checkpoint(uninterrupted)[part], read_checkpoint(run.folder / "run")[part], part)
-    losses = [
-        [record.get("train/loss") for record in read_metrics(where)] for where in (uninterrupted, run.folder / "run")
-    ]
-    assert losses[0] == losses[1]
+    assert_same_run(uninterrupted, run.folder / "run")
 
 
 @pytest.mark.parametrize(
     ("how", "loader"), [("wire", "dali"), ("link 0", "dali"), ("link 1", "dali"), ("wire", "torch")]
 )
-def test_cut_in_mid_epoch(start: Starter, wire: Wire, launch: Launcher, how: str, loader: str) -> None:
+def test_cut_in_mid_epoch(start: Starter, wire: Wire, how: str, loader: str) -> None:
     run = start("--loader", loader)
     run.wait_for(run.trains)
     cut(wire, how)
     assert_named(run.ends_cut_off(), wire.names)
-    assert_resumes(start, run, launch, "--loader", loader)
+    assert_resumes(start, run, "--loader", loader)
 
 
 def test_a_torchrun_that_is_asked_to_end_while_it_is_cut_off(start: Starter, wire: Wire) -> None:
@@ -269,14 +253,14 @@ def test_a_torchrun_that_is_asked_to_end_while_it_is_cut_off(start: Starter, wir
     run.wait_for(run.trains)
     cut(wire, "wire")
     time.sleep(1)  # until every rank waits for the other
-    run.torchruns[1].send_signal(signal.SIGTERM)
+    run.torchruns[1].send(signal.SIGTERM, run.torchruns[1].pid)
     assert_named(run.ends_cut_off(), wire.names)
 
 
 def test_cut_at_the_start(start: Starter, wire: Wire) -> None:
     """The torchruns have met, the processes are about to."""
     run = start()
-    run.wait_for(lambda: all(ranks_below(launcher.pid) for launcher in run.torchruns))
+    run.wait_for(lambda: all(torchrun.ranks() for torchrun in run.torchruns))
     cut(wire, "wire")
     first, second = run.ends_cut_off()
     assert f"rank 1 did not come within {TIMEOUT} s (--timeout)" in first
@@ -286,27 +270,27 @@ def test_cut_at_the_start(start: Starter, wire: Wire) -> None:
     start(epochs=1).finish()
 
 
-def test_cut_in_an_evaluation(start: Starter, wire: Wire, launch: Launcher, tmp_path: Path) -> None:
+def test_cut_in_an_evaluation(start: Starter, wire: Wire, tmp_path: Path) -> None:
     run = start(data=write_data(tmp_path / "data", val=(200, 200, 200)))
     last = run.folder / "run" / "last.pt"
-    run.wait_for(lambda: "step 5/5" in run.out() and last.exists())
+    run.wait_for(lambda: "step 5/5" in run.out and last.exists())
     cut(wire, "wire")
     assert_named(run.ends_cut_off(), wire.names)
     saved = read_checkpoint(run.folder / "run")
     assert (saved["epoch"], saved["step"]) == (0, 5)
-    assert_resumes(start, run, launch)
+    assert_resumes(start, run)
 
 
-def test_cut_within_a_save(start: Starter, wire: Wire, launch: Launcher) -> None:
+def test_cut_within_a_save(start: Starter, wire: Wire) -> None:
     run = start("--checkpoint-steps", 1)
     run.wait_for(run.trains)
     run.wait_for((run.folder / "run" / ".last.pt.tmp").exists)
     cut(wire, "wire")
     assert_named(run.ends_cut_off(), wire.names)
-    assert_resumes(start, run, launch, "--checkpoint-steps", 1)
+    assert_resumes(start, run, "--checkpoint-steps", 1)
 
 
-def test_a_network_that_comes_back_within_the_timeout(start: Starter, wire: Wire, launch: Launcher) -> None:
+def test_a_network_that_comes_back_within_the_timeout(start: Starter, wire: Wire) -> None:
     run = start(epochs=6, timeout=120)
     run.wait_for(run.trains)
     wire.cut = True
@@ -314,12 +298,12 @@ def test_a_network_that_comes_back_within_the_timeout(start: Starter, wire: Wire
     wire.cut = False
     run.finish()
     assert run.lines(0) + run.lines(1) == []
-    assert_same_as_on_one_machine(run, launch, 6)
+    assert_same_as_on_one_machine(run, 6)
 
 
-def test_a_bad_network_is_only_slow(start: Starter, wire: Wire, launch: Launcher, tmp_path: Path) -> None:
+def test_a_bad_network_is_only_slow(start: Starter, wire: Wire, tmp_path: Path) -> None:
     wire.loss, wire.delay = 0.2, 0.2
     run = start(data=write_data(tmp_path / "data", train=(6, 5, 5), val=(3, 3, 3)), epochs=1, timeout=120)
     run.finish(800)
     assert run.lines(0) + run.lines(1) == []
-    assert_same_as_on_one_machine(run, launch, 1)
+    assert_same_as_on_one_machine(run, 1)

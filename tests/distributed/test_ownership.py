@@ -2,14 +2,12 @@
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.harness import ROOT, environment
+from tests.harness import Finished, launch
 
 # As the user's process might notice a change: by its environment, signals, hooks and switches, and by its end.
 PROCESS_STATE = """
@@ -101,18 +99,16 @@ print(json.dumps([str(device), changes()]))
 """
 
 
-def run_program(text: str, *arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
-    command_line = [sys.executable, "-c", PROCESS_STATE + text, *map(str, arguments)]
-    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 200, "check": False}
-    return subprocess.run(command_line, cwd=ROOT, env=environment() | variables, **options)
+def run_program(text: str, *arguments: object, **variables: object) -> Finished:
+    return launch(*arguments, program=PROCESS_STATE + text, env=variables)
 
 
 @pytest.mark.parametrize("launcher", [{}, {"TORCHELASTIC_RUN_ID": "1"}], ids=["notebook", "torchrun"])
 def test_a_notebook_keeps_its_process(data: Path, tmp_path: Path, launcher: dict[str, str]) -> None:
     """Loaders, network and process group are opened, used and closed; under torchrun, too, nothing more happens."""
-    done = run_program(NOTEBOOK, data, XDG_CACHE_HOME=str(tmp_path), **launcher)
-    assert done.returncode == -signal.SIGTERM, done.stderr
-    result = json.loads(done.stdout)
+    done = run_program(NOTEBOOK, data, XDG_CACHE_HOME=tmp_path, **launcher)
+    assert done.status == -signal.SIGTERM, done.err
+    result = json.loads(done.out)
     assert result["changes"] == {}
     assert result["interrupts"] == [True, True, True], "KeyboardInterrupt, while loaders are open and after"
     assert [name for name in result["hooks"] if name.partition(".")[0] in ("utils", "models", "pipelines")] == []
@@ -138,5 +134,5 @@ CUDA_AND_TORCHRUN = {"CUDA_DEVICE_MAX_CONNECTIONS": "4", "TORCHELASTIC_RUN_ID": 
 )
 def test_own_process(arguments: list[bool], variables: dict[str, str], expected: dict[str, Any]) -> None:
     done = run_program(OWNER, json.dumps(arguments), **variables)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == ["cpu", expected]
+    assert done.status == 0, done.err
+    assert json.loads(done.out) == ["cpu", expected]

@@ -4,14 +4,12 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.harness import ROOT
-from tests.processes import alive, identify
+from tests.harness import launch, start
 from utils.distributed.process import read_stat
 
 
@@ -66,15 +64,11 @@ time.sleep(1000)
 
 
 def test_exit_with_parent() -> None:
-    with subprocess.Popen([sys.executable, "-c", CHILD_OF_A_PARENT], cwd=ROOT, stdout=subprocess.PIPE) as parent:
-        assert parent.stdout is not None
-        child = identify([int(parent.stdout.readline())])
-        assert alive(child)
-        parent.kill()
-    deadline = time.monotonic() + 30
-    while alive(child):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    with start(program=CHILD_OF_A_PARENT) as parent:
+        parent.wait_for(lambda: parent.out.endswith("\n"))
+        assert parent.descendants() == [int(parent.out)]
+        parent.process.kill()
+        parent.check_nothing_left(30)
 
 
 def test_exit_with_a_parent_that_has_ended_already() -> None:
@@ -84,5 +78,5 @@ def test_exit_with_a_parent_that_has_ended_already() -> None:
         "exit_with_parent(signal.SIGTERM, os.getppid() + 1)\n"
         "print('still here')\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (-signal.SIGTERM, ""), done.stderr
+    done = launch(program=program)
+    assert (done.status, done.out) == (-signal.SIGTERM, ""), done.err

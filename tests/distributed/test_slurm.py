@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import TINY, assert_same
-from tests.harness import ROOT, Finished, environment, read_checkpoint, read_metrics
+from tests.harness import ROOT, environment, launch, read_checkpoint, read_metrics
 
 pytestmark = [pytest.mark.slurm, pytest.mark.dist, pytest.mark.timeout(600)]
 
@@ -169,9 +169,7 @@ def test_the_warning_before_the_time_limit_saves(cluster: Cluster, data: Path, t
     assert read_checkpoint(run)["step"] >= 7
 
 
-def test_a_preempted_job_goes_on_as_if_nothing_had_happened(
-    cluster: Cluster, data: Path, tmp_path: Path, launch: Callable[..., Finished]
-) -> None:
+def test_a_preempted_job_goes_on_as_if_nothing_had_happened(cluster: Cluster, data: Path, tmp_path: Path) -> None:
     flags = ("--data-dir", data, *FLAGS, "--epochs", 20)
     uninterrupted, run = tmp_path / "uninterrupted", tmp_path / "run"
     assert launch(*flags, "--output-dir", uninterrupted, processes=2).status == 0

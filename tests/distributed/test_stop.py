@@ -2,9 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from tests.conftest import TINY, assert_same, write_data
-from tests.harness import ROOT, Finished, read_checkpoint, read_metrics
+from tests.conftest import TINY, assert_same_run, write_data
+from tests.harness import Finished, launch_and_end, launch_forked, read_checkpoint, read_metrics, run_train
 from utils.distributed.group import DistEnv
 from utils.distributed.stop import StopRequest
 
@@ -50,10 +47,9 @@ print("still here")
 """
 
 
-def run_program(lines: str, limit: float = 0) -> subprocess.CompletedProcess[str]:
+def run_program(lines: str, limit: float = 0) -> Finished:
     """Run `lines` in a process that handles signals."""
-    command_line = [sys.executable, "-c", PROGRAM, str(limit), lines]
-    return subprocess.run(command_line, cwd=ROOT, capture_output=True, text=True, check=False)
+    return launch_forked(limit, lines, program=PROGRAM)
 
 
 def test_a_late_second_signal_ends_at_once() -> None:
@@ -62,8 +58,8 @@ def test_a_late_second_signal_ends_at_once() -> None:
         "os.kill(os.getpid(), signal.SIGTERM); assert stop.should_stop(); time.sleep(0.5)\n"
         "os.kill(os.getpid(), signal.SIGTERM); time.sleep(0.5)\n"
     )
-    assert done.returncode == -signal.SIGTERM, done.stderr
-    assert done.stdout == ""
+    assert done.status == -signal.SIGTERM, done.err
+    assert done.out == ""
 
 
 def test_the_first_signal_after_the_time_limit_leaves_time_to_save() -> None:
@@ -73,7 +69,7 @@ def test_the_first_signal_after_the_time_limit_leaves_time_to_save() -> None:
         "os.kill(os.getpid(), signal.SIGTERM); assert stop.reason == 'the time limit'\n",
         limit=0.001,
     )
-    assert done.stdout == "still here\n", done.stderr
+    assert done.out == "still here\n", done.err
 
 
 def test_a_worker_that_inherited_the_handlers_ignores_signals() -> None:
@@ -84,16 +80,16 @@ def test_a_worker_that_inherited_the_handlers_ignores_signals() -> None:
         "for number in stop.SIGNALS: os.kill(child, number)\n"
         "assert os.waitpid(child, 0)[1] == 7 << 8\n"
     )
-    assert done.stdout == "still here\n"
-    assert done.stderr == ""
+    assert done.out == "still here\n"
+    assert done.err == ""
 
 
 @pytest.mark.parametrize("name", SIGNALS)
 def test_before_the_first_step_a_signal_ends_at_once(name: str) -> None:
     done = run_program(f"os.kill(os.getpid(), signal.{name}); time.sleep(0.5)\n")
-    assert done.returncode == 143
-    assert done.stdout == ""
-    assert done.stderr == f"stopped by {name} before the first step; nothing is lost\n"
+    assert done.status == 143
+    assert done.out == ""
+    assert done.err == f"stopped by {name} before the first step; nothing is lost\n"
 
 
 def test_the_time_limit_is_the_reason_only_when_it_is_over(cpu: DistEnv) -> None:
@@ -133,10 +129,10 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path) -> None
 
 @pytest.mark.dist
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_time_limit(data: Path, tmp_path: Path, launch: Callable[..., Finished], processes: int) -> None:
+def test_time_limit(data: Path, tmp_path: Path, processes: int) -> None:
     flags = ("--data-dir", data, *TINY, "--epochs", 1000, "--batch-size", 4, "--output-dir", tmp_path)
     # Over when the first step is done. And a launch as users make it, which keeps so few images decoded.
-    done = launch(*flags, "--cache", "auto", "--time-limit", "0.5", processes=processes)
+    done = run_train(*flags, "--cache", "auto", "--time-limit", "0.5", processes=processes)
     assert "--cache host: decoded, the training images take" in done.out
     assert "stopped by the time limit at step" in done.out or "stopped by another rank at step" in done.out
     assert read_checkpoint(tmp_path)["step"] <= 3
@@ -146,29 +142,22 @@ def test_time_limit(data: Path, tmp_path: Path, launch: Callable[..., Finished],
 
 @pytest.mark.dist
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_stop_within_the_evaluation(
-    tmp_path: Path,
-    launch: Callable[..., Finished],
-    launch_and_end: Callable[..., int],
-    processes: int,
-) -> None:
+def test_stop_within_the_evaluation(tmp_path: Path, processes: int) -> None:
     """The evaluation ends at once, and the resumed run evaluates all images."""
     data = write_data(tmp_path / "data", val=(501, 500, 500))
     flags = ("--data-dir", data, *TINY, "--epochs", 1, "--batch-size", 8 // processes, "--deterministic")
     uninterrupted, cut = tmp_path / "uninterrupted", tmp_path / "cut"
-    assert launch(*flags, "--output-dir", uninterrupted, processes=processes).status == 0
+    assert run_train(*flags, "--output-dir", uninterrupted, processes=processes).status == 0
     saved = (cut / "last.pt").exists  # first at the end of the epoch's training
     status = launch_and_end(*flags, "--output-dir", cut, when=saved, number=signal.SIGTERM, processes=processes)
     if processes == 1:
         assert status == 143
     assert (read_checkpoint(cut)["step"], read_checkpoint(cut)["epoch"]) == (5, 0)
     assert not any("val/top1" in record for record in read_metrics(cut))
-    resumed = launch(*flags, "--output-dir", cut, processes=processes)
+    resumed = run_train(*flags, "--output-dir", cut, processes=processes)
     assert resumed.status == 0, resumed.err
-    evaluations = [[r for r in read_metrics(folder) if "val/top1" in r] for folder in (uninterrupted, cut)]
-    assert evaluations[0] == evaluations[1]
-    assert evaluations[1][0]["val/count"] == 1501
-    assert_same(read_checkpoint(uninterrupted)["model"], read_checkpoint(cut)["model"])
+    assert read_metrics(cut)[-1]["val/count"] == 1501
+    assert_same_run(uninterrupted, cut)
 
 
 SENDS_A_SIGNAL = """
@@ -182,35 +171,28 @@ sys.exit(train.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("at", ["train_step", "evaluate"])
-def test_where_nothing_can_be_lost_a_signal_ends_at_once(
-    data: Path, tmp_path: Path, launch: Callable[..., Finished], monkeypatch: pytest.MonkeyPatch, at: str
-) -> None:
+@pytest.mark.parametrize("at", ["train_step", "evaluate_checkpoint"])
+def test_where_nothing_can_be_lost_a_signal_ends_at_once(data: Path, tmp_path: Path, at: str) -> None:
     """The first step after an evaluation with which a launch began, as it may compile; and `--evaluate`."""
     flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--output-dir", tmp_path / "out")
-    assert launch(*flags, "--epochs", 1).status == 0
-    program = tmp_path / "sends_a_signal.py"
-    program.write_text(SENDS_A_SIGNAL)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
-    monkeypatch.setenv("AT", at)
+    assert run_train(*flags, "--epochs", 1).status == 0
     before_evaluation = tmp_path / "out" / "last-1.pt"
-    extra = ("--evaluate",) if at == "evaluate" else ("--resume", before_evaluation, "--overwrite", "--epochs", 2)
-    done = launch(*flags, *extra, program=program)
+    extra = (
+        ("--evaluate",)
+        if at == "evaluate_checkpoint"
+        else ("--resume", before_evaluation, "--overwrite", "--epochs", 2)
+    )
+    done = launch_forked(*flags, *extra, program=SENDS_A_SIGNAL, env={"AT": at})
     assert done.status == 143, done.err
     assert done.err.splitlines()[-1] == "stopped by SIGUSR1 before the first step; nothing is lost"
 
 
-def test_before_the_first_step_the_files_of_an_earlier_run_stay(
-    data: Path, tmp_path: Path, launch: Callable[..., Finished], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_before_the_first_step_the_files_of_an_earlier_run_stay(data: Path, tmp_path: Path) -> None:
     flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--output-dir", tmp_path / "out")
-    assert launch(*flags, "--epochs", 1).status == 0
-    files = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    program = tmp_path / "sends_a_signal.py"
-    program.write_text(SENDS_A_SIGNAL)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
-    monkeypatch.setenv("AT", "train_step")
-    done = launch(*flags, "--epochs", 2, "--resume", "none", "--overwrite", program=program)
+    first = run_train(*flags, "--epochs", 1)
+    assert first.status == 0, first.err
+    assert {"config.json", "metrics.jsonl", "summary.json"} <= first.written
+    anew = ("--epochs", 2, "--resume", "none", "--overwrite")
+    done = launch_forked(*flags, *anew, program=SENDS_A_SIGNAL, env={"AT": "train_step"})
     assert done.status == 143, done.err
-    assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == files
-    assert {"config.json", "metrics.jsonl", "summary.json"} <= {path.name for path in files}
+    assert done.written == frozenset()

@@ -3,18 +3,15 @@
 import contextlib
 import re
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tests.harness import ROOT, environment
-from tests.processes import free_port
+from tests.harness import Started, error_line, start
+from tests.processes import alive, free_port, identify
 from utils.distributed import monitor as monitor_module
 from utils.distributed import store as store_module
 from utils.distributed.monitor import RankMonitor
@@ -212,65 +209,50 @@ except RunFailed as failure:
 """
 
 
-def start_rank(rank: int, port: int, *arguments: object) -> subprocess.Popen[str]:
-    variables: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": ROOT}
-    return subprocess.Popen(
-        [sys.executable, "-c", WORKER, *map(str, arguments)],
-        env=environment() | {name: str(value) for name, value in variables.items()},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+StartRank = Callable[..., Started]
 
 
 @pytest.fixture
-def ranks() -> Iterator[list[subprocess.Popen[str]]]:
-    started: list[subprocess.Popen[str]] = []
-    yield started
-    for process in started:
-        process.kill()
-        process.wait()
-        for stream in (process.stdout, process.stderr):
-            assert stream is not None  # a pipe, which a child that was left may hold
-            stream.close()
+def start_rank() -> Iterator[StartRank]:
+    """Start a rank of two, with the store at a port of this machine: `start_rank(0, port, TIMEOUT, CASE)`."""
+    with contextlib.ExitStack() as stack:
 
+        def start_rank(rank: int, port: int, *arguments: object) -> Started:
+            env: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            return stack.enter_context(start(*arguments, program=WORKER, env=env))
 
-def lines_of(process: subprocess.Popen[str]) -> list[str]:
-    """The lines that it printed for the user; without a traceback."""
-    err = process.communicate(timeout=60)[1]
-    assert "Traceback" not in err, err
-    return [line for line in err.splitlines() if line.startswith("train.py: ")]
+        yield start_rank
 
 
 @pytest.mark.dist
-def test_a_process_that_is_cut_off_prints_it_and_ends_with_its_workers(ranks: list[subprocess.Popen[str]]) -> None:
+def test_a_process_that_is_cut_off_prints_it_and_ends_with_its_workers(start_rank: StartRank) -> None:
     port = free_port()
     proxy = Proxy(port)
-    ranks += [start_rank(0, port, 60, "wait")]
+    start_rank(0, port, 60, "wait")
     wait_for_server(port)
-    ranks += [start_rank(1, proxy.port, 5, "wait")]
-    assert ranks[1].stdout is not None
-    child = int(ranks[1].stdout.readline())
+    rank = start_rank(1, proxy.port, 5, "wait")
+    rank.wait_for(lambda: rank.out.endswith("\n"))
+    child = identify([int(rank.out)])
     proxy.passes.clear()
-    (line,) = lines_of(ranks[1])
-    assert ranks[1].returncode == 1
+    done = rank.end(60)
+    line = error_line(done)
+    assert (done.status, len(child), alive(child)) == (1, 1, [])
     assert f"rank 1: the store of the process group at 127.0.0.1:{proxy.port} has not answered for 5 s" in line
     assert "the network or the machine of rank 0 is down" in line
     assert "the same command goes on from the last checkpoint" in line
-    assert not Path(f"/proc/{child}").exists()
     proxy.close()
 
 
 @pytest.mark.dist
-def test_a_bad_file_of_the_rank_that_holds_the_store_ends_the_other(ranks: list[subprocess.Popen[str]]) -> None:
+def test_a_bad_file_of_the_rank_that_holds_the_store_ends_the_other(start_rank: StartRank) -> None:
     """As under Slurm, where no launcher holds it: that rank has to wait until the other has read that it must end."""
     port = free_port()
-    ranks += [start_rank(rank, port, 60, "bad file") for rank in (0, 1)]
-    (line,), nothing = map(lines_of, ranks)
-    assert line.startswith("train.py: rank 0: /data/one.jpg: damaged;")
-    assert nothing == []
-    assert [process.returncode for process in ranks] == [2, 2]
+    ranks = [start_rank(rank, port, 60, "bad file") for rank in (0, 1)]
+    done = [rank.end(60) for rank in ranks]
+    assert error_line(done[0]).startswith("train.py: rank 0: /data/one.jpg: damaged;")
+    assert "train.py: " not in done[1].err
+    assert [rank.status for rank in done] == [2, 2]
 
 
 def wait_for_server(port: int) -> None:
@@ -288,17 +270,17 @@ def wait_for_server(port: int) -> None:
 @pytest.mark.parametrize(
     "budget", [0, *(pytest.param(budget, marks=pytest.mark.slow) for budget in range(150, 2100, 150))]
 )
-def test_a_process_that_is_cut_off_while_it_starts_prints_it(ranks: list[subprocess.Popen[str]], budget: int) -> None:
+def test_a_process_that_is_cut_off_while_it_starts_prints_it(start_rank: StartRank, budget: int) -> None:
     """After any number of bytes; if these are more than the start needs, at a later poll."""
     timeout = 5 if budget else 1
     port = free_port()
     proxy = Proxy(port)
     proxy.budget = budget
-    ranks += [start_rank(0, port, 60, "wait")]
+    start_rank(0, port, 60, "wait")
     wait_for_server(port)
-    ranks += [start_rank(1, proxy.port, timeout, "wait")]
-    (line,) = lines_of(ranks[1])
-    assert ranks[1].returncode == 1
+    done = start_rank(1, proxy.port, timeout, "wait").end(60)
+    line = error_line(done)
+    assert done.status == 1
     where = rf"127\.0\.0\.1:{proxy.port}"
     met = (
         rf"the store of the process group at {where} (does not answer|has not answered for {timeout} s \(--timeout\)): "

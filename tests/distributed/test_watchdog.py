@@ -3,16 +3,14 @@
 import itertools
 import json
 import re
-import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests import damage
 from tests.conftest import NUMBERED, TINY, write_data, write_numbered
-from tests.harness import ROOT, Finished, command, environment, read_checkpoint
+from tests.harness import ROOT, Finished, error_line, launch, read_checkpoint, run_train
 from utils.data.formats.folder import scan
 from utils.data.sampler import Sampler
 
@@ -41,38 +39,26 @@ with stop.handling_signals(), process_group(torch.device("cpu"), 300, print) as 
 """
 
 
-def run_script(tmp_path: Path, text: str, processes: int, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """A program of a few lines over our modules, under torchrun, to its end."""
-    script = tmp_path / "worker.py"
-    script.write_text(text)
-    command_line = [*command(script, processes, ("--standalone",)), *map(str, arguments)]
-    environ = environment() | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(command_line, env=environ, capture_output=True, text=True, timeout=100, check=False)
-
-
 @pytest.mark.dist
 @pytest.mark.parametrize(
     "case", ["saving", *(pytest.param(case, marks=pytest.mark.slow) for case in ("rank 0", "rank 2", "all"))]
 )
 def test_all_ranks_end(tmp_path: Path, case: str) -> None:
-    done = run_script(tmp_path, WORKER, 3, case, tmp_path)
-    lines = [line for line in done.stderr.splitlines() if "/data/one.jpg: damaged" in line]
-    assert len(lines) == 1, done.stderr
-    assert lines[0].startswith("train.py: rank ")
-    assert "got through" not in done.stderr
-    assert "worker.py" not in done.stderr.replace(str(tmp_path / "worker.py"), "")  # no traceback of ours
-    assert "exitcode  : 2" in done.stderr
+    done = launch(case, tmp_path, program=WORKER, processes=3, timeout=100)
+    (line,) = (line for line in done.err.splitlines() if "/data/one.jpg: damaged" in line)
+    assert line.startswith("train.py: rank ")
+    assert "got through" not in done.err
+    assert '"<string>"' not in done.err, "a traceback of the program above"
+    assert "exitcode  : 2" in done.err
     assert (tmp_path / "complete").exists() == (case == "saving")
 
 
 def assert_ended_by(done: Finished, processes: int, path: str) -> None:
     """One line names file and rank, and there is no other line of ours; torchrun adds its own."""
-    ours = [line for line in done.err.splitlines() if line.startswith("train.py: ")]
-    assert len(ours) == 1, done.err
-    assert ours[0].startswith("train.py: rank ")
-    assert f": {path}: " in ours[0]
-    assert "--bad-files skip" in ours[0]
-    assert "main(sys.argv[1:])" not in done.err, done.err  # the root of any traceback of train.py
+    line = error_line(done)
+    assert line.startswith("train.py: rank ")
+    assert f": {path}: " in line
+    assert "--bad-files skip" in line
     if processes == 1:
         assert done.status == 2
     else:
@@ -89,14 +75,14 @@ def bad_file_run(folder: Path, split: str, kind: str) -> tuple[str, tuple[str | 
 
 
 @pytest.mark.dist
-def test_a_bad_file_in_training(tmp_path: Path, launch: Callable[..., Finished]) -> None:
+def test_a_bad_file_in_training(tmp_path: Path) -> None:
     shown_path, flags = bad_file_run(tmp_path, "train", "cut in the middle")
     assert_ended_by(launch(*flags, processes=2), 2, shown_path)
     assert read_checkpoint(tmp_path / "out")["step"] >= 1
 
 
 @pytest.mark.slow
-def test_a_run_that_met_a_bad_file_resumes_without_it(tmp_path: Path, launch: Callable[..., Finished]) -> None:
+def test_a_run_that_met_a_bad_file_resumes_without_it(tmp_path: Path) -> None:
     """At the step where it ended, in the same order; another image of its class replaces the bad one."""
     root, records = write_numbered(tmp_path / "data"), tmp_path / "records"
     records.mkdir()
@@ -130,10 +116,10 @@ def test_a_run_that_met_a_bad_file_resumes_without_it(tmp_path: Path, launch: Ca
         assert sorted(seen) == sorted(wanted)
 
 
-def test_a_bad_file_under_the_torch_loader(tmp_path: Path, launch: Callable[..., Finished]) -> None:
+def test_a_bad_file_under_the_torch_loader(tmp_path: Path) -> None:
     """Its workers ignore the signal with which an interpreter ends them, and must not keep it from ending."""
     shown_path, flags = bad_file_run(tmp_path, "val", "text")
-    assert_ended_by(launch(*flags, "--loader", "torch"), 1, shown_path)
+    assert_ended_by(run_train(*flags, "--loader", "torch"), 1, shown_path)
     assert read_checkpoint(tmp_path / "out")["epoch"] == 0  # trained, not evaluated
 
 
@@ -143,9 +129,7 @@ def test_a_bad_file_under_the_torch_loader(tmp_path: Path, launch: Callable[...,
 @pytest.mark.parametrize("loader", ["dali", "dali --cache host", "torch", "proxy"])
 @pytest.mark.parametrize("split", ["train", "val"])
 @pytest.mark.parametrize("kind", ["text", "cut in the middle"])
-def test_every_loader_ends_in_time(
-    tmp_path: Path, launch: Callable[..., Finished], processes: int, loader: str, split: str, kind: str
-) -> None:
+def test_every_loader_ends_in_time(tmp_path: Path, processes: int, loader: str, split: str, kind: str) -> None:
     shown_path, flags = bad_file_run(tmp_path, split, kind)
     done = launch(*flags, "--loader", *loader.split(), processes=processes)
     ended = time.time()
@@ -197,14 +181,13 @@ with (
         pytest.param("all", "no step has ended for 6 s", marks=pytest.mark.slow),
     ],
 )
-def test_ranks_that_wait_for_a_device_end_too(tmp_path: Path, case: str, what: str) -> None:
-    done = run_script(tmp_path, HANGS, 3, case)
-    lines = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
-    assert len(lines) == 1, done.stderr
-    assert lines[0].startswith("train.py: rank 1 (process ") or case == "all"
-    assert what in lines[0]
-    assert "goes on from the last checkpoint" in lines[0]
-    assert "0 (local_rank: 0)\n  exitcode  : 1" in done.stderr, done.stderr
+def test_ranks_that_wait_for_a_device_end_too(case: str, what: str) -> None:
+    done = launch(case, program=HANGS, processes=3, timeout=100)
+    line = error_line(done)
+    assert line.startswith("train.py: rank 1 (process ") or case == "all"
+    assert what in line
+    assert "goes on from the last checkpoint" in line
+    assert "0 (local_rank: 0)\n  exitcode  : 1" in done.err, done.err
 
 
 NOT_ENABLED = """
@@ -235,12 +218,12 @@ with contextlib.ExitStack() as stack:
 
 
 @pytest.mark.dist
-def test_a_rank_that_is_stopped_before_its_first_step_stops_the_others(tmp_path: Path) -> None:
+def test_a_rank_that_is_stopped_before_its_first_step_stops_the_others() -> None:
     """Also those that have just done theirs: none of them takes it for a loss."""
-    done = run_script(tmp_path, NOT_ENABLED, 3)
-    assert re.findall(r"exitcode +: (-?\d+)", done.stderr) == ["143"] * 3, done.stderr
-    assert done.stderr.count("stopped by SIGTERM before the first step") == 1
-    assert "train.py: rank" not in done.stderr
+    done = launch(program=NOT_ENABLED, processes=3, timeout=100)
+    assert re.findall(r"exitcode +: (-?\d+)", done.err) == ["143"] * 3, done.err
+    assert done.err.count("stopped by SIGTERM before the first step") == 1
+    assert "train.py: rank" not in done.err
 
 
 EARLY = """
@@ -258,8 +241,8 @@ print("done", env.rank, flush=True)
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_a_rank_that_ends_well_is_not_lost(tmp_path: Path) -> None:
-    done = run_script(tmp_path, EARLY, 2)
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.split()) == ["0", "1", "done", "done"]
-    assert "is gone" not in done.stderr
+def test_a_rank_that_ends_well_is_not_lost() -> None:
+    done = launch(program=EARLY, processes=2, timeout=100)
+    assert done.status == 0, done.err
+    assert sorted(done.out.split()) == ["0", "1", "done", "done"]
+    assert "is gone" not in done.err

@@ -1,15 +1,13 @@
 """The folder that keeps compiled networks, and what makes torch compile again."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-from tests.harness import ROOT, environment
+from tests.harness import ROOT, launch
 from utils.network.compiler import enable_compile_cache
 
 
@@ -50,17 +48,12 @@ print(counters["aot_autograd"]["autograd_cache_hit"], counters["inductor"]["fxgr
 @pytest.mark.slow
 def test_the_next_launch_finds_a_network_with_fused_layers(tmp_path: Path) -> None:
     """But not if the source of the layers has changed in between."""
-    variables = environment() | {"XDG_CACHE_HOME": str(tmp_path)}
-    variables.pop("TORCHINDUCTOR_CACHE_DIR", None)  # which torch sets once it has compiled
+    # None, as torch sets TORCHINDUCTOR_CACHE_DIR once it has compiled.
+    env = {"XDG_CACHE_HOME": tmp_path, "TORCHINDUCTOR_CACHE_DIR": None}
     original, changed = ROOT / "utils" / "network" / "fused_ops.py", tmp_path / "fused_ops.py"
     changed.write_text(original.read_text() + "# changed\n")
-    hits = [
-        subprocess.run(
-            [sys.executable, "-c", FRESH_PROCESS, source],
-            cwd=ROOT, env=variables, capture_output=True, text=True, check=True,
-        ).stdout.split()
-        for source in (original, original, changed)
-    ]  # fmt: skip
+    done = [launch(source, program=FRESH_PROCESS, env=env) for source in (original, original, changed)]
+    hits = [process.out.split() for process in done]
     assert hits == [["0", "0"], ["1", "2"], ["0", "0"]], "forward and backward graph"
 
 

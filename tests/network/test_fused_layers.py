@@ -16,8 +16,6 @@ from utils.network import fused_ops
 from utils.network.compiler import compile_network
 from utils.network.fused_layers import swap_fused_layers
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 POOLS = [(2, 4, 8, 8), (1, 3, 7, 10), (2, 5, 1, 1)]
 STEMS = [(3, 8, 12), (3, 9, 16), (5, 8, 8), (7, 8, 16), (7, 16, 10)]  # kernel, height, width; odd ones as torch does
 

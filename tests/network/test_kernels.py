@@ -3,9 +3,6 @@
 Their indexing, though not their speed, is the same there.
 """
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.harness import ROOT
+from tests.harness import launch
 from tests.network.tensors import FILTERS, NORMS, draw, error
 from utils.network import fused_ops
 
@@ -32,12 +29,9 @@ print("all agree")
 
 
 def test_kernels_in_the_interpreter() -> None:
-    environ = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        cwd=ROOT, env=environ, capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (0, "all agree\n"), done.stderr
+    env = {"TRITON_INTERPRET": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = launch(program=INTERPRETED, env=env)
+    assert (done.status, done.out) == (0, "all agree\n"), done.err
 
 
 def twice(function: Callable[..., Any], *arguments: Any) -> tuple[Tensor, ...]:

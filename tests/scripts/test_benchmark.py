@@ -14,7 +14,7 @@ from PIL import Image
 from scripts import benchmark, performance
 from tests.conftest import SOCKETS_ARE_ELSEWHERE, Refused, write_images
 from tests.contract import assert_keys
-from tests.harness import ROOT, error_line, launch
+from tests.harness import ROOT, error_line, launch, launch_forked
 from utils.benchmark.report import COLOURS
 
 BENCHMARK = ROOT / "scripts" / "benchmark.py"
@@ -133,10 +133,10 @@ def test_a_bad_file_ends_it_in_one_line(loader: str, tmp_path: Path) -> None:
     empty, text = (tmp_path / "data" / "blue" / name for name in ("empty.jpg", "text.jpg"))
     empty.touch()
     text.write_text("no image")
-    done = launch(
+    done = launch_forked(
         "--data-dir", tmp_path / "data", "--arch", "test_resnet", "--output-dir", tmp_path / "out",
         "--image-size", "32", "--batch-size", "8", "--workers", "1", "--device", "cpu", "--loaders", loader,
-        program=BENCHMARK,
+        program="import sys; from scripts import benchmark; sys.exit(benchmark.main(sys.argv[1:]))",
     )  # fmt: skip
     assert done.status == 2, done.err
     assert "13 images" in done.out, "the empty file is not among them"

@@ -95,10 +95,8 @@ def test_a_signal_ends_the_run_under_way(tmp_path: Path, number: signal.Signals,
     program = f"import sys; from scripts import performance as p; p.BENCHMARK = {str(tmp_path / 'stubborn.py')!r}; "
     flags = ("--data-dir", tmp_path, "--output-dir", tmp_path / "out", "--only", "resnet18")
     log = tmp_path / "out" / "resnet18" / "log.txt"
-    with start(
-        *flags, "--window-seconds", window_seconds, program=f"{program}sys.exit(p.main(sys.argv[1:]))",
-        prefix=("env", "--default-signal=INT"),  # which a job in the background ignores
-    ) as started:  # fmt: skip
+    program += "sys.exit(p.main(sys.argv[1:]))"
+    with start(*flags, "--window-seconds", window_seconds, program=program) as started:
         started.wait_for(lambda: log.exists() and log.read_text() == "ready\n" * 2)
         seen = identify(started.descendants())
         started.send(number, started.pid)

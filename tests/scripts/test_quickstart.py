@@ -32,7 +32,7 @@ def test_another_run_is_not_deleted(tmp_path: Path, config: str | None) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("to_repository", [False, True])
+@pytest.mark.parametrize("to_repository", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_quickstart_run_is_replaced(tmp_path: Path, to_repository: bool) -> None:
     data_dir = tmp_path / "digits"
     old = tmp_path / "run" / "last.pt"

@@ -13,7 +13,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from tests.conftest import TINY, assert_same, resolved
-from tests.harness import assert_refused, launch, launch_forked, launch_series, read_checkpoint, read_metrics, start
+from tests.harness import error_line, launch, launch_forked, launch_series, read_checkpoint, read_metrics, start
 from tests.training.checkpoints import RECORD, checkpoint_of
 from utils.config import TrainConfig
 from utils.distributed.group import DistEnv
@@ -211,8 +211,8 @@ def test_a_second_run_in_the_folder_is_refused(data: Path, tmp_path: Path) -> No
     with start(*flags, 100000) as first:
         first.wait_for(lambda: "first step" in first.out)
         (second,) = launch_series((*flags, 100000))
-        message = f"--output-dir {tmp_path}: another run is writing there"
-        assert_refused(second, message, written=("metrics.jsonl", "last.pt", *EARLIER, "best.pt"))  # by the first
+        assert second.status == 2
+        assert f"--output-dir {tmp_path}: another run is writing there" in error_line(second)
         assert first.process.poll() is None
     (third,) = launch_series((*flags, 1, "--resume", "none", "--overwrite"))
     assert third.status == 0, "the lock ends with the process"
@@ -234,7 +234,7 @@ def test_a_run_that_diverges_ends_and_keeps_its_last_good_checkpoint(
     done = launch_series(run)[0] if processes == 1 else launch(*run, processes=processes)
     assert done.status == 1
     assert done.err.count("the loss has not been finite for 4 steps in a row; lower --lr") == 1
-    assert "the loss is not finite; the one before stands" in done.out
+    assert "the loss is not finite; the one before is kept" in done.out
     assert {path.name: path.read_bytes() for path in (tmp_path / "run").glob("*.pt")} == before
 
 

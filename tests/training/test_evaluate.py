@@ -120,7 +120,6 @@ def test_the_model_keeps_its_mode(data: Path, cpu: DistEnv) -> None:
     assert model.training
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("arch", "size"),
     [

@@ -194,7 +194,6 @@ def check_skipped_first_step(env: DistEnv, name: str, fused: bool, graph: bool =
     return losses
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(("name", "fused"), OPTIMIZERS)
 def test_a_first_step_that_overflows_leaves_no_trace(cpu: DistEnv, name: str, fused: bool) -> None:
     losses = check_skipped_first_step(cpu, name, fused)
@@ -225,7 +224,6 @@ def test_fused_steps_are_torchs(name: str, momentum: float) -> None:
         torch.testing.assert_close(ours, plain)
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("momentum_state", ["nothing", "None"])
 def test_resume_of_an_optimizer_that_never_stepped(cpu: DistEnv, momentum_state: str) -> None:
     """Its state has no momentum, and the first step after the resume overflows."""
