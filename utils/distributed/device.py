@@ -1,7 +1,6 @@
 """The device of this process: which GPU a rank trains on, and whether all ranks have one of their own."""
 
 import os
-import time
 
 import torch
 import torch.distributed as dist
@@ -84,11 +83,8 @@ def check_devices(device: str, store: BoundedStore, rank: int, world_size: int, 
         NoAnswer: the store does not answer.
     """
     store.set(f"device/{rank}", device)
-    deadline = time.monotonic() + timeout
-    while not store.check([f"device/{other}" for other in range(world_size)]):
-        if time.monotonic() > deadline:
-            raise dist.DistStoreError(f"no device of a rank after {timeout:g} s")
-        time.sleep(0.01)
+    if not store.wait([f"device/{other}" for other in range(world_size)], timeout):
+        raise dist.DistStoreError(f"no device of a rank after {timeout:g} s")
     devices = [store.get(f"device/{other}").decode() for other in range(world_size)]
     kinds = [each.split()[0] for each in devices]
     if len(set(kinds)) > 1:

@@ -17,7 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 from utils.distributed.device import check_devices, describe_device
 from utils.distributed.launcher import read_launch, rendezvous_url
 from utils.distributed.monitor import RankMonitor
-from utils.distributed.store import CALL_TIMEOUT, BoundedStore, NoAnswer, call_with_timeout
+from utils.distributed.store import CALL_TIMEOUT, WAIT_INTERVAL, BoundedStore, NoAnswer, call_with_timeout
 from utils.errors import RunFailed, first_line
 
 
@@ -147,22 +147,28 @@ def create_store_prefix(store: BoundedStore, rank: int, world_size: int, timeout
         RunFailed: a process did not come within `timeout` seconds.
         NoAnswer: the store does not answer.
     """
-    token, deadline = uuid.uuid4().hex, time.monotonic() + timeout
+    token = uuid.uuid4().hex
     store.set(f"token/{rank}", token)
-    prefix = token  # that of rank 0
-    missing = list(range(1, world_size)) if rank == 0 else [0]
-    while missing and time.monotonic() < deadline:
-        if rank == 0:
-            for other in missing:
-                if store.check([f"token/{other}"]):
-                    store.set(f"prefix/{store.get(f'token/{other}').decode()}", token)
-            missing = [other for other in missing if not store.check([f"{token}/joined/{other}"])]
-        elif store.check([f"prefix/{token}"]):
-            prefix = store.get(f"prefix/{token}").decode()
-            store.set(f"{prefix}/joined/{rank}", "")
-            missing = []
-        time.sleep(0.01)
+    if rank == 0:
+        prefix, missing = token, _answer_tokens(store, token, world_size, timeout)
+    elif store.wait([f"prefix/{token}"], timeout):
+        prefix, missing = store.get(f"prefix/{token}").decode(), []
+        store.set(f"{prefix}/joined/{rank}", "")
+    else:
+        prefix, missing = "", [0]
     if missing:
         names = ", ".join(map(str, missing))
         raise RunFailed(f"rank {names} did not come within {timeout:g} s (--timeout)", on_all_ranks=False)
     return store.with_prefix(prefix)
+
+
+def _answer_tokens(store: BoundedStore, prefix: str, world_size: int, timeout: float) -> list[int]:
+    """Rank 0's part: answer each token with `prefix`, until all ranks have joined; the ranks that have not in time."""
+    missing, deadline = list(range(1, world_size)), time.monotonic() + timeout
+    while missing and time.monotonic() < deadline:
+        for rank in missing:
+            if store.check([f"token/{rank}"]):
+                store.set(f"prefix/{store.get(f'token/{rank}').decode()}", prefix)
+        missing = [rank for rank in missing if not store.check([f"{prefix}/joined/{rank}"])]
+        time.sleep(WAIT_INTERVAL)
+    return missing

@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 from torch.distributed.distributed_c10d import Store
 
 CALL_TIMEOUT = 5.0  # seconds for one call; below the 30 s that torchrun gives a process to end
-POLL_INTERVAL = 1.0  # seconds
+POLL_INTERVAL = 1.0  # seconds between two looks at whether the store still answers
+WAIT_INTERVAL = 0.01  # seconds between two looks for keys that another process is about to set
 T = TypeVar("T")
 
 
@@ -74,6 +75,15 @@ class BoundedStore:
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all `keys` have been set."""
         return self._connection.call(lambda store: store.check([self.prefix + key for key in keys]), self._timeout)
+
+    def wait(self, keys: Sequence[str], timeout: float) -> bool:
+        """Whether all `keys` are set within `timeout` seconds. Other threads can call meanwhile."""
+        deadline = time.monotonic() + timeout
+        while not self.check(keys):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(WAIT_INTERVAL)
+        return True
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter, which starts at 0; returns the sum."""
