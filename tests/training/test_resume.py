@@ -17,6 +17,7 @@ from tests.harness import (
     read_checkpoint,
     read_losses,
     read_metrics,
+    run_train,
 )
 
 EPOCHS, STEPS = 4, 5  # 41 images, a global batch of 8
@@ -63,7 +64,7 @@ def test_an_interrupted_run_ends_as_the_uninterrupted_one(
 ) -> None:
     flags = flags_for(data, processes, extra)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    done = launch(*flags, "--output-dir", whole, processes=processes)
+    done = run_train(*flags, "--output-dir", whole, processes=processes)
     assert done.status == 0, done.err
 
     # Killed in mid-epoch 1, after a checkpoint at step 3.
@@ -82,7 +83,7 @@ def test_an_interrupted_run_ends_as_the_uninterrupted_one(
     launch_and_end(*stopped, when=steps_logged(cut, 3 * STEPS + 2), processes=processes)
     assert (read_checkpoint(cut)["step"], read_checkpoint(cut)["epoch"]) == (3 * STEPS, 3)
 
-    done = launch(*stopped, processes=processes)
+    done = run_train(*stopped, processes=processes)
     assert done.status == 0, done.err
     assert "resumed at epoch 4, step 15" in done.out
 
