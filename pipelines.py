@@ -89,7 +89,7 @@ def _random_crops(source: Any, config: ResolvedConfig, device: str) -> Any:
     Mirroring is a resize of the crop from right to left: fn.flip would launch a kernel for every image.
     """
     area, ratio = [config.crop_scale, 1.0], list(RATIO)
-    decoder = decoder_options(config, device)
+    decoder = decoder_options(config.hw_decoder_load, device)
     mirror = fn.cast(fn.random.coin_flip(probability=config.hflip), dtype=types.FLOAT)
     if config.decode == "fused":
         images = fn.decoders.image_random_crop(source, random_area=area, random_aspect_ratio=ratio, **decoder)
@@ -121,7 +121,7 @@ def train_pipeline(source: Callable[[BatchInfo], Any], config: ResolvedConfig, d
 
     `source` gives encoded images, as `BatchReader`, or decoded ones, as `ImageCache`, by `config.cache`.
     """
-    images, targets = cached_images(source, config, device) if config.cache in CACHED else encoded_images(source)
+    images, targets = cached_images(source, config.cache, device) if config.cache in CACHED else encoded_images(source)
     return _train_images(images, config, device), on_device(targets, device)
 
 
@@ -213,7 +213,15 @@ class DaliTrainLoader:
 
         source: Callable[[int], Any]
         if self._cache is None:
-            source = BatchReader(manifest, indices, config, iterations).read
+            reader = BatchReader(
+                manifest,
+                indices,
+                batch_size=config.batch_size,
+                threads=config.workers,
+                prefetch=config.prefetch,
+                first=iterations,
+            )
+            source = reader.read
         else:
             cache = self._cache  # a pipeline that refers to this loader would live until a garbage collection
             source = lambda iteration: cache[indices(iteration)]  # noqa: E731
@@ -254,7 +262,13 @@ class DaliValLoader:
         self._device = env.device
         self._identify_bad_file = functools.partial(identify_bad_file, config, manifest, env)
         if batches:
-            reader = BatchReader(manifest, lambda position: batches[position % len(batches)], config)
+            reader = BatchReader(
+                manifest,
+                lambda position: batches[position % len(batches)],
+                batch_size=config.batch_size,
+                threads=config.workers,
+                prefetch=config.prefetch,
+            )
             self._pipeline = val_pipeline(
                 lambda info: reader.read(info.iteration),  # reads ahead into the next pass
                 config,

@@ -150,7 +150,7 @@ def open_output(
     given = inherit_start(given, saved)
     settings = choose_common_loader_settings(given, env, saved, listed["train"])
     config = resolve(given, listed["train"].classes, env, settings, saved)
-    check_files(config, listed, env)
+    check_files(listed, config.data_dir, env)
     prepare_output(config.output_dir, env)
     if not locked:
         lock_output(config.output_dir, env, stack)

@@ -6,7 +6,7 @@ and the rules of a resume are derived from the fields below, so a new flag is on
 
 import dataclasses
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -17,20 +17,11 @@ from utils.limits import ABOVE_0, MIN_0, MIN_1, Limit
 FIRST, DATA, MODEL = "First run", "Data", "Model"
 OPTIMISATION, PRECISION, RUN, SWITCHES = "Optimisation", "Precision", "Run", "Switches"
 BATCH_SIZE = 256  # images per process and step, of a new run
+PREFETCH = 6  # batches
 
 # What a resume with another value of a flag does: it is refused, or the change is logged (always, or only with several
 # processes), or nothing happens, as the flag does not touch what is computed.
 Role = Literal["fixed", "logged", "logged_if_several", "free"]
-# Panels in the order in which messages name their flags; the flags of a panel are named in the order of the fields.
-_ORDER_IN_MESSAGES: dict[Role | Literal["evaluation"], tuple[str, ...]] = {
-    "fixed": (FIRST, MODEL, RUN, DATA, OPTIMISATION, PRECISION, SWITCHES),
-    "logged": (FIRST, OPTIMISATION, PRECISION, MODEL, DATA, RUN, SWITCHES),
-    "logged_if_several": (FIRST, OPTIMISATION, PRECISION, MODEL, DATA, RUN, SWITCHES),
-    "free": (FIRST, DATA, MODEL, OPTIMISATION, PRECISION, RUN, SWITCHES),
-    "evaluation": (FIRST, MODEL, DATA, OPTIMISATION, PRECISION, RUN, SWITCHES),
-}
-
-
 _MIN_8, _BELOW_1 = Limit(minimum=8), Limit(minimum=0, below=1)
 _PROBABILITY = Limit(minimum=0, maximum=1, noun="probability")
 
@@ -95,7 +86,7 @@ class TrainConfig:
         shown="for --decode", from_checkpoint=True,
     )  # fmt: skip
     cache: Literal["auto", "none", "gpu", "host"] = _flag("auto", DATA, "Where training images stay decoded.")
-    prefetch: int | None = _flag(None, DATA, "Batches that DALI prepares ahead.", MIN_1, shown="6")
+    prefetch: int | None = _flag(None, DATA, "Batches that DALI prepares ahead.", MIN_1, shown=str(PREFETCH))
     bad_files: Literal["error", "skip"] = _flag("error", DATA, "Policy for undecodable images.")
     image_size: int = _flag(
         224, DATA, "Side of the network's input, pixels.", _MIN_8,
@@ -246,18 +237,13 @@ def flag(name: str) -> str:
 
 
 def flags_with_role(role: Role) -> tuple[str, ...]:
-    """Names of the fields with this role on a resume, in the order in which messages name them."""
-    return _in_order((field for field in flag_fields() if flag_info(field).role == role), _ORDER_IN_MESSAGES[role])
+    """Names of the fields with this role on a resume."""
+    return tuple(field.name for field in flag_fields() if flag_info(field).role == role)
 
 
 def evaluation_flags() -> tuple[str, ...]:
-    """Names of the fields that an evaluation takes from the checkpoint, in the order in which messages name them."""
-    fields = (field for field in flag_fields() if flag_info(field).from_checkpoint)
-    return _in_order(fields, _ORDER_IN_MESSAGES["evaluation"])
-
-
-def _in_order(fields: Iterable[dataclasses.Field[Any]], panels: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(field.name for field in sorted(fields, key=lambda field: panels.index(flag_info(field).panel)))
+    """Names of the fields that an evaluation takes from the checkpoint."""
+    return tuple(field.name for field in flag_fields() if flag_info(field).from_checkpoint)
 
 
 def check_limits(name: str, value: Any) -> None:

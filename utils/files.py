@@ -4,9 +4,11 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from utils.errors import UserError
 
@@ -38,14 +40,10 @@ def atomic_write_bytes(path: Path, content: bytes, concurrent: bool = False) -> 
     Raises:
         OSError: it could not be written; the temporary file is removed.
     """
-    process = f".{os.getpid()}" if concurrent else ""
-    temporary = path.with_name(f".{path.name}{process}.tmp")
+    temporary = temporary_of(path, concurrent)
     try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        write_temporary(path, lambda file: file.write(content), concurrent)
+        rename(temporary, path)
     except OSError:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -55,6 +53,54 @@ def atomic_write_bytes(path: Path, content: bytes, concurrent: bool = False) -> 
 def atomic_write_text(path: Path, text: str, concurrent: bool = False) -> None:
     """As `atomic_write_bytes`, with text in UTF-8."""
     atomic_write_bytes(path, text.encode(), concurrent)
+
+
+def temporary_of(path: Path, concurrent: bool = False) -> Path:
+    """Where the new content of `path` is written first; `concurrent` as for `atomic_write_bytes`."""
+    process = f".{os.getpid()}" if concurrent else ""
+    return path.with_name(f".{path.name}{process}.tmp")
+
+
+def write_temporary(path: Path, write: Callable[[BinaryIO], object], concurrent: bool = False) -> Path:
+    """Write the new content of `path` beside it, down to the disk; `path` itself stays as it is.
+
+    Returns:
+        The temporary file, for `rename`.
+
+    Raises:
+        OSError: it could not be written. The temporary file may be left.
+    """
+    temporary = temporary_of(path, concurrent)
+    temporary.unlink(missing_ok=True)  # after a crash it can be another name of a file that is in use
+    with temporary.open("wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+    return temporary
+
+
+def link_temporary(source: Path, path: Path) -> Path:
+    """As `write_temporary`, with the content of `source`: a hard link, or a copy where the file system has none."""
+    temporary = temporary_of(path)
+    temporary.unlink(missing_ok=True)
+    try:
+        os.link(source, temporary)
+    except OSError:
+        shutil.copyfile(source, temporary)
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+    return temporary
+
+
+def rename(temporary: Path, path: Path) -> None:
+    """Give a file its final name, down to the disk where the file system can sync a folder."""
+    temporary.replace(path)
+    with contextlib.suppress(OSError):
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -22,8 +22,8 @@ from utils.data.batch import Batch
 from utils.data.cache import decoded_bytes
 from utils.data.decode_pool import decode_files
 from utils.data.decoding import DecodeError, dali_decode
+from utils.data.formats.base import Record
 from utils.data.formats.folder import file_record, scan
-from utils.data.formats.table import Record
 from utils.data.manifest import Manifest
 from utils.data.reader import BatchReader, open_image, read_image, request_of
 from utils.data.sampler import Sampler
@@ -210,7 +210,7 @@ def test_a_file_that_turns_bad_after_the_listing_is_named(
 def test_batches_are_the_bytes_of_the_files(data: Path) -> None:
     manifest = scan(data, "train")
     order = [np.array(indices) for indices in ([3, 0, 17, 17], [40, 39, 1, 2], [5, 6, 7, 8])]
-    reader = BatchReader(manifest, lambda position: order[position % 3], resolved(batch_size=4), first=1)
+    reader = BatchReader(manifest, lambda position: order[position % 3], batch_size=4, threads=2, prefetch=2, first=1)
     for position in (1, 2, 3):
         images, targets = reader.read(position)
         expected = [read_image(manifest.record(int(index))) for index in order[position % 3]]

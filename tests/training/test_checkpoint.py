@@ -28,7 +28,6 @@ from utils.training.checkpoint import (
     load_newest,
     save,
     write_checkpoint,
-    write_temporary,
 )
 from utils.training.metrics import Meter
 from utils.training.state import BestEpoch, TrainState
@@ -41,7 +40,7 @@ def test_best_is_not_written_over_after_a_crash_between_two_names(tmp_path: Path
     best = tmp_path / "best.pt"
     best.write_bytes(b"the best so far")
     os.link(best, tmp_path / f".{LAST}.tmp")
-    write_temporary({"step": 1}, tmp_path / LAST)
+    write_checkpoint({"step": 1}, tmp_path, is_best=False)
     assert best.read_bytes() == b"the best so far"
 
 

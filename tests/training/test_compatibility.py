@@ -13,7 +13,7 @@ from utils.data.manifest import synthetic
 from utils.data.splits import Splits
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
-from utils.training.compatibility import changed_flags, check_fingerprint, fingerprint
+from utils.training.compatibility import changed_flags, check_fingerprint, run_fingerprint
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_what_a_resume_depends_on(
 ) -> None:
     config = resolved(loader=loader, decode="full", cache="host", ema_decay=0.5, seed=3)
     splits: Splits = {"train": synthetic(8, 4), "val": synthetic(6, 4)}
-    found = fingerprint(config, splits, cpu)
+    found = run_fingerprint(config, splits, cpu)
     of_the_loader = {name: found[name] for name in ("--loader", "--decode", "--cache", "DALI version")}
     assert of_the_loader == {"--loader": loader, "--decode": decode, "--cache": cache, "DALI version": dali}
     assert (found["--ema-decay above 0"], found["--seed"], found["classes"], found["device"]) == (True, 3, 4, "cpu")

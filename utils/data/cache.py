@@ -49,10 +49,10 @@ def decoded_bytes(manifest: Manifest, sample: int = 256) -> int:
 
 
 @dali.pipeline_def(exec_dynamic=True)  # type: ignore[untyped-decorator]
-def decode_pipeline(source: Callable[[BatchInfo], Any], config: ResolvedConfig, device: str) -> Any:
+def decode_pipeline(source: Callable[[BatchInfo], Any], hw_decoder_load: float, device: str) -> Any:
     """Whole images, uint8 HWC of their own sizes, and their targets."""
     jpegs, targets = encoded_images(source)
-    return fn.decoders.image(jpegs, **decoder_options(config, device)), targets
+    return fn.decoders.image(jpegs, **decoder_options(hw_decoder_load, device)), targets
 
 
 class ImageCache:
@@ -73,6 +73,7 @@ class ImageCache:
     def __init__(self, config: ResolvedConfig, manifest: Manifest, env: DistEnv) -> None:
         self._labels = manifest.labels[:, None]
         self._device = env.device
+        self._on_gpu = config.cache == "gpu"
         self._chunks: list[Tensor] = []
         self._free = torch.empty(0, dtype=torch.uint8)  # the unused part of the newest chunk
         self._images: list[Any] = []  # DALI's views of the chunks
@@ -80,20 +81,29 @@ class ImageCache:
             np.arange(at, min(at + config.batch_size, len(manifest)))
             for at in range(0, len(manifest), config.batch_size)
         ]
-        reader = BatchReader(manifest, lambda position: batches[position % len(batches)], config)
+        reader = BatchReader(
+            manifest,
+            lambda position: batches[position % len(batches)],
+            batch_size=config.batch_size,
+            threads=config.workers,
+            prefetch=config.prefetch,
+        )
         pipeline = decode_pipeline(
-            lambda info: reader.read(info.iteration), config, dali_device(env), **pipeline_options(config, env)
+            lambda info: reader.read(info.iteration),
+            config.hw_decoder_load,
+            dali_device(env),
+            **pipeline_options(config, env),
         )
         pipeline.build()
         bar = tqdm(batches, "decoding", unit="batch", leave=False, disable=None if env.is_main else True)
         for number, _ in enumerate(bar):
             with identify_bad_file(config, manifest, env, itertools.islice(batches, number, None)):
-                self._append(pipeline_outputs(pipeline, env.device)[0], config)
+                self._append(pipeline_outputs(pipeline, env.device)[0])
         if env.device.type == "cuda":
             torch.cuda.synchronize(env.device)
 
-    def _append(self, decoded: Any, config: ResolvedConfig) -> None:
-        on_gpu = config.cache == "gpu"
+    def _append(self, decoded: Any) -> None:
+        on_gpu = self._on_gpu
         wrap = dali.tensors.TensorGPU if on_gpu else dali.tensors.TensorCPU
         for index in range(len(decoded)):
             image = from_dlpack(decoded[index])
@@ -113,9 +123,9 @@ class ImageCache:
         return [self._images[index] for index in indices], self._labels[indices]
 
 
-def cached_images(source: Callable[[BatchInfo], Any], config: ResolvedConfig, device: str) -> tuple[Any, Any]:
-    """Graph op: decoded images on `device` and targets on the CPU, as `ImageCache` gives them."""
-    memory = "gpu" if config.cache == "gpu" else "cpu"
+def cached_images(source: Callable[[BatchInfo], Any], cache: str, device: str) -> tuple[Any, Any]:
+    """Graph op: decoded images on `device` and targets on the CPU, as `ImageCache` gives them from `cache`."""
+    memory = "gpu" if cache == "gpu" else "cpu"
     images = fn.external_source(
         source=lambda info: source(info)[0],
         batch=True,

@@ -28,12 +28,12 @@ def on_device(data: Any, device: str) -> Any:
     return data.gpu() if device == "gpu" else data
 
 
-def decoder_options(config: ResolvedConfig, device: str) -> dict[str, Any]:
+def decoder_options(hw_decoder_load: float, device: str) -> dict[str, Any]:
     """Options of the image decoders in training pipelines."""
     return {
         "device": "mixed" if device == "gpu" else "cpu",
         "output_type": types.RGB,
-        "hw_decoder_load": config.hw_decoder_load,
+        "hw_decoder_load": hw_decoder_load,
     }
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from utils.config import ResolvedConfig
 from utils.data.dali import NUM_PIPELINES
 from utils.data.decoding import DecodeError, ImageInfo, decoder_of
-from utils.data.formats.table import Record
+from utils.data.formats.base import Record
 from utils.data.manifest import Manifest
 from utils.data.reader import READ_AHEAD, read_image, stat_image
 from utils.data.workers import safe_fork
@@ -71,10 +71,12 @@ def decode_files(records: Iterable[Record], decode: _Decode, workers: int) -> Ge
         with _pool(workers) as pool:
             running: dict[Future[_Reports], _Chunk] = {}
             while running or (chunk and not lost):
-                with contextlib.suppress(BrokenProcessPool):  # the running ones raise it too
-                    while chunk and not lost and len(running) < 2 * workers:
+                while chunk and not lost and len(running) < 2 * workers:
+                    try:
                         running[pool.submit(_decode_chunk, chunk, decode)] = chunk
-                        chunk = list(itertools.islice(numbered, CHUNK))
+                    except BrokenProcessPool:
+                        lost.append(chunk)
+                    chunk = list(itertools.islice(numbered, CHUNK))
                 for done in wait(running, return_when=FIRST_COMPLETED).done:
                     finished = running.pop(done)
                     if isinstance(done.exception(), BrokenProcessPool):

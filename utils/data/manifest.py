@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from utils.data.formats.table import ImageTable, Record
+from utils.data.formats.base import ImageTable, Record
 from utils.errors import UserError, escape_control_chars
 
 NAMED = 20  # bad files that one line names; a data set can have thousands
@@ -126,7 +126,7 @@ class Manifest:
         excluded = [self.name(index) for index in np.flatnonzero(is_bad).tolist()]
         return dataclasses.replace(
             good,
-            fingerprint=fingerprint(good.table().names, good.sizes),
+            fingerprint=files_fingerprint(good.table().names, good.sizes),
             bad={**self.bad, **{name: bad[name] for name in excluded}},
         )
 
@@ -163,7 +163,7 @@ class Manifest:
         return np.array([name in encoded for name in self.table().names.tolist()], dtype=bool)
 
 
-def fingerprint(names: NDArray[np.bytes_], sizes: NDArray[np.int64]) -> str:
+def files_fingerprint(names: NDArray[np.bytes_], sizes: NDArray[np.int64]) -> str:
     """Hex digest of the names, in which the classes are, and sizes of a split's files."""
     digest = hashlib.sha256()
     for name, size in zip(names.tolist(), sizes.tolist(), strict=True):

@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 from nvidia.dali import fn, types
 from nvidia.dali.types import BatchInfo
 
-from utils.config import ResolvedConfig
 from utils.data.decoding import END, check_end
+from utils.data.formats.base import Record
 from utils.data.formats.folder import stat_file
-from utils.data.formats.table import Record
 from utils.data.manifest import FileEntry, Manifest
 
 READ_THREADS = 4  # at least, of each reader; they mostly wait for the disk
@@ -63,21 +62,30 @@ class BatchReader:
     Args:
         manifest: the images.
         indices: position in the stream -> indices of its images.
-        config: for the batch size and the number of threads.
+        batch_size: images in a batch, at most.
+        threads: CPU threads of the process, of which the reader takes half.
+        prefetch: batches that the decoding pipeline prepares ahead.
         first: position of the first batch.
     """
 
     def __init__(
-        self, manifest: Manifest, indices: Callable[[int], NDArray[np.int64]], config: ResolvedConfig, first: int = 0
+        self,
+        manifest: Manifest,
+        indices: Callable[[int], NDArray[np.int64]],
+        *,
+        batch_size: int,
+        threads: int,
+        prefetch: int,
+        first: int = 0,
     ) -> None:
         self._next = first
         self._pipeline = read_pipeline(
             lambda info: _located(manifest, indices(first + info.iteration)),
-            batch_size=config.batch_size,
-            num_threads=max(READ_THREADS, config.workers // 2),
+            batch_size=batch_size,
+            num_threads=max(READ_THREADS, threads // 2),
             device_id=None,
             seed=0,  # draws nothing
-            prefetch_queue_depth=READ_AHEAD + config.prefetch,  # a slow file must not hold up the training thread
+            prefetch_queue_depth=READ_AHEAD + prefetch,  # a slow file must not hold up the training thread
         )
         self._pipeline.build()
 

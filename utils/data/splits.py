@@ -3,12 +3,13 @@
 import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from utils.config import ResolvedConfig, TrainConfig
 from utils.data import manifest as dataset
 from utils.data.decoding import decoder_of
 from utils.data.formats import folder
-from utils.data.formats.table import Record
+from utils.data.formats.base import Record
 from utils.data.manifest import FileEntry, Listing, Manifest
 from utils.data.verification import BAD_FILES, bad_files, verify_dataset
 from utils.distributed.collectives import all_gather_object, broadcast
@@ -126,8 +127,8 @@ def initial_manifest(listed: Manifest, excluded_files: Sequence[str], bad: Mappi
     return listed.without({name: reasons.get(name, "bad when the run began") for name in excluded_files})
 
 
-def describe_exclusions(config: ResolvedConfig, splits: Splits) -> str:
-    """How many files are excluded, in all and of each class; "" for none."""
+def describe_exclusions(splits: Splits, output_dir: Path) -> str:
+    """How many files are excluded, in all and of each class, and where they are listed; "" for none."""
     parts = []
     for split, manifest in splits.items():
         if manifest.bad:
@@ -141,12 +142,10 @@ def describe_exclusions(config: ResolvedConfig, splits: Splits) -> str:
                 f"{len(manifest.replacements):,} of them turned bad after the run had begun: to keep its order, "
                 f"images of the same class come twice ({instead} for {bad}, ...)"
             )
-    return f"{'; '.join(parts)}: {config.output_dir / BAD_FILES}" if parts else ""
+    return f"{'; '.join(parts)}: {output_dir / BAD_FILES}" if parts else ""
 
 
-def check_files(config: ResolvedConfig, splits: Splits, env: DistEnv) -> None:
+def check_files(splits: Splits, data_dir: Path | None, env: DistEnv) -> None:
     """Raise UserError on all ranks unless all list the same files. Collective: call on every rank."""
     if len(set(all_gather_object(tuple(manifest.fingerprint for manifest in splits.values()), env))) > 1:
-        raise UserError(
-            f"--data-dir {config.data_dir}: not the same files on all ranks; give all the same", on_all_ranks=True
-        )
+        raise UserError(f"--data-dir {data_dir}: not the same files on all ranks; give all the same", on_all_ranks=True)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from utils.config import ResolvedConfig, TrainConfig
+from utils.config import PREFETCH, ResolvedConfig, TrainConfig
 from utils.data.cache import decoded_bytes
 from utils.data.manifest import Manifest
 from utils.data.workers import check_sockets
@@ -17,7 +17,6 @@ from utils.training.batch_layout import choose_batch_size
 from utils.training.checkpoint import Checkpoint
 from utils.training.machine import Machine, all_pairs_nvlink, inspect_machine
 
-PREFETCH = 6  # batches
 SMALL = 1 / 8  # of the free memory: decoded images that take no more are cached by default, on the CPU
 LARGEST = 0.8  # of the free memory, for the cache
 BY_DALI = ("dali", "proxy")  # loaders whose images DALI decodes; the others have no use for --decode and its like

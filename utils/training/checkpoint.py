@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import os
-import shutil
 import time
 import warnings
 import zipfile
@@ -19,6 +18,7 @@ from utils.distributed.collectives import gather_to_rank0
 from utils.distributed.exit import write_lock
 from utils.distributed.launcher import launch_ids
 from utils.errors import UserError, first_line
+from utils.files import link_temporary, rename, temporary_of, write_temporary
 from utils.training.state import NETWORKS, BestEpoch, RankState, ReplicatedState, TrainState, mean_buffers
 
 LAST, BEST = "last.pt", "best.pt"
@@ -32,7 +32,7 @@ class RunRecord:
 
     Attributes:
         run: name of the run, made at its first start and kept by every resume; no other run has it.
-        fingerprint: see `utils.training.compatibility.fingerprint`.
+        fingerprint: see `utils.training.compatibility.run_fingerprint`.
         classes: class names in label order.
         normalization: mean and standard deviation per channel, of images in [0, 1].
         excluded_files: of each split, the files that the run has been without from its start.
@@ -317,7 +317,7 @@ def save(
     except (OSError, RuntimeError) as error:  # the latter from torch's writer, which hides the former
         for name in (LAST, *EARLIER, BEST):
             with contextlib.suppress(OSError):
-                _temporary(config.output_dir / name).unlink(missing_ok=True)
+                temporary_of(config.output_dir / name).unlink(missing_ok=True)
         cause = next(
             (cause for cause in (error, error.__cause__, error.__context__) if isinstance(cause, OSError)), error
         )
@@ -336,20 +336,16 @@ def write_checkpoint(content: dict[str, Any], folder: Path, is_best: bool) -> No
         OSError, RuntimeError: it could not be written.
     """
     last, earlier, oldest, best = (folder / name for name in (LAST, *EARLIER, BEST))
-    written = write_temporary(content, last)
-    new_best = _link(written, best) if is_best else None
-    new_earlier = _link(last, earlier) if last.exists() else None
+    written = write_temporary(last, lambda file: torch.save(content, file))
+    new_best = link_temporary(written, best) if is_best else None
+    new_earlier = link_temporary(last, earlier) if last.exists() else None
     if new_best is not None:
-        _rename(new_best, best)
+        rename(new_best, best)
     if earlier.exists():
         earlier.replace(oldest)
     if new_earlier is not None:
-        _rename(new_earlier, earlier)
-    _rename(written, last)
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}.tmp")
+        rename(new_earlier, earlier)
+    rename(written, last)
 
 
 def best_is_missing(folder: Path) -> bool:
@@ -361,36 +357,3 @@ def best_is_missing(folder: Path) -> bool:
     except OSError:
         return False
     return False
-
-
-def write_temporary(content: dict[str, Any], path: Path) -> Path:
-    """Write beside `path`, down to the disk, and return where; `path` itself stays as it is."""
-    temporary = _temporary(path)
-    temporary.unlink(missing_ok=True)  # after a crash it can be another name of best.pt
-    with temporary.open("wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    return temporary
-
-
-def _link(source: Path, path: Path) -> Path:
-    temporary = _temporary(path)
-    temporary.unlink(missing_ok=True)
-    try:
-        os.link(source, temporary)
-    except OSError:  # a file system without hard links
-        shutil.copyfile(source, temporary)
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-    return temporary
-
-
-def _rename(temporary: Path, path: Path) -> None:
-    temporary.replace(path)
-    with contextlib.suppress(OSError):  # some file systems cannot sync a folder; the rename is then as safe as it gets
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)

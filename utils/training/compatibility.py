@@ -25,7 +25,7 @@ from utils.training.optim import rate_at, scaled_lr
 LR_JUMP = 0.01  # share of the learning rate by which a resume may change it without a warning
 
 
-def fingerprint(config: ResolvedConfig, splits: Splits, env: DistEnv) -> dict[str, Any]:
+def run_fingerprint(config: ResolvedConfig, splits: Splits, env: DistEnv) -> dict[str, Any]:
     """What must be the same for a resume to be exact, each under the name that a refusal gives it."""
     uses_dali = config.loader in ("dali", "proxy")
     flags = {flag(name): getattr(config, name) for name in flags_with_role("fixed")}
@@ -42,12 +42,12 @@ def fingerprint(config: ResolvedConfig, splits: Splits, env: DistEnv) -> dict[st
 
 
 def check_fingerprint(config: ResolvedConfig, splits: Splits, env: DistEnv, saved: Checkpoint | None) -> dict[str, Any]:
-    """`fingerprint` of this launch, and the refusal of a checkpoint of another run. Collective: call on every rank.
+    """`run_fingerprint` of this launch, and the refusal of a checkpoint of another run. Collective: call on every rank.
 
     Raises:
         UserError: on all ranks, naming what differs and both values.
     """
-    now = fingerprint(config, splits, env)
+    now = run_fingerprint(config, splits, env)
     with sync_errors(env):
         before = saved.record.fingerprint if saved else now
         differing = [name for name in now if before.get(name) != now[name]]
@@ -78,7 +78,7 @@ def create_record(
 
     Args:
         config: of the run.
-        identity: its `fingerprint`.
+        identity: its `run_fingerprint`.
         splits: what is trained and evaluated on.
         listed: the same with the files that `--bad-files skip` excludes.
         normalization: mean and standard deviation per channel, of images in [0, 1].

@@ -99,12 +99,12 @@ def evaluate_checkpoint(config: TrainConfig, env: DistEnv) -> None:
         splits = read_data(config)
     settings = choose_common_loader_settings(config, env, saved, splits["val"])
     resolved = resolve(config, splits["val"].classes, env, settings, saved)
-    check_files(resolved, splits, env)
+    check_files(splits, resolved.data_dir, env)
     prepare_output(resolved.output_dir, env)
     splits = exclude_bad_files(resolved, splits, env, None)
     result, note = _evaluate_networks(resolved, splits["val"], env, saved)
     if env.is_main:
-        if skipped := describe_exclusions(resolved, splits):
+        if skipped := describe_exclusions(splits, resolved.output_dir):
             emit(f"skipped {skipped}")
         for line in [*notes, *([note] if note else [])]:
             emit(f"note: {line}")

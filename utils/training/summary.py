@@ -48,7 +48,7 @@ def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: C
     if settings.reasons and config.loader != "synthetic":
         chosen = (f"{flag(name)} {getattr(config, name)}: {reason}" for name, reason in settings.reasons.items())
         facts["chosen"] = "; ".join(chosen)
-    if skipped := describe_exclusions(config, splits):
+    if skipped := describe_exclusions(splits, config.output_dir):
         facts["skipped"] = skipped
     ignored = {split: describe_ignored(manifest) for split, manifest in splits.items()}
     if listed := "; ".join(f"in {split}/ {what}" for split, what in ignored.items() if what):

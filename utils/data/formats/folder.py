@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from utils.data.codecs import IMAGE_SUFFIXES, is_image
-from utils.data.formats.table import Record
+from utils.data.formats.base import Record
 from utils.data.manifest import (
     NO_CLASS,
     NO_SUFFIX,
@@ -21,7 +21,7 @@ from utils.data.manifest import (
     Manifest,
     describe,
     describe_counts,
-    fingerprint,
+    files_fingerprint,
 )
 from utils.errors import UserError
 
@@ -95,7 +95,7 @@ def scan(data_dir: Path, split: str, skip_bad: bool = False) -> Manifest:
         root=root.absolute(),
         classes=tuple(classes),
         labels=labels,
-        fingerprint=fingerprint(names, sizes),
+        fingerprint=files_fingerprint(names, sizes),
         images=FileTable(root.absolute(), names),
         sizes=sizes,
         mtimes=np.array([entry.mtime for entry in entries], dtype=np.int64),

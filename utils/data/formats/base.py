@@ -1,4 +1,4 @@
-"""The images of a split as a format knows them: a name for each, and where its bytes are.
+"""What every format gives: the images of a split, with a name for each and where its bytes are.
 
 Only the formats and `utils.data.reader` look at a location. So a format whose images are ranges of bytes within shards
 adds a table, a kind of location and its reading. The loaders, the decode pool and the verification do not change.
