@@ -246,7 +246,7 @@ def test_a_limit_names_its_bounds(limit: Limit, value: float, message: str) -> N
 
 def test_roles_name_flags_in_the_order_of_the_fields() -> None:
     assert flags_with_role("fixed")[:4] == ("arch", "loader", "image_size", "val_resize")
-    assert flags_with_role("logged")[:5] == ("epochs", "lr", "compile", "fused_layers", "cuda_graph")
+    assert flags_with_role("logged")[:4] == ("epochs", "lr", "compile", "fused_layers")
     assert flags_with_role("logged_if_several") == ("grad_exchange", "grad_compression")
     assert "overwrite" in flags_with_role("free")
     assert evaluation_flags()[-3:] == ("image_size", "val_resize", "amp")
