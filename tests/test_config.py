@@ -249,7 +249,7 @@ def test_roles_name_flags_in_the_order_of_the_fields() -> None:
     assert flags_with_role("logged")[:4] == ("epochs", "lr", "compile", "fused_layers")
     assert flags_with_role("logged_if_several") == ("grad_exchange", "grad_compression")
     assert "overwrite" in flags_with_role("free")
-    assert evaluation_flags()[-3:] == ("image_size", "val_resize", "amp")
+    assert evaluation_flags()[-2:] == ("num_classes", "amp")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
