@@ -145,7 +145,7 @@ class Run:
 
     def _after_first_step(self) -> None:
         """From now on there is something to lose."""
-        self.stop.enable(self.env)  # at once: a signal that finds one rank enabled and not the other ends them unlike
+        self.stop.enable(self.env)  # at once: a signal that finds only one rank enabled ends the two in different ways
         if self.env.device.type == "cuda":
             torch.cuda.synchronize(self.env.device)
         self.seconds_to_first_step = seconds_since_launch()
