@@ -109,7 +109,7 @@ def finished_run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 OTHER_RUNS: dict[str, tuple[str, ...]] = {
     "--seed 7": ("--seed: 0 then, 7 now",),
-    "--seed 7 --hflip 0": ("--seed: 0 then, 7 now; --hflip: 0.5 then, 0.0 now",),
+    "--seed 7 --hflip 0": ("--hflip: 0.5 then, 0.0 now; --seed: 0 then, 7 now",),
     "--arch test_vit": ("--arch: test_resnet then, test_vit now",),
     "--cache host": ("--cache: none then, host now",),
     "--loader torch": ("--loader: dali then, torch now", "DALI version: "),
