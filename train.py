@@ -7,14 +7,16 @@ config.json, metrics.jsonl, last.pt, best.pt and summary.json in --output-dir.
 """
 
 import contextlib
+import functools
 import sys
 import time
 from collections.abc import Iterator, Sequence
 
 if __name__ == "__main__":  # before the imports that take seconds
-    from utils.distributed.signals import exit_on_signals
+    from utils.cli import TRAIN
+    from utils.distributed.startup import start_program
 
-    exit_on_signals()
+    start_program(TRAIN, sys.argv[1:], "torch, DALI and timm")
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -27,15 +29,15 @@ from utils.data.splits import Splits, check_files, exclude_bad_files, read_data
 from utils.distributed.group import DistEnv, process_group
 from utils.distributed.launcher import read_launch
 from utils.distributed.ownership import own_process
-from utils.distributed.signals import restore_defaults
+from utils.distributed.startup import print_once
 from utils.distributed.stop import StopRequest
 from utils.distributed.watchdog import watchdog
-from utils.errors import RunFailed, UserError
 from utils.log import Log
 from utils.network.augment import create_augment
 from utils.network.compiler import enable_compile_cache
 from utils.network.gradients import AMP_DTYPES, capture_stream, on_stream
 from utils.network.parallel import average_buffers, create_forward_backward, distribute
+from utils.progress import end_status, show_status
 from utils.seed import seed_process, seed_weights
 from utils.training.autotune import LoaderSettings, choose_common_loader_settings, resolve
 from utils.training.checkpoint import Checkpoint
@@ -182,12 +184,15 @@ def run(config: TrainConfig) -> None:
     """
     started = time.perf_counter()
     if config.evaluate:
+        show_status("preparing the evaluation")
         with processes(config) as (env, _, _):
             evaluate_checkpoint(config, env)
         return
     check_optimizer(config.optimizer, read_launch().world_size)
     models.check_arch(config.arch)
+    show_status("listing the images")
     listed = read_data(config)
+    show_status("preparing the run")
     with processes(config) as (env, stack, stop):
         resolved, settings, saved = open_output(config, listed, env, stack)
         splits = exclude_bad_files(resolved, listed, env, saved.initial_files if saved else None)
@@ -205,26 +210,10 @@ def run(config: TrainConfig) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line; returns the exit status."""
-    return TRAIN.run(argv, run, report_error)
-
-
-def report_error(error: UserError | RunFailed) -> None:
-    """Print an error on one rank, if one rank can explain it for all.
-
-    Rank 0 prints what all ranks are known to meet. What they may not all meet (a file system that only one machine
-    cannot read) is printed by the others too, after the time that rank 0 needs to print it and torchrun to end them.
-    """
-    if isinstance(error, RunFailed):
-        if not error.on_all_ranks or read_launch().rank == 0:
-            TRAIN.print_error(str(error))
-        return
-    restore_defaults()  # torchrun ends the others with SIGTERM as soon as one has ended
-    with contextlib.suppress(UserError):  # of the launch itself, which then is `error`
-        if read_launch().rank != 0:
-            time.sleep(5)
-            if error.on_all_ranks:
-                return
-    TRAIN.print_error(str(error))
+    try:
+        return TRAIN.run(argv, run, functools.partial(print_once, TRAIN))
+    finally:
+        end_status()
 
 
 if __name__ == "__main__":

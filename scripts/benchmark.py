@@ -26,24 +26,14 @@ if __name__ == "__main__":
 
 import typer
 
-import models
-from train import build, train_step
-from utils.benchmark.images import generate_images, read_images
-from utils.benchmark.loaders import TIMM_POLICIES, open_loaders
-from utils.benchmark.report import benchmark_json, draw_chart, format_verdict, introduction, table
-from utils.benchmark.run import collect, describe, open_run
-from utils.benchmark.verdict import TITLES, diagnose
+from utils.benchmark.verdict import TIMM_POLICIES, TITLES, diagnose
 from utils.cli import Program, number_option, train_flag, with_train_flags
 from utils.config import TrainConfig, validate
-from utils.data import manifest
-from utils.data.workers import check_sockets
-from utils.distributed.group import process_group
 from utils.distributed.launcher import read_launch
-from utils.distributed.ownership import own_process
 from utils.errors import BadFile, UserError, escape_control_chars
 from utils.files import write_json
 from utils.limits import ABOVE_0
-from utils.training.output import prepare_output
+from utils.progress import end_status, start_status
 
 MIN_WINDOWS = 5
 
@@ -117,6 +107,21 @@ def benchmark(options: Options, argv: Sequence[str]) -> None:
         UserError: flags or data do not fit; nothing was written.
         Stopped: a signal came; nothing was written.
     """
+    start_status("loading torch, DALI and timm")
+
+    import models  # what takes seconds comes after the checks of the command line
+    from train import build, train_step
+    from utils.benchmark.images import generate_images, read_images
+    from utils.benchmark.loaders import open_loaders
+    from utils.benchmark.report import benchmark_json, draw_chart, format_verdict, introduction, table
+    from utils.benchmark.run import collect, describe, open_run
+    from utils.data.manifest import describe as describe_bad
+    from utils.data.workers import check_sockets
+    from utils.distributed.group import process_group
+    from utils.distributed.ownership import own_process
+    from utils.training.output import prepare_output
+
+    end_status()
     config = options.config
     models.check_arch(config.arch)
     check_sockets("workers of torch's DataLoader")
@@ -133,7 +138,7 @@ def benchmark(options: Options, argv: Sequence[str]) -> None:
         prepare_output(config.output_dir, env)
         facts = {"command": shlex.join(["scripts/benchmark.py", *argv])}
         facts |= describe(run, images, config.data_dir is None, options.windows, options.window_seconds)
-        excluded = f"\nexcluded: {escape_control_chars(manifest.describe(images.bad))}" if images.bad else ""
+        excluded = f"\nexcluded: {escape_control_chars(describe_bad(images.bad))}" if images.bad else ""
         print(f"{introduction(facts)}{excluded}\n", flush=True)
         loaders, files = open_loaders(options.loaders, run, repeated, stack)
         measurements = collect(facts, run, train_step, loaders, files)

@@ -27,17 +27,13 @@ from typing import Annotated
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch
 import typer
 
 from utils.cli import REQUIRED, Program, number_option, train_flag, with_train_flags
 from utils.data.codecs import is_image
-from utils.data.decoding import decoder_of
 from utils.data.formats.folder import file_listing, is_folder, stat_file, suffix_of
 from utils.data.manifest import FileEntry, describe_counts
-from utils.data.verification import BAD_FILES, MANIFEST, bad_files, suspicious, verify_dataset
-from utils.distributed.group import DistEnv
-from utils.distributed.stop import REPEAT_SECONDS
+from utils.distributed.signals import REPEAT_SECONDS
 from utils.errors import EXIT_DONE, EXIT_FAILED, Stopped, UserError, escape_control_chars
 from utils.files import check_writable
 from utils.limits import MIN_1
@@ -134,6 +130,13 @@ def check(stopped_by: Callable[[], str], data_dir: Path, output_dir: Path, worke
         found = f" ({describe_counts(others)})" if others else ""
         raise UserError(f"{data_dir}: no images in it{found}; give a data set, or any folder of images")
     check_writable(output_dir)
+
+    import torch  # what takes seconds comes after the checks of the command line
+
+    from utils.data.decoding import decoder_of
+    from utils.data.verification import BAD_FILES, MANIFEST, bad_files, suspicious, verify_dataset
+    from utils.distributed.group import DistEnv
+
     alone = DistEnv.single(torch.device("cpu"))
     decoder = decoder_of("dali")
     listing = file_listing(data_dir.absolute(), entries)

@@ -21,8 +21,6 @@ if __name__ == "__main__":
 import numpy as np
 import typer
 from PIL import Image
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 
 from utils.cli import Program
 from utils.errors import UserError
@@ -42,6 +40,9 @@ def is_complete(directory: Path) -> bool:
 
 def write_digits(directory: Path) -> None:
     """Write ``train/`` and ``val/`` into an existing, empty ``directory``."""
+    from sklearn.datasets import load_digits  # slow to import
+    from sklearn.model_selection import train_test_split
+
     digits = load_digits()
     pixels = np.round(digits.images * (255 / LARGEST_VALUE)).astype(np.uint8)
     train, val = train_test_split(

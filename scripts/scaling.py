@@ -30,10 +30,8 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import typer
-from matplotlib.figure import Figure
 
 from scripts.launcher import launched, stop_on_sigterm
-from utils.benchmark.report import write_png
 from utils.cli import REQUIRED, Program, number_option, train_flag, with_train_flags
 from utils.config import choices
 from utils.data.codecs import is_image
@@ -181,6 +179,10 @@ def efficiency(point: Point, points: Sequence[Point]) -> float:
 
 def draw(path: Path, points: Sequence[Point], title: str) -> None:
     """Images/s over processes, a line for each loader and a dashed one for DALI's perfect scaling."""
+    from matplotlib.figure import Figure  # slow to import
+
+    from utils.benchmark.report import write_png
+
     figure = Figure(figsize=(7, 4.5), dpi=120, layout="constrained")
     axes = figure.subplots()
     for loader in dict.fromkeys(point.loader for point in points):

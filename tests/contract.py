@@ -43,6 +43,8 @@ def flags_of(program: Program[Any]) -> dict[str, dict[str, Any]]:
     annotations = {name: each.annotation for name, each in inspect.signature(program.read_options).parameters.items()}
     found = {}
     for option in program.command().params:
+        if option.name == "version":  # which every program has
+            continue
         kind, *_ = typing.get_args(annotations[option.name])
         choices = list(typing.get_args(kind)) if typing.get_origin(kind) is typing.Literal else []
         name = "/".join([*option.opts, *option.secondary_opts])

@@ -1,1 +1,3 @@
-"""The rooms of Brisk: each module has one noun for a name and one job."""
+"""One folder for each part of Brisk; each module has one noun for a name and one job."""
+
+__version__ = "0.1.0"

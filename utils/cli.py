@@ -1,19 +1,27 @@
 """Command line of train.py and of every script: Typer options, YAML recipes, error messages and exit statuses."""
 
 import dataclasses
-import difflib
 import functools
 import inspect
-import types
-import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
 
 import typer
-import yaml
 
-from utils.config import FlagInfo, TrainConfig, check_limits, choices, flag, flag_fields, flag_info, validate
+from utils import __version__
+from utils.config import (
+    FlagInfo,
+    TrainConfig,
+    check_limits,
+    choices,
+    flag,
+    flag_fields,
+    flag_info,
+    kinds,
+    require_folder,
+    validate,
+)
 from utils.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -24,12 +32,12 @@ from utils.errors import (
     Stopped,
     UserError,
 )
-from utils.log import print_error
+from utils.log import emit, print_error
+from utils.recipes import read_recipe
 
 # typer carries click under a private name; BadParameter is the public way to click's common base class.
 _USAGE_ERROR: Any = typer.BadParameter.__mro__[2]
 _GIVEN = ("COMMANDLINE", "DEFAULT_MAP")  # click's names of where a value came from; the second is a recipe's
-MAX_RECIPE_LENGTH = 1_000_000  # characters
 REQUIRED = inspect.Parameter.empty  # as the default of an option
 Options = TypeVar("Options")
 
@@ -57,14 +65,29 @@ class Program(Generic[Options]):
         """Typer's command for `read_options`."""
         app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
         settings = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
-        app.command(help=self.help, context_settings=settings)(self.read_options)
+
+        def read(*values: Any, version: bool, **named: Any) -> Options:
+            return self.read_options(*values, **named)
+
+        _sign(read, [*inspect.signature(self.read_options, eval_str=True).parameters.values(), self._version_option()])
+        app.command(help=self.help or inspect.getdoc(self.read_options), context_settings=settings)(read)
         return typer.main.get_command(app)
+
+    def _version_option(self) -> inspect.Parameter:
+        def show(given: bool) -> None:
+            if given:
+                emit(f"{self.name} of Brisk {__version__}")
+                raise typer.Exit
+
+        option = typer.Option("--version", help="Show the version and exit.", callback=show, is_eager=True)
+        annotation = Annotated[bool, option]
+        return inspect.Parameter("version", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=annotation)
 
     def parse(self, argv: Sequence[str]) -> Options:
         """Command line -> options.
 
         Raises:
-            EarlyExit: `--help` was printed.
+            EarlyExit: `--help` or `--version` was printed.
             UserError: an unknown flag, a value of the wrong type or out of range, or what `read_options` refuses. Every
                 rank of a launch has the same command line.
         """
@@ -79,6 +102,9 @@ class Program(Generic[Options]):
             raise EarlyExit(result)
         options: Options = result
         return options
+
+    def check_early(self, options: Options) -> None:
+        """Raise UserError for a mistake that shows before the imports that take seconds."""
 
     def print_error(self, text: str) -> None:
         """Print one line on stderr that begins with the program's name."""
@@ -194,12 +220,6 @@ def _sign(function: Any, parameters: Sequence[inspect.Parameter]) -> None:
     function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
 
 
-def _kinds(field: dataclasses.Field[Any]) -> tuple[Any, ...]:
-    """The types that a field admits, without None: `int | None` -> (int,)."""
-    kinds = typing.get_args(field.type) if isinstance(field.type, types.UnionType) else (field.type,)
-    return tuple(kind for kind in kinds if kind is not types.NoneType)
-
-
 def _help(field: dataclasses.Field[Any], info: FlagInfo) -> str:
     # A wide column of choices would leave no room for the text on a terminal of 80 columns.
     names = choices(field.name)
@@ -208,13 +228,13 @@ def _help(field: dataclasses.Field[Any], info: FlagInfo) -> str:
 
 def _spelling(field: dataclasses.Field[Any]) -> tuple[str, ...]:
     # A recipe may turn any switch on, and the command line must be able to turn it off.
-    both = bool in _kinds(field)
+    both = bool in kinds(field)
     return (f"{flag(field.name)}/--no-{flag(field.name)[2:]}",) if both else (flag(field.name),)
 
 
 def _reader(field: dataclasses.Field[Any], info: FlagInfo) -> dict[str, Any]:
     """Typer's arguments for reading one value; our own parsers, because its messages leave out the value."""
-    (kind,) = _kinds(field)
+    (kind,) = kinds(field)
     if kind is bool:
         return {}
     if kind in (int, float):
@@ -247,73 +267,6 @@ def _load_recipe(context: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
-def read_recipe(path: Path) -> dict[str, Any]:
-    """Field name -> value of a YAML (or JSON) recipe; keys may use dashes or underscores.
-
-    A value means what the same text means on the command line; only booleans and null are YAML's.
-
-    Raises:
-        UserError: unreadable file, unknown key (the closest one is named), a key given twice, or a value that is no
-            scalar.
-    """
-    try:
-        with path.open(encoding="utf-8") as file:
-            text = file.read(MAX_RECIPE_LENGTH + 1)  # not more: /dev/zero has no end
-        if len(text) > MAX_RECIPE_LENGTH:
-            raise ValueError(f"more than {MAX_RECIPE_LENGTH:,} characters")
-        recipe = yaml.load(text, Loader=_RecipeLoader)
-        written = _top_level(text)
-    except Exception as error:  # PyYAML raises what its constructors meet, from KeyError to RecursionError
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"--config {path}: cannot be read ({reason}); give a YAML file of flags") from None
-    if not isinstance(recipe, dict | None):
-        raise UserError(f"--config {path}: must be a mapping like 'lr: 0.5', not {type(recipe).__name__}")
-    fields = {field.name: field for field in flag_fields() if field.name != "config"}
-    values: dict[str, Any] = {}
-    keys = [key.replace("-", "_") for key, _ in written]
-    for key in keys:
-        if keys.count(key) > 1:  # YAML would use the last without an error
-            raise UserError(f"--config {path}: '{key.replace('_', '-')}' is given twice; keep one")
-    for key, value in (recipe or {}).items():
-        name = str(key).replace("-", "_")
-        if name not in fields:
-            close = difflib.get_close_matches(name, fields, n=1, cutoff=0.0)
-            raise UserError(f"--config {path}: unknown key '{key}'; the closest is '{close[0].replace('_', '-')}'")
-        if value is not None and not (name == "pretrained" and value is False):
-            as_written = dict(written).get(key, value)  # what "<<" merges is not at the top level
-            values[name] = _recipe_value(path, key, value, as_written, _kinds(fields[name]))
-    return values
-
-
-class _RecipeLoader(yaml.SafeLoader):
-    """YAML in which a date is text: no flag has a date, and a folder may be called 2026-22-11, which is no date."""
-
-
-_RecipeLoader.add_constructor("tag:yaml.org,2002:timestamp", yaml.SafeLoader.construct_yaml_str)  # type: ignore[type-var]
-
-
-def _top_level(text: str) -> list[tuple[str, Any]]:
-    """Keys and values as in the file, where a mapping would hold the last of two keys that are the same."""
-    node = yaml.compose(text, Loader=yaml.SafeLoader)
-    if not isinstance(node, yaml.MappingNode):
-        return []
-    return [(str(key.value), value.value) for key, value in node.value]
-
-
-def _recipe_value(path: Path, key: str, value: Any, as_written: Any, kinds: tuple[Any, ...]) -> Any:
-    if key == "pretrained" and value is True:
-        return "timm"
-    if not isinstance(value, str | int | float) or isinstance(value, bool) != (bool in kinds):
-        expected = "true or false" if bool in kinds else "one value"
-        raise UserError(f"--config {path}: {key}: {value!r:.80} is not allowed; give {expected}")
-    # As text, so that a recipe is held to the same types as the command line (2.5 is no batch size), and as written:
-    # YAML would make 83 of the folder 0123, and 90 of the seed 1:30.
-    if isinstance(value, bool):
-        return value
-    # JSON writes a letter beyond U+FFFF as two escapes, which YAML reads as two letters.
-    return str(as_written).encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # train.py
 
@@ -329,6 +282,10 @@ class _Train(Program[TrainConfig]):
             for word, after in zip(argv, following, strict=True)
         ]
         return super().parse(words)
+
+    def check_early(self, options: TrainConfig) -> None:
+        if options.data_dir is not None:
+            require_folder(options.data_dir)
 
 
 def _read_config(context: typer.Context, **values: Any) -> TrainConfig:

@@ -5,6 +5,8 @@ and the rules of a resume are derived from the fields below, so a new flag is on
 """
 
 import dataclasses
+import os
+import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -231,6 +233,12 @@ def choices(name: str) -> tuple[str, ...]:
     return typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
 
 
+def kinds(field: dataclasses.Field[Any]) -> tuple[Any, ...]:
+    """The types that a field admits, without None: `int | None` -> (int,)."""
+    admitted = typing.get_args(field.type) if isinstance(field.type, types.UnionType) else (field.type,)
+    return tuple(kind for kind in admitted if kind is not types.NoneType)
+
+
 def flag(name: str) -> str:
     """The command-line spelling of a field: `batch_size` -> `--batch-size`."""
     return "--" + name.replace("_", "-")
@@ -331,3 +339,9 @@ def require_data(config: TrainConfig) -> None:
             f"--data-dir is missing: give the folder that holds train/ and val/ (--loader {config.loader} "
             "reads images; --loader synthetic needs none)"
         )
+
+
+def require_folder(data_dir: Path) -> None:
+    """Raise UserError unless there is such a folder."""
+    if not os.path.isdir(data_dir):
+        raise UserError(f"--data-dir {data_dir}: no such folder; give the one that holds train/ and val/")

@@ -1,9 +1,12 @@
 """Output for people and scripts: console, progress bar, metrics.jsonl and TensorBoard, all written by rank 0."""
 
 import contextlib
+import functools
 import json
 import os
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from tqdm import tqdm
 
 from utils.errors import escape_control_chars
 from utils.files import atomic_write_text, json_text
+from utils.progress import EpochBar, end_status
 
 METRICS = "metrics.jsonl"
 
@@ -26,9 +30,10 @@ def emit(text: str) -> None:
 
 
 def print_error(program: str, text: str) -> None:
-    """Print one line on stderr: `train.py: --lr 0.0: must be more than 0 and finite`."""
+    """Print one line on stderr, above the progress bar: `train.py: --lr 0.0: must be more than 0 and finite`."""
     with contextlib.suppress(OSError):
-        print(f"{program}: {escape_control_chars(text)}", file=sys.stderr, flush=True)
+        tqdm.write(f"{program}: {escape_control_chars(text)}", file=sys.stderr)
+        sys.stderr.flush()
 
 
 class Log:
@@ -50,7 +55,10 @@ class Log:
         self._active = is_main
         self._epochs, self._steps_per_epoch = epochs, steps_per_epoch
         self._unwritten = ""  # lines of metrics.jsonl
-        self._bar: tqdm[Any] | None = None
+        self._bar: EpochBar | None = None
+        self._open_bar: Callable[[], EpochBar] | None = None
+        self._interval = ""  # facts of the last log interval, for the line of an epoch whose bar has shown them
+        self._evaluation_seconds, self._trained_at = 0.0, time.monotonic()
         self._events: Any = None
         if tensorboard and self._active:
             from torch.utils.tensorboard import SummaryWriter  # slow to import, and only on request
@@ -108,27 +116,37 @@ class Log:
             self._events = None
             self.info(f"warning: TensorBoard's events are no longer written ({error.strerror}); metrics.jsonl is")
 
-    def start_epoch(self, epoch: int, step: int) -> None:
-        """Start a new bar on a terminal; nothing elsewhere.
+    def start_epoch(
+        self, epoch: int, step: int, images_per_step: int, loss_and_lr: Callable[[], tuple[float | None, float]]
+    ) -> None:
+        """Prepare a bar, which a terminal shows from the first step on; nothing elsewhere.
 
         Args:
             epoch: epochs that are done.
             step: optimizer steps that are done, since the start of the run.
+            images_per_step: over all processes.
+            loss_and_lr: as for `EpochBar`.
         """
-        self._close_bar()
-        if self._active and sys.stderr.isatty():
-            self._bar = tqdm(
-                total=self._steps_per_epoch,
-                initial=step - epoch * self._steps_per_epoch,
-                desc=f"epoch {epoch + 1}/{self._epochs}",
-                unit="step",
-                dynamic_ncols=True,
-            )
+        if not self._active or not sys.stderr.isatty():
+            return
+        left = self._epochs - epoch
+        self._open_bar = functools.partial(
+            EpochBar,
+            f"epoch {epoch + 1}/{self._epochs}",
+            self._steps_per_epoch,
+            step - epoch * self._steps_per_epoch,
+            images_per_step,
+            ((left - 1) * self._steps_per_epoch, left * self._evaluation_seconds),
+            loss_and_lr,
+        )
 
     def advance(self) -> None:
         """Advance the bar by one step."""
+        if self._open_bar is not None:
+            end_status()
+            self._bar, self._open_bar = self._open_bar(), None
         if self._bar is not None:
-            self._bar.update()
+            self._bar.advance()
 
     def train(self, values: dict[str, Any]) -> None:
         """Write a log interval to the files, and to the bar or, without a terminal, as a line."""
@@ -138,27 +156,33 @@ class Log:
             "images/s": f"{values['images_per_second']:,.0f}",
             "data wait": f"{values['data_wait']:.1%}",
         }
+        facts = "  ".join(f"{name} {value}" for name, value in shown.items())
+        self._trained_at = time.monotonic()
         if self._bar is not None:
-            self._bar.set_postfix(shown)
-        else:
-            done = values["step"] - (values["epoch"] - 1) * self._steps_per_epoch
-            facts = "  ".join(f"{name} {value}" for name, value in shown.items())
-            self.info(
-                f"epoch {values['epoch']}/{self._epochs}  step {done}/{self._steps_per_epoch}  {facts}"
-                f"  lr {values['lr']:.4g}"
-            )
+            self._bar.show_data_wait(values["data_wait"])
+            self._interval = f"  train {facts}"
+            return
+        done = values["step"] - (values["epoch"] - 1) * self._steps_per_epoch
+        self.info(
+            f"epoch {values['epoch']}/{self._epochs}  step {done}/{self._steps_per_epoch}  {facts}"
+            f"  lr {values['lr']:.4g}"
+        )
 
     def evaluation(self, values: dict[str, Any]) -> None:
         """Write an evaluation to the files, and as a line."""
+        self._evaluation_seconds = time.monotonic() - self._trained_at
         self._close_bar()
         self.record(values)
         ema = f"  EMA top-1 {values['val/ema_top1']:.2f} %" if "val/ema_top1" in values else ""
         self.info(
             f"epoch {values['epoch']}/{self._epochs}  val top-1 {values['val/top1']:.2f} %  "
-            f"top-5 {values['val/top5']:.2f} %  loss {values['val/loss']:.4f}  on {values['val/count']:,} images{ema}"
+            f"top-5 {values['val/top5']:.2f} %  loss {values['val/loss']:.4f}  on {values['val/count']:,} images"
+            f"{ema}{self._interval}"
         )
+        self._interval = ""
 
     def _close_bar(self) -> None:
+        end_status()
         if self._bar is not None:
             self._bar.close()
             self._bar = None

@@ -16,6 +16,7 @@ from torch import Tensor
 import models
 import pipelines
 from utils.benchmark.measure import Case, settle, synchronize
+from utils.benchmark.verdict import TIMM_POLICIES
 from utils.config import ResolvedConfig, TrainConfig
 from utils.data.batch import Batch, TrainLoader
 from utils.data.dali import NUM_PIPELINES
@@ -30,7 +31,6 @@ from utils.training.autotune import choose_loader_settings
 from utils.training.machine import inspect_machine
 from utils.training.run import Run
 
-TIMM_POLICIES = {"none": None, "autoaugment": "original", "randaugment": "rand-m9-n2"}
 TrainStep = Callable[[Run], None]  # of train.py
 PREFETCH = 2  # batches that a worker of torch's DataLoader keeps ready, its default
 READ_AHEAD = 3  # batches of files that DALI reads before it decodes them

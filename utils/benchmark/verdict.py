@@ -46,6 +46,7 @@ TITLES = {
     "torch": "torch's DataLoader",
     "timm": "timm's loader",
 }
+TIMM_POLICIES = {"none": None, "autoaugment": "original", "randaugment": "rand-m9-n2"}  # --augment -> timm's name
 FLAGS = {
     "dali-fused": "--loader dali --decode fused",
     "dali-full": "--loader dali --decode full",

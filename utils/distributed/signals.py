@@ -10,6 +10,7 @@ from types import FrameType
 from utils.errors import EXIT_STOPPED
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+REPEAT_SECONDS = 3.0  # launchers send the same signal to a process twice: to its group, and to itself
 
 
 def exit_on_signals() -> None:

@@ -13,10 +13,8 @@ import torch.distributed as dist
 from utils.distributed.group import DistEnv
 from utils.distributed.launcher import seconds_since_start
 from utils.distributed.monitor import RankMonitor
-from utils.distributed.signals import SIGNALS, restore_defaults, stop_message
+from utils.distributed.signals import REPEAT_SECONDS, SIGNALS, restore_defaults, stop_message
 from utils.errors import EXIT_STOPPED
-
-REPEAT_SECONDS = 3.0  # launchers send the same signal to a process twice: to its group, and to itself
 
 
 class StopRequest:

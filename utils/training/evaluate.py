@@ -19,6 +19,7 @@ from utils.files import write_json
 from utils.log import emit
 from utils.network.augment import Normalize
 from utils.network.gradients import AMP_DTYPES
+from utils.progress import with_bar
 from utils.training.autotune import choose_common_loader_settings, resolve
 from utils.training.checkpoint import Checkpoint
 from utils.training.output import EVALUATION, prepare_output
@@ -132,7 +133,8 @@ def _evaluate_networks(
     for name in saved.state.networks if saved else NETWORKS[:1]:
         if saved:
             _load_weights(network.model, saved, name, config)
-        found = evaluate(network.model, loader, normalize, len(val), env, amp_dtype)
+        batches = with_bar(loader, "evaluating", -(-len(val) // (env.world_size * config.batch_size)), env.is_main)
+        found = evaluate(network.model, batches, normalize, len(val), env, amp_dtype)
         result |= {("" if name == "model" else "ema_") + key: value for key, value in found.items()}
     return result, network.note
 

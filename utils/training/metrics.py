@@ -89,6 +89,8 @@ class Meter:
         self._skipped = torch.zeros((), dtype=torch.int64, device=env.device)
         self._images = 0
         self._waits: list[tuple[Any, Any]] = []
+        self._recent: float | None = None
+        self._copy: tuple[Tensor, int, torch.cuda.Event] | None = None  # of the loss: on its way to the host
         self._steps = 0  # of this launch
         self._is_first = True
         self.start()
@@ -137,6 +139,23 @@ class Meter:
         self._bad_loss |= ~torch.isfinite(loss.detach())
         self._images += images
         self._timed_images += images
+
+    def recent_loss(self) -> float | None:
+        """Mean loss on this rank of the interval under way, or of the last one; None before there is any.
+
+        Does not wait for the device: on CUDA a call starts a copy, which a later call reads.
+        """
+        if self._env.device.type != "cuda":
+            if self._images:
+                self._recent = self._loss.item() / self._images
+        elif self._copy is None or self._copy[2].query():  # type: ignore[no-untyped-call]
+            if self._copy is not None and self._copy[1]:
+                self._recent = self._copy[0].item() / self._copy[1]
+            loss = torch.empty((), dtype=torch.float64, pin_memory=True).copy_(self._loss, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+            self._copy = loss, self._images, event
+        return self._recent
 
     def end_step(self) -> None:
         """After the last batch of an optimizer step."""

@@ -22,6 +22,7 @@ from utils.log import Log
 from utils.network.augment import BatchAugment
 from utils.network.gradients import ForwardBackward, GraphedForwardBackward
 from utils.network.parallel import diverged_parameters
+from utils.progress import show_status, with_bar
 from utils.training import checkpoint
 from utils.training.checkpoint import RunRecord
 from utils.training.output import SUMMARY, has_summary
@@ -118,10 +119,15 @@ class Run:
         if self.state.step == self.epoch_end:
             return
         self.state.model.train()
-        self.log.start_epoch(self.state.epoch, self.state.step)
+        if self.seconds_to_first_step is None:
+            show_status("first step" + (", compiling" if self.config.compile else ""))
+        self.log.start_epoch(self.state.epoch, self.state.step, self.sampler.global_batch_size, self._loss_and_lr)
         self.state.meter.start()
         while self.state.step < self.epoch_end:
             yield self.state.step
+
+    def _loss_and_lr(self) -> tuple[float | None, float]:
+        return self.state.meter.recent_loss(), self.state.optimizer.param_groups[0]["lr"]
 
     def after_step(self) -> None:
         """Log, stop and save where it is due. Collective: call on every rank, once a step.
@@ -192,7 +198,8 @@ class Run:
         """
         batches = iter(self.val_loader)
         most_per_rank = math.ceil(self.num_val / self.env.world_size)  # other ranks have one image less
-        for _ in range(math.ceil(most_per_rank / self.config.batch_size)):
+        most_batches = math.ceil(most_per_rank / self.config.batch_size)
+        for _ in with_bar(range(most_batches), "evaluating", most_batches, self.env.is_main):
             batch = next(batches, None)
             if batch is not None:
                 yield batch

@@ -1,7 +1,9 @@
 """What is printed about a run at its start and at its end, and summary.json."""
 
+import timm
 import torch
 
+from utils import __version__
 from utils.config import ResolvedConfig, flag
 from utils.data.cache import CACHED
 from utils.data.dali import DALI_VERSION
@@ -33,6 +35,7 @@ def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: C
     config, env, state = run.config, run.env, run.state
     lr = scaled_lr(config.lr, run.sampler.global_batch_size)
     facts = {
+        "brisk": f"{__version__}, torch {torch.__version__}, DALI {DALI_VERSION}, timm {timm.__version__}",
         "model": _describe_model(run),
         "images": f"{len(splits['train']):,} train, {len(splits['val']):,} val, {config.image_size} px",
         "batch": f"{run.sampler.global_batch_size} = {config.batch_size} images x {env.world_size} processes"
@@ -87,7 +90,7 @@ def _describe_loader(config: ResolvedConfig) -> str:
     loader: str = config.loader
     if config.loader in ("dali", "proxy"):
         how = f"images cached ({config.cache})" if config.cache in CACHED else f"{config.decode} decode"
-        loader = f"{loader}, DALI {DALI_VERSION}, {how}, {config.prefetch} batches ahead"
+        loader = f"{loader}, {how}, {config.prefetch} batches ahead"
     return f"{loader}, {config.workers} CPU threads per process"
 
 

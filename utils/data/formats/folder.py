@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from utils.config import require_folder
 from utils.data.codecs import IMAGE_SUFFIXES, is_image
 from utils.data.formats.base import Record
 from utils.data.manifest import (
@@ -124,8 +125,7 @@ def scan_splits(data_dir: Path, skip_bad: bool = False) -> tuple[Manifest, Manif
 def _list_split(data_dir: Path, split: str) -> tuple[list[str], list[list[FileEntry]], dict[str, int]]:
     """Class names, the images of each class, and `Manifest.ignored`."""
     root = data_dir / split
-    if not data_dir.is_dir():
-        raise UserError(f"--data-dir {data_dir}: no such folder; give the one that holds train/ and val/")
+    require_folder(data_dir)
     if not root.is_dir():
         raise UserError(f"--data-dir {data_dir}: has no {split}/ folder; it must hold train/ and val/")
     visible = _visible(root)

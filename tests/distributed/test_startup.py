@@ -1,0 +1,67 @@
+"""What a program does before its slow imports: help, version, mistakes, and the first line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.contract import CONTRACT
+from tests.harness import ROOT, Finished, launch
+from utils import __version__
+
+# Runs a program as `python PROGRAM FLAGS` does, and then writes the exit status and which of the slow packages it has
+# imported to the file RESULT.
+PROGRAM = """
+import json, os, runpy, sys
+result, sys.argv = sys.argv[1], sys.argv[2:]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as ended:
+    slow = {"torch", "torchvision", "timm", "nvidia.dali", "sklearn", "matplotlib"} & set(sys.modules)
+    with open(result, "w") as file:
+        json.dump([ended.code, sorted(slow)], file)
+"""
+PATHS = {name: ROOT / name if name == "train.py" else ROOT / "scripts" / name for name in CONTRACT["flags"]}
+
+
+def run(name: str, tmp_path: Path, *flags: object) -> tuple[int, list[str], Finished]:
+    """Exit status, slow packages that were imported, and the output."""
+    done = launch(tmp_path / "result", PATHS[name], *flags, program=PROGRAM, cwd=tmp_path)
+    status, imported = json.loads((tmp_path / "result").read_text())
+    return status, imported, done
+
+
+@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.parametrize("flag", ["--help", "--version", "--no-such-flag"])
+def test_help_version_and_mistakes_import_nothing_slow(name: str, flag: str, tmp_path: Path) -> None:
+    status, imported, done = run(name, tmp_path, flag)
+    assert imported == []
+    if flag == "--no-such-flag":
+        assert (status, done.out) == (2, "")
+        assert done.err == f"{name}: No such option: --no-such-flag; {name} --help lists all flags\n"
+        return
+    assert (status, done.err) == (0, "")
+    assert (f"{name} of Brisk {__version__}\n" if flag == "--version" else f"Usage: {name}") in done.out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--data-dir", "nowhere"), "--data-dir nowhere: no such folder; give the one that holds train/ and val/"),
+        (("--loader", "synthetic", "--lr", 0), "--lr 0.0: must be more than 0 and finite"),
+        (("--config", "recipe.yaml"), "--config recipe.yaml: cannot be read (No such file or directory)"),
+    ],
+)
+def test_mistakes_of_values_import_nothing_slow(flags: tuple[object, ...], message: str, tmp_path: Path) -> None:
+    status, imported, done = run("train.py", tmp_path, *flags)
+    assert (status, imported, done.out) == (2, [], "")
+    assert message in done.err
+    assert len(done.err.splitlines()) == 1
+
+
+def test_without_a_terminal_the_first_line_comes_once(tmp_path: Path) -> None:
+    done = launch("--loader", "synthetic", "--arch", "no_such_network", "--output-dir", tmp_path / "run")
+    assert done.status == 2
+    assert done.out == "loading torch, DALI and timm\n"
+    assert len(done.err.splitlines()) == 1

@@ -1,0 +1,61 @@
+"""What a program does before the imports that take seconds: it handles signals and checks its command line.
+
+Imports nothing slow.
+"""
+
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from utils.cli import EarlyExit, Program
+from utils.distributed.launcher import read_launch
+from utils.distributed.signals import exit_on_signals, restore_defaults
+from utils.errors import EXIT_USER_ERROR, RunFailed, UserError
+from utils.log import emit
+from utils.progress import start_status
+
+
+def start_program(program: Program[Any], argv: Sequence[str], loading: str) -> None:
+    """Answer `--help`, `--version` and mistakes in the command line at once; then say that the program is `loading`.
+
+    Until `StopRequest` takes over, a signal ends the process with status 143.
+
+    Args:
+        program: whose main follows, which reads the command line again.
+        argv: the words after its name.
+        loading: what takes seconds to import.
+
+    Raises:
+        SystemExit: there is nothing else to do.
+    """
+    exit_on_signals()
+    try:
+        program.check_early(program.parse(argv))
+        is_main = read_launch().rank == 0
+    except EarlyExit as ended:
+        raise SystemExit(ended.code) from None
+    except UserError as error:
+        print_once(program, error)
+        raise SystemExit(EXIT_USER_ERROR) from None
+    if is_main and not start_status(f"loading {loading}"):
+        emit(f"loading {loading}")
+
+
+def print_once(program: Program[Any], error: UserError | RunFailed) -> None:
+    """Print an error on one rank, if one rank can explain it for all.
+
+    Rank 0 prints what all ranks are known to meet. What they may not all meet (a file system that only one machine
+    cannot read) is printed by the others too, after the time that rank 0 needs to print it and torchrun to end them.
+    """
+    if isinstance(error, RunFailed):
+        if not error.on_all_ranks or read_launch().rank == 0:
+            program.print_error(str(error))
+        return
+    restore_defaults()  # torchrun ends the others with SIGTERM as soon as one has ended
+    with contextlib.suppress(UserError):  # of the launch itself, which then is `error`
+        if read_launch().rank != 0:
+            time.sleep(5)
+            if error.on_all_ranks:
+                return
+    program.print_error(str(error))
