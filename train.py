@@ -14,9 +14,12 @@ from collections.abc import Iterator, Sequence
 
 if __name__ == "__main__":  # before the imports that take seconds
     from utils.cli import TRAIN
-    from utils.distributed.startup import start_program
+    from utils.distributed.elastic import launch_processes
+    from utils.distributed.startup import show_first_line, start_program
 
-    start_program(TRAIN, sys.argv[1:], "torch, DALI and timm")
+    given = start_program(TRAIN, sys.argv[1:])
+    launch_processes(given.processes, given.max_restarts, sys.argv)
+    show_first_line("loading torch, DALI and timm")
 
 from torch.distributed.elastic.multiprocessing.errors import record
 

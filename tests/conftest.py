@@ -87,6 +87,7 @@ def resolved(**values: Any) -> ResolvedConfig:
         prefetch=2,
         val_resize=256,
         workers=1,
+        processes=1,
         num_classes=3,
         compile=False,
         fused_layers=False,

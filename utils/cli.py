@@ -210,7 +210,8 @@ def _parameter(field: dataclasses.Field[Any], info: FlagInfo, default: Any) -> i
         is_eager=field.name == "config",
         **_reader(field, info),
     )
-    annotation = Annotated[field.type, option]  # type: ignore[name-defined]
+    kind = field.type if len(kinds(field)) == 1 else str  # Typer knows no other unions
+    annotation = Annotated[kind, option]  # type: ignore[valid-type]
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
@@ -222,7 +223,7 @@ def _sign(function: Any, parameters: Sequence[inspect.Parameter]) -> None:
 
 def _help(field: dataclasses.Field[Any], info: FlagInfo) -> str:
     # A wide column of choices would leave no room for the text on a terminal of 80 columns.
-    names = choices(field.name)
+    names = () if info.metavar else choices(field.name)
     return f"{info.help} {', '.join(names)}." if names else info.help
 
 
@@ -234,7 +235,11 @@ def _spelling(field: dataclasses.Field[Any]) -> tuple[str, ...]:
 
 def _reader(field: dataclasses.Field[Any], info: FlagInfo) -> dict[str, Any]:
     """Typer's arguments for reading one value; our own parsers, because its messages leave out the value."""
-    (kind,) = kinds(field)
+    kind, *words = kinds(field)
+    if words:
+        read_number = number_option(kind)["parser"]
+        read = lambda text: text if text in choices(field.name) else read_number(text)  # noqa: E731
+        return {"parser": read, "metavar": info.metavar}
     if kind is bool:
         return {}
     if kind in (int, float):

@@ -156,6 +156,10 @@ class TrainConfig:
 
     resume: str = _flag("auto", RUN, "auto: from last.pt, if there is one.", metavar="auto|none|PATH")
     checkpoint_steps: int = _flag(0, RUN, "Steps between saves; 0: an epoch.", MIN_0, unit="steps")
+    processes: int | Literal["auto"] = _flag(
+        1, RUN, "Processes that train.py starts on this machine; auto: one for each GPU.", MIN_1, metavar="N|auto"
+    )
+    max_restarts: int = _flag(0, RUN, "Restarts of all processes after a failure, with --processes.", MIN_0)
     overwrite: bool = _flag(False, SWITCHES, "Replace what --resume does not continue.")
     evaluate: bool = _flag(False, SWITCHES, "Only evaluate: best.pt, or --resume PATH.")
     seed: int = _flag(0, RUN, "Of weights, order and augmentation.", MIN_0, Limit(below=2**31), role="fixed")
@@ -203,6 +207,7 @@ class ResolvedConfig(TrainConfig):
     prefetch: int
     val_resize: int
     workers: int
+    processes: int
     num_classes: int
     compile: bool
     fused_layers: bool
@@ -228,14 +233,15 @@ def flag_info(field: dataclasses.Field[Any]) -> FlagInfo:
 
 
 def choices(name: str) -> tuple[str, ...]:
-    """The values that a field admits, if it names them; () if not."""
-    kind: Any = TrainConfig.__dataclass_fields__[name].type
-    return typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+    """The words that a field admits, if it names them; () if not."""
+    found = (typing.get_args(kind) for kind in kinds(TrainConfig.__dataclass_fields__[name]))
+    return next((words for words in found if words), ())
 
 
 def kinds(field: dataclasses.Field[Any]) -> tuple[Any, ...]:
     """The types that a field admits, without None: `int | None` -> (int,)."""
-    admitted = typing.get_args(field.type) if isinstance(field.type, types.UnionType) else (field.type,)
+    is_union = isinstance(field.type, types.UnionType) or typing.get_origin(field.type) is typing.Union
+    admitted = typing.get_args(field.type) if is_union else (field.type,)
     return tuple(kind for kind in admitted if kind is not types.NoneType)
 
 
@@ -257,7 +263,7 @@ def evaluation_flags() -> tuple[str, ...]:
 def check_limits(name: str, value: Any) -> None:
     """Raise UserError unless the value of the field `name` is within its limits."""
     info = flag_info(TrainConfig.__dataclass_fields__[name])
-    for limit in info.limits:
+    for limit in info.limits if value not in choices(name) else ():
         limit.check(flag(name), value, info.unit)
 
 

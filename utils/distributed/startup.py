@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from utils.cli import EarlyExit, Program
+from utils.cli import EarlyExit, Options, Program
 from utils.distributed.launcher import read_launch
 from utils.distributed.signals import exit_on_signals, restore_defaults
 from utils.errors import EXIT_USER_ERROR, RunFailed, UserError
@@ -16,30 +16,38 @@ from utils.log import emit
 from utils.progress import start_status
 
 
-def start_program(program: Program[Any], argv: Sequence[str], loading: str) -> None:
-    """Answer `--help`, `--version` and mistakes in the command line at once; then say that the program is `loading`.
+def start_program(program: Program[Options], argv: Sequence[str]) -> Options:
+    """Answer `--help`, `--version` and mistakes in the command line at once.
 
     Until `StopRequest` takes over, a signal ends the process with status 143.
 
     Args:
         program: whose main follows, which reads the command line again.
         argv: the words after its name.
-        loading: what takes seconds to import.
+
+    Returns:
+        The command line.
 
     Raises:
         SystemExit: there is nothing else to do.
     """
     exit_on_signals()
     try:
-        program.check_early(program.parse(argv))
-        is_main = read_launch().rank == 0
+        options = program.parse(argv)
+        program.check_early(options)
+        read_launch()
     except EarlyExit as ended:
         raise SystemExit(ended.code) from None
     except UserError as error:
         print_once(program, error)
         raise SystemExit(EXIT_USER_ERROR) from None
-    if is_main and not start_status(f"loading {loading}"):
-        emit(f"loading {loading}")
+    return options
+
+
+def show_first_line(text: str) -> None:
+    """Show on rank 0 what the program does now: as a status line on a terminal, as a printed line elsewhere."""
+    if read_launch().rank == 0 and not start_status(text):
+        emit(text)
 
 
 def print_once(program: Program[Any], error: UserError | RunFailed) -> None:

@@ -13,7 +13,7 @@ from utils.data.workers import check_sockets
 from utils.distributed.collectives import all_gather_object, raise_on_all_ranks, sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
-from utils.training.batch_layout import choose_batch_size
+from utils.training.batch_layout import choose_batch_size, describe_processes
 from utils.training.checkpoint import Checkpoint
 from utils.training.machine import Machine, all_pairs_nvlink, inspect_machine
 
@@ -69,6 +69,8 @@ def choose_common_loader_settings(
         remedy = "its checkpoint was trained so: resume where they fit, or start anew with another --output-dir"
     raise_on_all_ranks(_check_cache_fits(choice.cache, machine, decoded, remedy), env)
     shown = {name: reasons[name] for name in open_names if name in reasons and config.loader in BY_DALI}
+    if reason := describe_processes(config, env.world_size):
+        shown["processes"] = reason
     return dataclasses.replace(choice, reasons=choice.reasons | shown)
 
 
@@ -154,6 +156,7 @@ def resolve(
     resolved: dict[str, Any] = {
         "batch_size": choose_batch_size(config, env, saved),
         "workers": settings.workers,
+        "processes": env.world_size,
         "amp": resolve_amp(config, env),
         "grad_exchange": grad_exchange,
         "decode": settings.decode,

@@ -46,6 +46,28 @@ def saved_layout(saved: Checkpoint) -> Layout:
     return layout_of(saved.config, len(saved.ranks))
 
 
+def describe_processes(config: TrainConfig, world_size: int) -> str:
+    """What another number of processes than `--processes` asks for means; "" if it is the same.
+
+    Args:
+        config: as the user gave it, perhaps by the config.json of another run.
+        world_size: processes that there are.
+    """
+    given, batch_size = config.processes, config.batch_size or BATCH_SIZE
+    if "processes" not in config.given or given in ("auto", world_size):
+        return ""
+    before, now = (Layout(number, batch_size, config.grad_accum_steps) for number in (int(given), world_size))
+    text = f"the launcher's number, not {given}"
+    if config.batch_size is None:
+        return text
+    text += (
+        f": the global batch is {now.global_batch_size:,} images instead of {before.global_batch_size:,}, and the "
+        "learning rate in force follows it"
+    )
+    same, rest = divmod(batch_size * int(given), world_size)
+    return text if rest else f"{text}; --batch-size {same} keeps both"
+
+
 def choose_batch_size(config: TrainConfig, env: DistEnv, saved: Checkpoint | None) -> int:
     """`--batch-size`, or where that was left open: what keeps the checkpoint's global batch, else the default.
 

@@ -1,0 +1,80 @@
+"""`--processes`: train.py starts its processes itself, as torchrun would, and says no more than they do."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import TINY
+from tests.harness import launch, read_checkpoint, read_losses, start
+
+pytestmark = pytest.mark.dist
+FIRST_LINES = "starting the processes\nloading torch, DALI and timm\n"
+
+
+def flags(data: Path, folder: Path, *others: object) -> tuple[object, ...]:
+    return ("--data-dir", data, *TINY, "--batch-size", 4, "--output-dir", folder, *others)
+
+
+def test_it_trains_as_torchrun_does(data: Path, tmp_path: Path) -> None:
+    others = ("--epochs", 1, "--deterministic")
+    done = launch(*flags(data, tmp_path / "own", *others, "--processes", 2))
+    assert (done.status, done.err) == (0, "")
+    assert done.out.startswith(FIRST_LINES)
+    assert done.out.count("\n   brisk  ") == 1
+    assert json.loads((tmp_path / "own" / "config.json").read_text())["processes"] == 2
+    assert json.loads((tmp_path / "own" / "summary.json").read_text())["world_size"] == 2
+    # torchrun's number counts, and a recipe can hold another
+    by_torchrun = launch(*flags(data, tmp_path / "torchrun", *others, "--processes", 8), processes=2)
+    assert by_torchrun.status == 0
+    assert read_losses(tmp_path / "torchrun") == read_losses(tmp_path / "own")
+    reason = "--processes 2: the launcher's number, not 8: the global batch is 8 images instead of 32, and the "
+    assert f"{reason}learning rate in force follows it; --batch-size 16 keeps both" in by_torchrun.out
+
+
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGTERM, signal.SIGUSR1))],
+)
+def test_a_signal_to_it_stops_the_run(data: Path, tmp_path: Path, number: signal.Signals) -> None:
+    with start(*flags(data, tmp_path / "run", "--epochs", 100000, "--processes", 2)) as started:
+        started.wait_for(lambda: "first step done" in started.out)
+        started.send(number, started.pid)
+        done = started.end(60)
+        started.check_nothing_left()
+    assert (done.status, done.err) == (143, "")
+    assert done.out.count("the same command resumes here\n") == 1
+    step = read_checkpoint(tmp_path / "run")["step"]
+    assert f" at step {step}; the same command resumes here\n" in done.out
+
+
+def test_a_mistake_that_its_processes_find_is_one_line(tmp_path: Path) -> None:
+    done = launch(
+        "--processes", 2, "--loader", "synthetic", "--arch", "no_such_network", "--output-dir", tmp_path / "run"
+    )
+    assert (done.status, done.out) == (2, FIRST_LINES)
+    assert done.err.startswith("train.py: --arch no_such_network: ")
+    assert done.err.count("\n") == 1
+
+
+def test_a_failure_is_1_after_the_restarts(data: Path, tmp_path: Path) -> None:
+    others = ("--epochs", 100000, "--processes", 2, "--max-restarts", 1, "--checkpoint-steps", 1)
+    with start(*flags(data, tmp_path / "run", *others)) as started:
+        started.wait_for((tmp_path / "run" / "last.pt").exists)
+        os.kill(started.ranks()[1], signal.SIGKILL)
+        started.wait_for(lambda: started.out.count("first step done") == 2)
+        os.kill(started.ranks()[1], signal.SIGKILL)
+        done = started.end(60)
+        started.check_nothing_left()
+    assert done.status == 1
+    assert "start  resumed at epoch " in done.out
+    assert done.err.count("is gone: killed") == len(done.err.splitlines()) == 2, done.err
+
+
+def test_auto_without_gpus_is_one_process(data: Path, tmp_path: Path) -> None:
+    others = ("--processes", "auto", "--epochs", 1)
+    done = launch(*flags(data, tmp_path, *others), env={"CUDA_VISIBLE_DEVICES": ""})
+    assert (done.status, done.err) == (0, "")
+    assert json.loads((tmp_path / "summary.json").read_text())["world_size"] == 1
