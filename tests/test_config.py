@@ -39,7 +39,8 @@ OTHER: dict[str, Any] = {
     "optimizer": "lamb", "momentum": 0.9, "weight_decay": 1e-4, "warmup_epochs": 0.5, "label_smoothing": 0.0,
     "ema_decay": 0.9999, "clip_grad": 1.0, "amp": "none", "device": "cpu", "resume": "none",
     "checkpoint_steps": 100, "overwrite": True, "evaluate": True, "seed": 42, "deterministic": True, "log_steps": 5,
-    "tensorboard": True, "timeout": 60.0, "time_limit": 3600.0, "bad_files": "skip", "max_bad_steps": 3, "processes": 2, "max_restarts": 1,
+    "tensorboard": True, "timeout": 60.0, "time_limit": 3600.0, "bad_files": "skip", "max_bad_steps": 3,
+    "processes": 2, "max_restarts": 1,
 }  # fmt: skip
 
 

@@ -56,7 +56,7 @@ def _run_elastic(processes: int, max_restarts: int, argv: Sequence[str]) -> int:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_TIMEOUT))
     signal.signal(signal.SIGUSR1, _pass_on)
     end_status()  # the processes have their own
-    # The address spares a look-up of this machine's name, which can take minutes.
+    # The address spares a look-up of this machine's name.
     words = [
         "--standalone",
         "--local-addr=127.0.0.1",
