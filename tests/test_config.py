@@ -132,9 +132,43 @@ def test_every_flag_reaches_its_field() -> None:
     assert parse(words).to_dict() == TrainConfig(**OTHER | {"resume": "some.pt"}).to_dict()
 
 
+@pytest.mark.parametrize(
+    ("words", "folder"),
+    [
+        (["--data-dir", "/data/imagenet/", "--arch", "vit_small_patch16_224.augreg_in1k"],
+         "runs/imagenet-vit_small_patch16_224.augreg_in1k"),
+        (["--data-dir", "my photos", "--arch", "hf-hub:a/b"], "runs/my-photos-hf-hub-a-b"),
+        (["--loader", "synthetic"], "runs/synthetic-resnet50"),
+        (["--data-dir", "x", "--name", "second"], "runs/second"),
+        (["--data-dir", "x", "--output-dir", "out"], "out"),
+        (["--evaluate", "--resume", "out/best.pt"], "out"),
+        (["--evaluate", "--resume", "out/best.pt", "--name", "second"], "runs/second"),
+        (["--config", "RECIPE", "--name", "second"], "runs/second"),
+        (["--config", "RECIPE", "--output-dir", "out"], "out"),
+        (["--config", "RECIPE"], "first"),
+    ],
+)  # fmt: skip
+def test_output_folder(words: list[str], folder: str, tmp_path: Path) -> None:
+    path = recipe(tmp_path, "data-dir: x\noutput-dir: first\n")
+    assert parse([path if word == "RECIPE" else word for word in words]).output_dir == Path(folder)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--name", "a", "--output-dir", "b"], "--name a with --output-dir b: two folders; give one of them"),
+        (["--name", "a/b"], "--name a/b: must be one word without /; --output-dir takes a path"),
+        (["--name", ""], "--name : must be one word without /; --output-dir takes a path"),
+    ],
+)
+def test_two_output_folders_are_refused(words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
+        parse(["--data-dir", "x", *words])
+
+
 def test_saved_config_is_a_recipe_of_the_same_run(tmp_path: Path) -> None:
     config = TrainConfig(**OTHER)
-    assert OTHER.keys() == {field.name for field in FIELDS} - {"config"}
+    assert OTHER.keys() == {field.name for field in FIELDS} - {"config", "name"}  # which is part of --output-dir
     assert not [field.name for field in FIELDS if field.name in OTHER and OTHER[field.name] == field.default]
     for saved in (config, TrainConfig(data_dir=Path("images"), weight_decay=1 / 32768)):
         saved.save(tmp_path / "config.json")
@@ -201,7 +235,15 @@ def test_help_begins_with_the_first_run(help_text: str) -> None:
     names, bodies = panels[1::2], panels[2::2]
     assert names[:2] == ["Options", FIRST]  # Options holds what every program has
     assert listed_flags(bodies[0]) == ["--version", "--help"]
-    assert listed_flags(bodies[1]) == ["--data-dir", "--output-dir", "--arch", "--epochs", "--batch-size", "--lr"]
+    assert listed_flags(bodies[1]) == [
+        "--data-dir",
+        "--output-dir",
+        "--name",
+        "--arch",
+        "--epochs",
+        "--batch-size",
+        "--lr",
+    ]
 
 
 def test_help_states_defaults_choices_and_exit_statuses(help_text: str) -> None:
@@ -214,7 +256,7 @@ def test_help_states_defaults_choices_and_exit_statuses(help_text: str) -> None:
 def test_every_field_explains_itself(field: dataclasses.Field[Any]) -> None:
     assert re.fullmatch(r"\S.*\S\.", flag_info(field).help)
     optional = isinstance(field.type, types.UnionType) and types.NoneType in typing.get_args(field.type)
-    assert (field.default is None) == optional
+    assert (field.default is None) == (optional or field.name == "output_dir")  # which TrainConfig fills in
 
 
 def test_every_number_has_limits() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from scripts import benchmark, check_dataset, launcher, make_digits, performance, scaling
+from scripts import benchmark, check_dataset, launcher, make_digits, performance, runs, scaling
 from tests.contract import CONTRACT, flags_of
 from utils import errors
 from utils.cli import TRAIN, Program
@@ -20,6 +20,7 @@ PROGRAMS: tuple[Program[Any], ...] = (
     launcher.PROGRAM,
     make_digits.PROGRAM,
     performance.PROGRAM,
+    runs.PROGRAM,
     scaling.PROGRAM,
 )
 by_program = pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: str(program.name))

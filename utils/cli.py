@@ -294,8 +294,12 @@ class _Train(Program[TrainConfig]):
 
 
 def _read_config(context: typer.Context, **values: Any) -> TrainConfig:
-    sources = {name: context.get_parameter_source(name) for name in values}
-    given = frozenset(name for name, source in sources.items() if source is not None and source.name in _GIVEN)
+    found = {name: context.get_parameter_source(name) for name in values}
+    sources = {name: "" if source is None else source.name for name, source in found.items()}
+    given = frozenset(name for name, source in sources.items() if source in _GIVEN)
+    for name, other in (("name", "output_dir"), ("output_dir", "name")):  # of two, the command line wins over a recipe
+        if {name, other} <= given and (sources[name], sources[other]) == _GIVEN:
+            values[other], given = None, given - {other}
     config = TrainConfig(**values, given=given)
     validate(config)
     return config

@@ -6,6 +6,8 @@ and the rules of a resume are derived from the fields below, so a new flag is on
 
 import dataclasses
 import os
+import re
+import stat
 import types
 import typing
 from collections.abc import Mapping
@@ -20,6 +22,7 @@ FIRST, DATA, MODEL = "First run", "Data", "Model"
 OPTIMISATION, PRECISION, RUN, SWITCHES = "Optimisation", "Precision", "Run", "Switches"
 BATCH_SIZE = 256  # images per process and step, of a new run
 PREFETCH = 6  # batches
+RUNS = Path("runs")  # holds the output folders that have no --output-dir
 
 # What a resume with another value of a flag does: it is refused, or the change is logged (always, or only with several
 # processes), or nothing happens, as the flag does not touch what is computed.
@@ -70,7 +73,10 @@ class TrainConfig:
     data_dir: Path | None = _flag(
         None, FIRST, "Folder with train/ and val/, one folder of images per class.", shown=False, from_checkpoint=True
     )
-    output_dir: Path = _flag(Path("runs/latest"), FIRST, "Where checkpoints, metrics and the summary go.")
+    output_dir: Path = _flag(  # None stands for the default, which __post_init__ sets
+        None, FIRST, "Where checkpoints, metrics and the summary go.", shown="runs/DATA-ARCH"
+    )
+    name: str | None = _flag(None, FIRST, "Name of the output folder in runs/.", shown="DATA-ARCH")
     arch: str = _flag("resnet50", FIRST, "Any timm architecture.", role="fixed", from_checkpoint=True)
     epochs: int = _flag(90, FIRST, "Passes over the training images.", MIN_1, role="logged")
     batch_size: int | None = _flag(
@@ -174,10 +180,20 @@ class TrainConfig:
     config: Path | None = _flag(None, RUN, "Recipe (YAML); the command line wins.", shown=False)
     given: frozenset[str] = dataclasses.field(default=frozenset(), repr=False, compare=False)
 
+    def __post_init__(self) -> None:
+        if self.output_dir is None:
+            object.__setattr__(self, "output_dir", self._default_output_dir())
+
+    def _default_output_dir(self) -> Path:
+        if self.evaluate and self.name is None and self.resume not in ("auto", "none"):
+            return Path(self.resume).parent  # of the checkpoint
+        data = "synthetic" if self.data_dir is None else self.data_dir.absolute().name or "data"
+        return RUNS / (self.name or re.sub(r"[^\w.+-]+", "-", f"{data}-{self.arch}"))
+
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready dictionary of all fields, without the recipe that they came from."""
+        """JSON-ready dictionary of all fields, without the recipe that they came from, and a name for the folder."""
         values = dataclasses.asdict(self)
-        del values["config"], values["given"]
+        del values["config"], values["given"], values["name"]
         return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
     @classmethod
@@ -217,6 +233,7 @@ class ResolvedConfig(TrainConfig):
     device: Literal["cuda", "cpu"]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         unresolved = [name for name in ResolvedConfig.__annotations__ if getattr(self, name) in (None, "auto")]
         assert not unresolved, f"not resolved: {', '.join(unresolved)}"
 
@@ -297,7 +314,11 @@ def _check_schedule_and_sizes(config: TrainConfig) -> None:
 
 
 def _check_sources(config: TrainConfig) -> None:
-    """Where images and weights come from."""
+    """Where images and weights come from, and where results go."""
+    if config.name is not None and (not config.name or "/" in config.name):
+        raise UserError(f"--name {config.name}: must be one word without /; --output-dir takes a path")
+    if config.name is not None and config.output_dir != RUNS / config.name:
+        raise UserError(f"--name {config.name} with --output-dir {config.output_dir}: two folders; give one of them")
     if not config.evaluate or config.pretrained == "timm":  # a checkpoint has one
         require_data(config)
     if config.evaluate and config.resume == "none" and config.pretrained is None:
@@ -349,5 +370,11 @@ def require_data(config: TrainConfig) -> None:
 
 def require_folder(data_dir: Path) -> None:
     """Raise UserError unless there is such a folder."""
-    if not os.path.isdir(data_dir):
+    try:
+        is_folder = stat.S_ISDIR(os.stat(data_dir).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        is_folder = False
+    except OSError as error:
+        raise UserError(f"--data-dir {data_dir}: cannot be read ({error.strerror}); check its permissions") from None
+    if not is_folder:
         raise UserError(f"--data-dir {data_dir}: no such folder; give the one that holds train/ and val/")

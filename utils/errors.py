@@ -6,6 +6,8 @@ EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130  # as a shell reports Ctrl-C, of a program with nothing to save
 EXIT_STOPPED = 143  # as a shell reports SIGTERM, whatever requested the stop
 
+START_ANEW = "start anew: --name NEW or --output-dir NEW for another folder, --resume none --overwrite to replace it"
+
 
 class UserError(Exception):
     """A mistake of the user's: one line that names the flag or file, its value, and the remedy.

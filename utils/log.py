@@ -1,4 +1,4 @@
-"""Output for people and scripts: console, progress bar, metrics.jsonl and TensorBoard, all written by rank 0."""
+"""Output for people and scripts: console, progress bar, metrics.jsonl, events.jsonl and TensorBoard, by rank 0."""
 
 import contextlib
 import functools
@@ -16,7 +16,7 @@ from utils.errors import escape_control_chars
 from utils.files import atomic_write_text, json_text
 from utils.progress import EpochBar, end_status
 
-METRICS = "metrics.jsonl"
+METRICS, EVENTS, SUMMARY = "metrics.jsonl", "events.jsonl", "summary.json"
 
 
 def emit(text: str) -> None:
@@ -64,6 +64,20 @@ class Log:
             from torch.utils.tensorboard import SummaryWriter  # slow to import, and only on request
 
             self._events = SummaryWriter(str(output_dir / "tensorboard"), purge_step=step + 1)
+
+    def event(self, name: str, step: int, **facts: Any) -> None:
+        """Append a line to events.jsonl: a launch has started or stopped, or the run is finished.
+
+        Args:
+            name: started, stopped or finished.
+            step: optimizer steps that are done.
+            facts: more of it, JSON-ready.
+        """
+        if not self._active:
+            return
+        line = json_text({"event": name, "time": round(time.time(), 3), "step": step, **facts}) + "\n"
+        with contextlib.suppress(OSError), (self._path.parent / EVENTS).open("a") as file:
+            file.write(line)
 
     def info(self, text: str) -> None:
         """Print a line on stdout, above the progress bar if there is one."""

@@ -121,7 +121,8 @@ OTHER_RUNS: dict[str, tuple[str, ...]] = {
 @pytest.mark.parametrize("flags", OTHER_RUNS)
 def test_checkpoint_of_another_run(refused: Refused, data: Path, finished_run: Path, flags: str) -> None:
     check = refused(*SHORT, "--data-dir", data, "--output-dir", finished_run, *flags.split())
-    check(f"--resume {finished_run}/last.pt:", "another run", *OTHER_RUNS[flags], "another --output-dir")
+    remedies = ("--name NEW", "--resume none --overwrite")
+    check(f"--resume {finished_run}/last.pt:", "another run", *OTHER_RUNS[flags], *remedies)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +140,7 @@ def test_checkpoint_of_another_global_batch(
     refused: Refused, data: Path, finished_run: Path, flags: str, fragments: tuple[str, ...]
 ) -> None:
     check = refused(*SHORT, "--data-dir", data, "--output-dir", finished_run, *flags.split())
-    check(*fragments, "start anew with another --output-dir")
+    check(*fragments, "start anew: --name NEW")
 
 
 @pytest.mark.parametrize("split", ["train", "val"])

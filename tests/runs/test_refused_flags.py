@@ -115,9 +115,7 @@ def test_line_break_in_a_value_keeps_one_line(refused: Refused, good: list[str],
 def test_path_that_the_system_refuses(refused: Refused, good: list[str], flag: str) -> None:
     # A name that is too long, because no permission stops root and a stale mount is hard to make.
     name = "x" * 300
-    # The listing of a data set names the file that it stumbles on, which need not be the flag's.
-    start = "" if flag == "--data-dir" else f"{flag} "
-    refused(*good, flag, name)(f"{start}{name}:", "check its permissions" if flag == "--data-dir" else "give ")
+    refused(*good, flag, name)(f"{flag} {name}:", "check its permissions" if flag == "--data-dir" else "give ")
 
 
 CANNOT, MAPPING = ("cannot be read", "give a YAML file of flags"), ("must be a mapping like 'lr: 0.5'",)

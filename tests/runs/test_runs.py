@@ -125,7 +125,7 @@ def test_a_resume_does_not_load_pretrained_weights_again(data: Path, tmp_path: P
         (*flags, "--epochs", 3, "--output-dir", run),
     )
     reason = f"--pretrained {fresh}/last.pt: not used, as {fresh}/last.pt is of a run that began with None"
-    assert_refused(done.pop(2), reason, "give another --output-dir")
+    assert_refused(done.pop(2), reason, "leave it out, or start anew: --name NEW")
     assert [run.status for run in done] == [0, 0, 0, 0], done
     for resumed in done[2:]:
         assert not [line for line in resumed.out.splitlines() if " changed " in line and "--pretrained" in line]
@@ -155,7 +155,7 @@ def test_a_folder_is_of_one_run(data: Path, two_epochs: Path, tmp_path: Path) ->
         (*flags, *earlier, "--output-dir", fork),
     )
     holds = f"--output-dir {run} holds last.pt"
-    assert_refused(anew, f"--resume none: {holds}, of an earlier run; give another --output-dir")
+    assert_refused(anew, f"--resume none: {holds}, of an earlier run; give --name NEW or --output-dir NEW")
     assert_refused(back, f"--resume {run}/last-1.pt: {holds}, which is later, of step 10 and epoch 2")
     assert elsewhere.status == 0, elsewhere.err
     assert_refused(forked, f"--output-dir {fork} holds last.pt, of another run; give")

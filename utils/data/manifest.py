@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from utils.data.formats.base import ImageTable, Record
-from utils.errors import UserError, escape_control_chars
+from utils.errors import START_ANEW, UserError, escape_control_chars
 
 NAMED = 20  # bad files that one line names; a data set can have thousands
 SUFFIXES = 5  # of other files that one line names
@@ -148,7 +148,7 @@ class Manifest:
                 name = self.name(index)
                 raise UserError(
                     f"{self.root}: of {self.classes[self.labels[index]]} no image is left that this run began with; "
-                    f"repair one ({name}: {bad[name]}), or start anew in another --output-dir"
+                    f"repair one ({name}: {bad[name]}), or {START_ANEW}"
                 )
             order[index] = good[np.searchsorted(good, index) % len(good)]
         return dataclasses.replace(

@@ -19,7 +19,7 @@ from utils.data.manifest import Listing, Manifest
 from utils.data.reader import read_image
 from utils.distributed.collectives import all_gather_object, broadcast, gather_to_rank0, raise_on_all_ranks
 from utils.distributed.group import DistEnv
-from utils.errors import Stopped, UserError
+from utils.errors import START_ANEW, Stopped, UserError
 from utils.files import atomic_write_text
 
 MANIFEST, BAD_FILES = "manifest.json", "bad_files.json"
@@ -236,7 +236,7 @@ def compare_contents(
         elif before[index] != now[index]:
             raise UserError(
                 f"--resume {checkpoint}: {manifest.record(index).name} has another content than when it was saved, "
-                "with the same name and size; restore it, or start anew with another --output-dir"
+                f"with the same name and size; restore it, or {START_ANEW}"
             )
     return np.array(unsure, dtype=np.int64)
 

@@ -12,7 +12,7 @@ from utils.data.manifest import Manifest
 from utils.data.workers import check_sockets
 from utils.distributed.collectives import all_gather_object, raise_on_all_ranks, sync_errors
 from utils.distributed.group import DistEnv
-from utils.errors import UserError
+from utils.errors import START_ANEW, UserError
 from utils.training.batch_layout import choose_batch_size, describe_processes
 from utils.training.checkpoint import Checkpoint
 from utils.training.machine import Machine, all_pairs_nvlink, inspect_machine
@@ -66,7 +66,7 @@ def choose_common_loader_settings(
     )
     remedy = "use --cache none"
     if saved and "cache" in open_names:
-        remedy = "its checkpoint was trained so: resume where they fit, or start anew with another --output-dir"
+        remedy = f"its checkpoint was trained so: resume where they fit, or {START_ANEW}"
     raise_on_all_ranks(_check_cache_fits(choice.cache, machine, decoded, remedy), env)
     shown = {name: reasons[name] for name in open_names if name in reasons and config.loader in BY_DALI}
     if reason := describe_processes(config, env.world_size):

@@ -4,7 +4,7 @@ import dataclasses
 
 from utils.config import BATCH_SIZE, ResolvedConfig, TrainConfig
 from utils.distributed.group import DistEnv
-from utils.errors import UserError
+from utils.errors import START_ANEW, UserError
 from utils.training.checkpoint import Checkpoint
 
 
@@ -85,7 +85,7 @@ def choose_batch_size(config: TrainConfig, env: DistEnv, saved: Checkpoint | Non
     if given is not None and given * env.world_size * accumulated == total:
         return given
     origin = f"the checkpoint was saved by {before}, a global batch of {total}"
-    anew = "or start anew with another --output-dir"
+    anew = f"or {START_ANEW}"
     now = _processes(env.world_size) + (f" x --grad-accum-steps {accumulated}" if accumulated > 1 else "")
     if rest or not same_total:
         fewer = [number for number in range(1, env.world_size) if total % (number * accumulated) == 0]

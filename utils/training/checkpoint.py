@@ -17,7 +17,7 @@ from utils.data.splits import SPLITS, InitialFiles
 from utils.distributed.collectives import gather_to_rank0
 from utils.distributed.exit import write_lock
 from utils.distributed.launcher import launch_ids
-from utils.errors import UserError, first_line
+from utils.errors import START_ANEW, UserError, first_line
 from utils.files import link_temporary, rename, temporary_of, write_temporary
 from utils.training.state import NETWORKS, BestEpoch, RankState, ReplicatedState, TrainState, mean_buffers
 
@@ -190,10 +190,7 @@ def load_newest(paths: Sequence[Path]) -> tuple[Checkpoint | None, list[str]]:
             return found, []
         whole.append((path, found.saved_at, found.record.run))
     if not whole:
-        raise UserError(
-            f"{paths[0].parent}: none of its {len(paths)} checkpoints is whole; start anew with another --output-dir, "
-            "or with --resume none --overwrite"
-        )
+        raise UserError(f"{paths[0].parent}: none of its {len(paths)} checkpoints is whole; {START_ANEW}")
     _, _, newest_run = max(whole, key=lambda candidate: candidate[1])
     skipped += [f"skipped: {path}: a checkpoint of another run" for path, _, run in whole if run != newest_run]
     return load(next(path for path, _, run in whole if run == newest_run)), skipped

@@ -18,7 +18,7 @@ from utils.data.splits import Splits, initial_manifest
 from utils.data.verification import compare_contents, content_digests, load_digests
 from utils.distributed.collectives import broadcast, sync_errors
 from utils.distributed.group import DistEnv
-from utils.errors import UserError
+from utils.errors import START_ANEW, UserError
 from utils.training.checkpoint import Checkpoint, RunRecord
 from utils.training.optim import rate_at, scaled_lr
 
@@ -58,7 +58,7 @@ def check_fingerprint(config: ResolvedConfig, splits: Splits, env: DistEnv, save
             hint = "give --bad-files skip, without whose bad files it ran, or " if forgotten else ""
             raise UserError(
                 f"--resume {saved.path}: this checkpoint belongs to another run ({listed}); {hint}restore these, or "
-                "start anew with another --output-dir"
+                f"{START_ANEW}"
             )
     return now
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from utils.distributed.collectives import all_gather_object, sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
+from utils.log import EVENTS, METRICS, SUMMARY
 
 LOCK_SECONDS = 10.0
-SUMMARY = "summary.json"
 EVALUATION = "evaluation.json"
-OUTPUTS = ("config.json", "metrics.jsonl", "last.pt", "best.pt", SUMMARY, EVALUATION)
+OUTPUTS = ("config.json", METRICS, EVENTS, "last.pt", "best.pt", SUMMARY, EVALUATION)
 PROBE_BYTES = 100_000  # more than the small files take: a full disk is found before the run
 
 

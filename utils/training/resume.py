@@ -13,8 +13,8 @@ from utils.config import ResolvedConfig, TrainConfig, evaluation_flags, flag, re
 from utils.distributed.collectives import all_gather_object, broadcast, sync_errors
 from utils.distributed.group import DistEnv
 from utils.distributed.launcher import restarted_by
-from utils.errors import UserError
-from utils.log import emit
+from utils.errors import START_ANEW, UserError
+from utils.log import EVENTS, emit
 from utils.network.parallel import warm_up_ddp_buckets
 from utils.seed import seed_process, set_random_state
 from utils.training.batch_layout import layout_of, saved_layout
@@ -116,8 +116,8 @@ def inherit_start(config: TrainConfig, saved: Checkpoint | None) -> TrainConfig:
         same = _same_source(now, before[name]) if name == "pretrained" else now == before[name]
         if name in config.given and not same:
             raise UserError(
-                f"{flag(name)} {now}: not used, as {saved.path} is of a run that began with {before[name]}; give "
-                "another --output-dir to start a new run, or leave it out",
+                f"{flag(name)} {now}: not used, as {saved.path} is of a run that began with {before[name]}; leave "
+                f"it out, or {START_ANEW}",
                 on_all_ranks=True,
             )
     return dataclasses.replace(config, **before)
@@ -145,12 +145,13 @@ def files_to_replace(config: ResolvedConfig, saved: Checkpoint | None, env: Dist
                 newest, reason = next(iter(found.items()))
                 raise UserError(
                     f"--resume {config.resume}: --output-dir {config.output_dir} holds {newest.name}, {reason}; give "
-                    "another --output-dir, --resume auto to go on with it, or --overwrite to remove it"
+                    "--name NEW or --output-dir NEW for another folder, --resume auto to go on with it, or --overwrite "
+                    "to remove it"
                 )
             replaced = list(found)
             if replaced and saved is None:
                 events = sorted((config.output_dir / "tensorboard").glob("events.*"))
-                replaced += [config.output_dir / EVALUATION, *events]
+                replaced += [config.output_dir / EVALUATION, config.output_dir / EVENTS, *events]
     return replaced
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,14 +19,14 @@ from utils.distributed.group import DistEnv
 from utils.distributed.launcher import seconds_since_launch, terminate_torchrun
 from utils.distributed.stop import StopRequest
 from utils.errors import RunFailed, Stopped, UserError
-from utils.log import Log
+from utils.log import SUMMARY, Log
 from utils.network.augment import BatchAugment
 from utils.network.gradients import ForwardBackward, GraphedForwardBackward
 from utils.network.parallel import diverged_parameters
 from utils.progress import show_status, with_bar
 from utils.training import checkpoint
 from utils.training.checkpoint import RunRecord
-from utils.training.output import SUMMARY, has_summary
+from utils.training.output import has_summary
 from utils.training.state import BestEpoch, TrainState, evaluation_top1
 
 MIN_LOSS_SCALE = 1e-3  # in fp16: 26 steps that overflow, from torch's first scale
@@ -243,6 +244,10 @@ class Run:
                         path.unlink(missing_ok=True)
                     self.config.save(self.config.output_dir / "config.json")
                     (self.config.output_dir / SUMMARY).unlink(missing_ok=True)
+                    self.log.event(
+                        "started", self.state.step, host=os.uname().nodename, pid=os.getpid(),
+                        processes=self.env.world_size,
+                    )  # fmt: skip
             except OSError as error:
                 raise UserError(
                     f"--output-dir {self.config.output_dir}: cannot be written ({error.strerror}); make room there"
@@ -318,6 +323,7 @@ class Run:
             RunFailed: the last checkpoint could not be written.
         """
         self.require_saved()
+        self.log.event("stopped", self.state.step, reason=self.stop.reason)
         self.log.info(f"stopped by {self.stop.reason} at step {self.state.step}; {self.resume_hint} resumes here")
         if not self.stop.by_signal:
             terminate_torchrun()

@@ -11,12 +11,12 @@ from utils.data.manifest import describe_ignored
 from utils.data.splits import Splits, describe_exclusions
 from utils.errors import RunFailed
 from utils.files import write_json
+from utils.log import SUMMARY
 from utils.training.autotune import LoaderSettings
 from utils.training.batch_layout import layout_of, saved_layout
 from utils.training.checkpoint import BEST, Checkpoint
 from utils.training.compatibility import changed_flags
 from utils.training.optim import describe_ema, scaled_lr
-from utils.training.output import SUMMARY
 from utils.training.run import Run
 from utils.training.state import TrainState, evaluation_top1
 
@@ -131,6 +131,7 @@ def write_summary(run: Run) -> None:
     if run.env.is_main:
         try:
             write_json(config.output_dir / SUMMARY, summary)
+            run.log.event("finished", state.step)
         except OSError as error:
             raise RunFailed(
                 f"--output-dir {config.output_dir}: {SUMMARY} could not be written ({error.strerror}); "
