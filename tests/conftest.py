@@ -93,6 +93,9 @@ def resolved(**values: Any) -> ResolvedConfig:
         fused_layers=False,
         cuda_graph=False,
         warmup_epochs=0.0,
+        lr=0.256,
+        momentum=0.875,
+        weight_decay=1 / 32768,
         amp="none",
         device="cpu",
     )

@@ -248,7 +248,7 @@ def test_help_begins_with_the_first_run(help_text: str) -> None:
 
 def test_help_states_defaults_choices_and_exit_statuses(help_text: str) -> None:
     text = " ".join(help_text.replace("│", " ").split())
-    for fragment in ("[default: resnet50]", "[default: 0.256]", "auto, bf16, fp16, none.", "torchrun", "2 wrong usage"):
+    for fragment in ("[default: resnet50]", "0.256 for sgd", "auto, bf16, fp16, none.", "torchrun", "2 wrong usage"):
         assert fragment in text
 
 

@@ -83,7 +83,10 @@ class TrainConfig:
         None, FIRST, "Images per process and step.", MIN_1,
         shown=f"{BATCH_SIZE}, or as resumed", from_checkpoint=True,
     )  # fmt: skip
-    lr: float = _flag(0.256, FIRST, "Learning rate per 256 images of the global batch.", ABOVE_0, role="logged")
+    lr: float | None = _flag(
+        None, FIRST, "Learning rate per 256 images of the global batch.", ABOVE_0,
+        shown="by optimizer; 0.256 for sgd", role="logged",
+    )  # fmt: skip
 
     loader: Literal["dali", "proxy", "torch", "synthetic"] = _flag(
         "dali", DATA, "Data-loading backend.", role="fixed", from_checkpoint=True
@@ -133,10 +136,14 @@ class TrainConfig:
 
     grad_accum_steps: int = _flag(1, OPTIMISATION, "Batches per optimizer step.", MIN_1)
     optimizer: str = _flag("sgd", OPTIMISATION, "Any timm optimizer; its sgd is Nesterov's.", role="fixed")
-    momentum: float = _flag(0.875, OPTIMISATION, "SGD momentum.", _BELOW_1, role="fixed")
-    weight_decay: float = _flag(
-        1 / 32768, OPTIMISATION, "Not on biases and 1-D weights; as timm.", MIN_0, shown="1/32768", role="fixed"
-    )
+    momentum: float | None = _flag(
+        None, OPTIMISATION, "Momentum, where the optimizer has one.", _BELOW_1,
+        shown="by optimizer; 0.875 for sgd", role="fixed",
+    )  # fmt: skip
+    weight_decay: float | None = _flag(
+        None, OPTIMISATION, "Not on biases and 1-D weights; as timm.", MIN_0,
+        shown="by optimizer; 1/32768 for sgd", role="fixed",
+    )  # fmt: skip
     warmup_epochs: float | None = _flag(
         None, OPTIMISATION, "Linear warmup, epochs; then cosine to 0.", MIN_0,
         shown="a tenth, at most 5", unit="epochs", role="logged",
@@ -229,6 +236,9 @@ class ResolvedConfig(TrainConfig):
     fused_layers: bool
     cuda_graph: bool
     warmup_epochs: float
+    lr: float
+    momentum: float
+    weight_decay: float
     amp: Literal["bf16", "fp16", "none"]
     device: Literal["cuda", "cpu"]
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import timm
@@ -12,7 +13,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from tests.conftest import resolved
-from utils.config import ResolvedConfig
+from utils.config import ResolvedConfig, TrainConfig
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
 from utils.network.gradients import ForwardBackward, GraphedForwardBackward, capture_stream
@@ -24,6 +25,8 @@ from utils.training.optim import (
     create_optimizer,
     create_schedule,
     describe_ema,
+    describe_optimizer,
+    resolve_optimizer,
     scaled_lr,
 )
 from utils.training.state import TrainState
@@ -41,6 +44,55 @@ def rates(config: ResolvedConfig, steps_per_epoch: int) -> list[float]:
 
 def test_lr_is_per_256_images() -> None:
     assert scaled_lr(0.1, 1024) == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("sgd", (0.256, 0.875, 1 / 32768)),
+        ("momentum", (0.256, 0.875, 1 / 32768)),
+        ("adamw", (1e-3, 0.9, 0.05)),
+        ("adam", (1e-3, 0.9, 0.0)),
+        ("lamb", (1e-3, 0.9, 0.02)),
+        ("lion", (1e-4, 0.9, 0.5)),
+        ("rmsproptf", (0.016, 0.9, 1e-5)),
+        ("bnbadamw8bit", (1e-3, 0.9, 0.05)),  # timm knows these by name where their package is absent
+        ("fusedlamb", (1e-3, 0.9, 0.02)),
+    ],
+)
+def test_settings_that_are_not_given_are_those_usual_for_the_optimizer(
+    name: str, expected: tuple[float, float, float]
+) -> None:
+    found = resolve_optimizer(TrainConfig(optimizer=name))
+    assert (found["lr"], found["momentum"], found["weight_decay"]) == expected
+    given = TrainConfig(optimizer=name, lr=0.5, momentum=0.0, weight_decay=0.0)
+    assert resolve_optimizer(given) == {"lr": 0.5, "momentum": 0.0, "weight_decay": 0.0}
+
+
+def test_an_optimizer_without_a_usual_rate_needs_one() -> None:
+    with pytest.raises(UserError, match=r"^--optimizer kron: has no usual learning rate; give --lr$"):
+        resolve_optimizer(TrainConfig(optimizer="kron"))
+    assert resolve_optimizer(TrainConfig(optimizer="kron", lr=0.1)) == {
+        "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("values", "reason", "warning"),
+    [
+        ({}, "--lr, --momentum, --weight-decay for sgd: NVIDIA's ResNet-50 recipe", ""),
+        ({"lr": 0.5, "given": {"lr"}}, "--momentum, --weight-decay for sgd: NVIDIA's ResNet-50 recipe", ""),
+        ({"optimizer": "adamw", "lr": 0.256}, None, "--lr 0.256 is 256 times the usual 0.001 of adamw"),
+        ({"lr": 0.001}, None, "--lr 0.001 is 1/256 of the usual 0.256 of sgd"),
+        ({"lr": 0.001, "pretrained": "timm"}, None, ""),
+        ({"optimizer": "kron", "lr": 100.0}, "", ""),
+    ],
+)
+def test_where_settings_are_from_and_unusual_rates(values: dict[str, Any], reason: str | None, warning: str) -> None:
+    values = values | {"given": frozenset(values.get("given", ()))}
+    found = describe_optimizer(resolved(**values))
+    assert found[1] == warning
+    assert reason is None or found[0] == reason
 
 
 def test_linear_warmup_then_cosine() -> None:

@@ -16,6 +16,7 @@ from utils.errors import START_ANEW, UserError
 from utils.training.batch_layout import choose_batch_size, describe_processes
 from utils.training.checkpoint import Checkpoint
 from utils.training.machine import Machine, all_pairs_nvlink, inspect_machine
+from utils.training.optim import resolve_optimizer
 
 SMALL = 1 / 8  # of the free memory: decoded images that take no more are cached by default, on the CPU
 LARGEST = 0.8  # of the free memory, for the cache
@@ -171,6 +172,7 @@ def resolve(
         "fused_layers": on_cuda and compiled if config.fused_layers is None else config.fused_layers,
         "cuda_graph": on_cuda and config.grad_accum_steps == 1 if config.cuda_graph is None else config.cuda_graph,
         "warmup_epochs": resolve_warmup(config, saved),
+        **resolve_optimizer(config),
     }
     _check_fits(config, len(classes), on_cuda)
     given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}

@@ -1,5 +1,6 @@
 """Parameter groups, optimizer, moving average, and the learning rate: scaled by the global batch, warmup, cosine."""
 
+import dataclasses
 import difflib
 
 import timm.optim
@@ -10,10 +11,79 @@ from timm.utils.model_ema import ModelEmaV3
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from utils.config import ResolvedConfig, TrainConfig
+from utils.config import ResolvedConfig, TrainConfig, flag
 from utils.errors import UserError, first_line
 
 LR_BATCH = 256  # --lr is given per this many images (Goyal et al. 2017, arXiv:1706.02677, section 2.1)
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerDefaults:
+    """What is usual for a kind of optimizer.
+
+    Attributes:
+        lr: per 256 images.
+        momentum: of optimizers that have one.
+        weight_decay: as the optimizer applies it, within the gradient or beside it.
+        source: where the values are from, for the user.
+    """
+
+    lr: float
+    momentum: float
+    weight_decay: float
+    source: str
+
+
+_SGD = OptimizerDefaults(0.256, 0.875, 1 / 32768, "NVIDIA's ResNet-50 recipe")
+_ADAMW = OptimizerDefaults(1e-3, 0.9, 0.05, "PyTorch's rate, the decay of ConvNeXt and Swin")
+_ADAM = OptimizerDefaults(1e-3, 0.9, 0.0, "PyTorch's defaults")
+_LAMB = OptimizerDefaults(1e-3, 0.9, 0.02, "timm's ResNet recipe A3")
+_LION = OptimizerDefaults(1e-4, 0.9, 0.5, "a tenth of AdamW's rate, ten times its decay, as its paper says")
+_RMSPROP = OptimizerDefaults(0.016, 0.9, 1e-5, "the EfficientNet paper")
+# Name of the class, in torch, timm, apex or bitsandbytes -> its defaults.
+_DEFAULTS = {
+    **dict.fromkeys(("SGD", "SGD8bit", "SGDP", "SGDW", "FusedSGD"), _SGD),
+    **dict.fromkeys(("AdamW", "AdamW8bit", "AdamWLegacy", "NAdamW"), _ADAMW),
+    **dict.fromkeys(("Adam", "Adam8bit", "Adamax", "FusedAdam", "NAdam", "NAdamLegacy", "RAdam", "RAdamLegacy"), _ADAM),
+    **dict.fromkeys(("Lamb", "FusedLAMB"), _LAMB),
+    **dict.fromkeys(("Lion", "Lion8bit"), _LION),
+    **dict.fromkeys(("RMSprop", "RMSpropTF"), _RMSPROP),
+}
+FAR = 10  # times the usual learning rate: a warning
+
+
+def usual_settings(name: str) -> OptimizerDefaults | None:
+    """Defaults of timm's optimizer `name`; None if none are usual."""
+    kind = timm.optim.get_optimizer_info(name).opt_class
+    return _DEFAULTS.get((kind if isinstance(kind, str) else kind.__name__).rpartition(".")[2])
+
+
+def resolve_optimizer(config: TrainConfig) -> dict[str, float]:
+    """The optimizer's settings: those that were given, and the usual ones in place of the others.
+
+    Raises:
+        UserError: the optimizer is unknown, or no learning rate is usual and none was given.
+    """
+    check_optimizer(config.optimizer)
+    usual = usual_settings(config.optimizer)
+    if usual is None and config.lr is None:
+        raise UserError(f"--optimizer {config.optimizer}: has no usual learning rate; give --lr", on_all_ranks=True)
+    others = usual or OptimizerDefaults(0.0, 0.9, 0.0, "")
+    names = ("lr", "momentum", "weight_decay")
+    return {name: getattr(others if getattr(config, name) is None else config, name) for name in names}
+
+
+def describe_optimizer(config: ResolvedConfig) -> tuple[str, str]:
+    """Where the settings that were not given are from, and a warning of an unusual rate; "" for nothing."""
+    usual = usual_settings(config.optimizer)
+    if usual is None:
+        return "", ""
+    chosen = [flag(name) for name in ("lr", "momentum", "weight_decay") if name not in config.given]
+    reason = f"{', '.join(chosen)} for {config.optimizer}: {usual.source}" if chosen else ""
+    ratio = config.lr / usual.lr
+    is_far = ratio >= FAR or (ratio <= 1 / FAR**2 and config.pretrained is None)
+    times = f"{ratio:.3g} times" if ratio > 1 else f"1/{1 / ratio:.3g} of"
+    return reason, f"--lr {config.lr:g} is {times} the usual {usual.lr:g} of {config.optimizer}" if is_far else ""
 
 
 def scaled_lr(lr: float, global_batch_size: int) -> float:
@@ -38,7 +108,7 @@ def check_optimizer(name: str, world_size: int = 1) -> None:
 
 
 def create_optimizer(
-    config: TrainConfig, model: nn.Module, global_batch_size: int, fused: bool | None = None
+    config: ResolvedConfig, model: nn.Module, global_batch_size: int, fused: bool | None = None
 ) -> Optimizer:
     """timm's optimizer over two groups: with weight decay and without, as timm divides them (docs/decisions/0014).
 

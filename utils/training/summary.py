@@ -8,6 +8,7 @@ from utils.config import ResolvedConfig, flag
 from utils.data.cache import CACHED
 from utils.data.dali import DALI_VERSION
 from utils.data.manifest import describe_ignored
+from utils.data.oddities import describe_oddities
 from utils.data.splits import Splits, describe_exclusions
 from utils.errors import RunFailed
 from utils.files import write_json
@@ -16,7 +17,7 @@ from utils.training.autotune import LoaderSettings
 from utils.training.batch_layout import layout_of, saved_layout
 from utils.training.checkpoint import BEST, Checkpoint
 from utils.training.compatibility import changed_flags
-from utils.training.optim import describe_ema, scaled_lr
+from utils.training.optim import describe_ema, describe_optimizer, scaled_lr
 from utils.training.run import Run
 from utils.training.state import TrainState, evaluation_top1
 
@@ -40,7 +41,7 @@ def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: C
         "images": f"{len(splits['train']):,} train, {len(splits['val']):,} val, {config.image_size} px",
         "batch": f"{run.sampler.global_batch_size} = {config.batch_size} images x {env.world_size} processes"
         f" x {config.grad_accum_steps}; {run.sampler.steps_per_epoch} steps per epoch",
-        "lr": f"{lr:g} = {config.lr:g} x {run.sampler.global_batch_size} / 256, {config.optimizer}",
+        "lr": f"{lr:g} = {config.lr:g} x {run.sampler.global_batch_size} / 256, {_describe_optimizer(run)}",
         "device": _describe_device(run),
         "loader": _describe_loader(config),
         "output": f"{config.output_dir}",
@@ -48,8 +49,11 @@ def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: C
     }
     if state.ema is not None:
         facts["ema"] = describe_ema(state.ema, config.epochs * run.sampler.steps_per_epoch)
-    if settings.reasons and config.loader != "synthetic":
-        chosen = (f"{flag(name)} {getattr(config, name)}: {reason}" for name, reason in settings.reasons.items())
+    usual, unusual = describe_optimizer(config)
+    chosen = [usual] if usual else []
+    if config.loader != "synthetic":
+        chosen += [f"{flag(name)} {getattr(config, name)}: {reason}" for name, reason in settings.reasons.items()]
+    if chosen:
         facts["chosen"] = "; ".join(chosen)
     if skipped := describe_exclusions(splits, config.output_dir):
         facts["skipped"] = skipped
@@ -60,13 +64,22 @@ def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: C
         facts["changed"] = ", ".join(changes)
     for name, fact in facts.items():
         run.log.info(f"{name:>8}  {fact}")
-    for line in run.warnings:
+    odd = describe_oddities(splits, run.sampler.steps_per_epoch) if env.is_main and saved is None else []
+    for line in [*([unusual] if unusual else []), *odd, *run.warnings]:
         run.log.info(f"warning: {line}")
     if state.epoch >= config.epochs:
         run.log.info(
             f"All {config.epochs} epochs are done. To train on, start a new run from its weights: --pretrained "
             f"{config.output_dir / BEST} --output-dir NEW"
         )
+
+
+def _describe_optimizer(run: Run) -> str:
+    """Name and settings, as the optimizer has them."""
+    group = run.state.optimizer.param_groups[0]
+    named = {"momentum": group.get("momentum"), "betas": group.get("betas"), "weight decay": run.config.weight_decay}
+    shown = (f"{name} {f'{value:g}' if isinstance(value, float) else value}" for name, value in named.items() if value)
+    return ", ".join([run.config.optimizer, *shown])
 
 
 def _describe_model(run: Run) -> str:
