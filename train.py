@@ -139,7 +139,7 @@ def build(
         config=config, env=env, state=state, forward_backward=forward_backward, schedule=schedule, sampler=sampler,
         train_loader=train_loader, val_loader=val_loader, num_val=len(splits["val"]), log=log, stop=stop,
         augment=create_augment(config, network.normalization, env), amp_dtype=AMP_DTYPES[config.amp],
-        record=run_record, origin=network.origin, replaced=replaced,
+        record=run_record, origin=network.origin, replaced=replaced, splits=splits,
         warnings=[*changed_files, *resume_warnings(config, saved, run_record, sampler)],
         metrics_cutoff=metrics_resume_point(state, saved, replaced, config),
     )  # fmt: skip

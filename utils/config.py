@@ -117,6 +117,7 @@ class TrainConfig:
     hflip: float = _flag(0.5, DATA, "Probability of mirroring a training image.", _PROBABILITY, role="fixed")
     mixup: float = _flag(0.0, DATA, "Mixup alpha; 0 is off.", MIN_0, role="fixed")
     cutmix: float = _flag(0.0, DATA, "CutMix alpha; 0 is off.", MIN_0, role="fixed")
+    mixup_off_epoch: int = _flag(0, DATA, "Epochs with mixup and CutMix; 0: all.", MIN_0, unit="epochs", role="logged")
     random_erase: float = _flag(0.0, DATA, "Probability of erasing a rectangle.", _PROBABILITY, role="fixed")
 
     pretrained: str | None = _flag(None, MODEL, "timm's weights, or those in FILE.", shown="off", metavar="[FILE]")

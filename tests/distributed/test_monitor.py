@@ -20,6 +20,7 @@ from utils.distributed import monitor as monitor_module
 from utils.distributed.monitor import RankMonitor, _has_ended, _is_communication, _machine
 from utils.distributed.store import BoundedStore, NoAnswer
 
+CHECKPOINTS = ("last.pt", "last-1.pt", "last-2.pt", "best.pt")
 TORCH_KILLS = 30  # seconds after which torchrun kills what ignores SIGTERM
 pytestmark = pytest.mark.dist
 
@@ -54,7 +55,7 @@ class Run:
         self.torchrun.check_nothing_left(seconds)
         assert set(os.listdir("/dev/shm")) <= self._shm_before
         names = {path.name for path in self.folder.iterdir()}
-        written = {"config.json", "metrics.jsonl", "last.pt", "last-1.pt", "last-2.pt", "best.pt"}
+        written = {"config.json", "metrics.jsonl", "events.jsonl", "listing.zip", *CHECKPOINTS}
         assert names <= written | {f".{name}.tmp" for name in written}  # a rank can be killed while it writes
 
 

@@ -58,6 +58,21 @@ def test_mixes_weigh_targets_as_images(values: dict[str, Any]) -> None:
     assert mixed_any
 
 
+def test_mixes_end_with_their_last_epoch() -> None:
+    """Targets keep their type, as a captured step has one type of them."""
+    mixer = augment(mixup=1.0, mixup_off_epoch=2)
+    images, targets = batch()
+    for epoch, mixes in ((0, True), (1, True), (2, False), (3, False)):
+        mixer.start_epoch(epoch)
+        found, soft = mixer(images, targets)
+        assert soft.dtype == torch.float32
+        assert torch.equal(found, mixer.normalize(images)) != mixes
+        assert torch.equal(soft, torch.eye(5)[targets]) != mixes
+    always = augment(mixup=1.0)
+    always.start_epoch(1000)
+    assert not torch.equal(always(images, targets)[1], torch.eye(5)[targets])
+
+
 def test_random_erase_probability() -> None:
     images, targets = batch(64)
     images = images.clamp(min=1)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
+from torch.nn.functional import one_hot
 from torchvision.transforms import v2
 
 from utils.config import ResolvedConfig
@@ -47,7 +48,13 @@ class BatchAugment:
         if config.cutmix > 0:
             mixes.append(v2.CutMix(alpha=config.cutmix, num_classes=num_classes))
         self.mix = v2.RandomChoice(mixes) if mixes else None
+        self._off_epoch, self._num_classes = config.mixup_off_epoch, num_classes
+        self._mixes = True  # in the epoch under way
         self.erase = RandomErasing(config.random_erase, device=device) if config.random_erase > 0 else None
+
+    def start_epoch(self, epoch: int) -> None:
+        """Turn mixup and CutMix off where `--mixup-off-epoch` is reached; `epoch` counts from 0."""
+        self._mixes = not 0 < self._off_epoch <= epoch
 
     def __call__(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Augment one batch.
@@ -57,10 +64,12 @@ class BatchAugment:
             targets: int64 (N,).
 
         Returns:
-            Images as floating point (N, 3, H, W); targets int64 (N,), or float32 (N, num_classes) after a mix.
+            Images as floating point (N, 3, H, W); targets int64 (N,), or float32 (N, num_classes) in a run that mixes.
         """
         images = self._normalize(images)
-        if self.mix is not None:
+        if self.mix is not None and not self._mixes:
+            targets = one_hot(targets, self._num_classes).float()  # the captured step takes no other type
+        elif self.mix is not None:
             images, targets = self.mix(images, targets)
             images = images.contiguous(memory_format=torch.channels_last)  # which roll and lerp need not keep
         if self.erase is not None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from utils.config import ResolvedConfig, flag, flags_with_role
 from utils.data.dali import DALI_VERSION
+from utils.data.listing import describe_difference, load_listing
 from utils.data.sampler import Sampler
 from utils.data.splits import Splits, initial_manifest
 from utils.data.verification import compare_contents, content_digests, load_digests
@@ -52,7 +53,7 @@ def check_fingerprint(config: ResolvedConfig, splits: Splits, env: DistEnv, save
         before = saved.record.fingerprint if saved else now
         differing = [name for name in now if before.get(name) != now[name]]
         if saved and differing:
-            listed = "; ".join(f"{name}: {before.get(name)} then, {now[name]} now" for name in differing)
+            listed = "; ".join(_describe_change(name, before.get(name), now[name], saved, splits) for name in differing)
             forgotten = config.bad_files == "error" and any(saved.record.excluded_files.values())
             forgotten &= any(name.startswith("files of") for name in differing)
             hint = "give --bad-files skip, without whose bad files it ran, or " if forgotten else ""
@@ -61,6 +62,15 @@ def check_fingerprint(config: ResolvedConfig, splits: Splits, env: DistEnv, save
                 f"{START_ANEW}"
             )
     return now
+
+
+def _describe_change(name: str, before: Any, now: Any, saved: Checkpoint, splits: Splits) -> str:
+    """One part of the fingerprint, then and now; of files what differs, where the run's listing is there."""
+    split = name.removeprefix("files of ").removesuffix("/")
+    if split in splits and saved.path is not None:
+        difference = describe_difference(load_listing(saved.path.parent, split), splits[split])
+        return f"{split}/ has {difference}" if difference else f"{split}/ has other files or classes"
+    return f"{name}: {before} then, {now} now"
 
 
 def create_record(

@@ -13,7 +13,9 @@ from torch import nn
 
 from utils.config import ResolvedConfig
 from utils.data.batch import Batch, TrainLoader, ValLoader
+from utils.data.listing import save_listing
 from utils.data.sampler import Sampler
+from utils.data.splits import Splits
 from utils.distributed.collectives import all_gather_object, broadcast, sync_errors
 from utils.distributed.group import DistEnv
 from utils.distributed.launcher import seconds_since_launch, terminate_torchrun
@@ -54,6 +56,7 @@ class Run:
         warnings: of a resume, for the user.
         metrics_cutoff: until `claim_output_dir`: epochs and steps up to which metrics.jsonl is kept.
         replaced: files of the output folder that `claim_output_dir` removes.
+        splits: the images.
         seconds_to_first_step: of this launch, from the start of the process; None before it.
         last_save_error: why the last save failed; known to rank 0 alone.
     """
@@ -76,6 +79,7 @@ class Run:
     warnings: list[str]
     metrics_cutoff: tuple[int, int] | None
     replaced: list[Path]
+    splits: Splits
     seconds_to_first_step: float | None = None
     last_save_error: str | None = None
 
@@ -122,6 +126,7 @@ class Run:
         self.state.model.train()
         if self.seconds_to_first_step is None:
             show_status("first step" + (", compiling" if self.config.compile else ""))
+        self.augment.start_epoch(self.state.epoch)
         self.log.start_epoch(self.state.epoch, self.state.step, self.sampler.global_batch_size, self._loss_and_lr)
         self.state.meter.start()
         while self.state.step < self.epoch_end:
@@ -243,6 +248,8 @@ class Run:
                     for path in self.replaced:
                         path.unlink(missing_ok=True)
                     self.config.save(self.config.output_dir / "config.json")
+                    if self.metrics_cutoff in ((0, 0), (-1, -1)):  # a new run, or one from another folder
+                        save_listing(self.config.output_dir, self.splits)
                     (self.config.output_dir / SUMMARY).unlink(missing_ok=True)
                     self.log.event(
                         "started", self.state.step, host=os.uname().nodename, pid=os.getpid(),
