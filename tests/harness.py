@@ -340,9 +340,10 @@ def changed_names(before: dict[str, tuple[int, ...]], after: dict[str, tuple[int
 
 
 def error_line(done: Finished, program: str = "train.py") -> str:
-    """The one line that says why a program ended. torchrun may add a report; there is no traceback of ours."""
+    """The one line that says why a program ended. torchrun's report may repeat it; there is no traceback of ours."""
     ours = [line for line in done.err.splitlines() if line.startswith(f"{program}: ")]
-    assert len(ours) == done.err.count(f"{program}: ") == 1, done.err
+    repeated = done.err.count(f"  traceback : {program}: ")
+    assert len(ours) == done.err.count(f"{program}: ") - repeated == 1, done.err
     assert "main(sys.argv[1:])" not in done.err, done.err  # the root of any traceback of train.py
     return ours[0]
 
@@ -371,5 +372,6 @@ def assert_refused(
     else:
         assert done.status == 1
         assert "exitcode  : 2" in done.err
+        assert f"  traceback : {line}\n====" in done.err, "torchrun's report ends with it"
     assert done.out in ("", "loading torch, DALI and timm\n")
     assert done.written <= set(written)

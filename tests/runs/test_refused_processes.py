@@ -43,7 +43,8 @@ def test_too_long_a_path_for_the_sockets_of_workers(good: list[str], long_tempor
     else:
         workers = f"workers of --loader {loader} cannot open sockets there"
         assert_refused(done, f"TMPDIR {long_temporary_folder}: {workers}", "AF_UNIX", "a short path")
-    assert list(long_temporary_folder.iterdir()) == []
+    # torch makes this one when it is imported, unless TORCHINDUCTOR_CACHE_DIR names another
+    assert {path.name.partition("_")[0] for path in long_temporary_folder.iterdir()} <= {"torchinductor"}
 
 
 @pytest.mark.dist

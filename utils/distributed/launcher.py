@@ -1,7 +1,9 @@
 """Launcher: how torchrun or Slurm has started this process, and whether it may start it again."""
 
+import contextlib
 import dataclasses
 import functools
+import json
 import os
 import re
 import signal
@@ -9,7 +11,7 @@ import time
 from collections.abc import Mapping
 
 from utils.distributed.process import exit_with_parent, read_stat
-from utils.errors import UserError
+from utils.errors import UserError, escape_control_chars
 
 _PARENT = os.getppid()  # while it lives; then the system adopts this process
 
@@ -85,6 +87,14 @@ def terminate_torchrun() -> None:
     restarts_left = _restarts("TORCHELASTIC_MAX_RESTARTS") - _restarts("TORCHELASTIC_RESTART_COUNT")
     if _by_torchrun() and restarts_left > 0 and os.getppid() == _PARENT:
         os.kill(_PARENT, signal.SIGTERM)
+
+
+def record_error(text: str) -> None:
+    """Give torchrun's report the line that explains this process's end, which it shows last."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is not None:
+        with contextlib.suppress(OSError), open(path, "w") as file:
+            json.dump({"message": escape_control_chars(text), "timestamp": int(time.time())}, file)
 
 
 def seconds_since_launch() -> float:

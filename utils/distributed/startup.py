@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from utils.cli import EarlyExit, Options, Program
-from utils.distributed.launcher import read_launch
+from utils.distributed.launcher import read_launch, record_error
 from utils.distributed.signals import exit_on_signals, restore_defaults
 from utils.errors import EXIT_USER_ERROR, RunFailed, UserError
 from utils.log import emit
@@ -58,7 +58,7 @@ def print_once(program: Program[Any], error: UserError | RunFailed) -> None:
     """
     if isinstance(error, RunFailed):
         if not error.on_all_ranks or read_launch().rank == 0:
-            program.print_error(str(error))
+            _print(program, error)
         return
     restore_defaults()  # torchrun ends the others with SIGTERM as soon as one has ended
     with contextlib.suppress(UserError):  # of the launch itself, which then is `error`
@@ -66,4 +66,9 @@ def print_once(program: Program[Any], error: UserError | RunFailed) -> None:
             time.sleep(5)
             if error.on_all_ranks:
                 return
+    _print(program, error)
+
+
+def _print(program: Program[Any], error: Exception) -> None:
     program.print_error(str(error))
+    record_error(f"{program.name}: {error}")
