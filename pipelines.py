@@ -167,7 +167,7 @@ class DaliTrainLoader:
     """DALI reads, decodes and augments; resumes bit for bit.
 
     Two pipelines with half of the threads each make every other batch: one fills the decoders while the other waits
-    for the last images of its batch (docs/decisions/0007).
+    for the last images of its batch (docs/internals/decisions/0007).
     """
 
     def __init__(

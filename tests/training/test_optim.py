@@ -290,7 +290,7 @@ def test_resume_of_an_optimizer_that_never_stepped(cpu: DistEnv, momentum_state:
 
 
 def test_weight_decay_is_timms() -> None:
-    """docs/decisions/0014: a scale that is no vector decays, what a network exempts does not."""
+    """docs/internals/decisions/0014: a scale that is no vector decays, what a network exempts does not."""
     decayed: dict[str, set[bool]] = {"temperature": set(), "pos_embed": set(), "cls_token": set()}
     for arch in ("edgenext_xx_small", "test_vit"):
         with torch.device("meta"):

@@ -1,7 +1,8 @@
 """AutoAugment, RandAugment and TrivialAugment: torchvision's policies, and the same ones made of DALI's operators.
 
-Both draw the same operations with the same probabilities, magnitudes and signs (docs/decisions/0012). Shear, shift and
-rotation interpolate bilinearly and fill with black. Shear fixes the upper left corner, rotation the centre.
+Both draw the same operations with the same probabilities, magnitudes and signs (docs/internals/decisions/0012).
+Shear, shift and rotation interpolate bilinearly and fill with black. Shear fixes the upper left corner, rotation the
+centre.
 
 - autoaugment: the 25 sub-policies for ImageNet of arXiv:1805.09501, table 9, with magnitudes out of 10 bins.
 - randaugment: 2 of 14 operations, each with magnitude 9 of 31 bins (arXiv:1909.13719).

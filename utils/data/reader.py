@@ -57,7 +57,7 @@ class BatchReader:
     """Source of encoded images for DALI's pipelines. A separate pipeline reads ahead; each call returns a batch.
 
     The operators of one pipeline share its threads. Files read there wait behind the decoding of the batch before,
-    which cost a fifth of the images per second on an H100 (docs/experiments.md).
+    which cost a fifth of the images per second on an H100 (docs/internals/experiments.md).
 
     Args:
         manifest: the images.

@@ -34,7 +34,7 @@ def own_process(device_choice: str, deterministic: bool | None = None) -> torch.
     """
     exit_with_torchrun()
     # CUDA reads it once, when it starts. DALI works on some thirty streams. The default of 8 hardware queues makes the
-    # training step wait in a queue behind a decoder (docs/decisions/0005).
+    # training step wait in a queue behind a decoder (docs/internals/decisions/0005).
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if deterministic:
         make_deterministic()

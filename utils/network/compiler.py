@@ -19,7 +19,7 @@ def compile_network(net: nn.Module) -> nn.Module:
     """`net` compiled, in a way that torch can keep the results (see `enable_compile_cache`).
 
     Small kernels that do not depend on each other, as the casts of a hundred weights, become one each: a quarter of
-    the kernels of a ResNet-50 step, and 1.7 % of its time at batch 128 (docs/experiments.md).
+    the kernels of a ResNet-50 step, and 1.7 % of its time at batch 128 (docs/internals/experiments.md).
 
     torch leaves networks with functions that it does not know out of its cache, as its key need not change with their
     source. Those of utils.network.fused_ops are named to it, with a digest of that file, which it adds to the key.

@@ -32,7 +32,7 @@ def _allow_in_graph(function: Function) -> Function:
     """Let the compiler's front end take a function as a whole; its back end still looks inside.
 
     At every launch the front end would follow each autograd.Function forward and backward, seconds for the 53 batch
-    norms of a ResNet-50 (docs/experiments.md). `function` uses no tensors but its arguments.
+    norms of a ResNet-50 (docs/internals/experiments.md). `function` uses no tensors but its arguments.
     """
     ALLOWED_IN_GRAPH.append(f"{function.__module__}.{function.__name__}")
     return cast(Function, torch.compiler.allow_in_graph(function))  # type: ignore[no-untyped-call]

@@ -74,8 +74,8 @@ class GraphedForwardBackward:
     """`ForwardBackward` captured once as a CUDA graph and replayed.
 
     A step of a thousand kernels is then one launch. That matters beside DALI: its threads and the training thread wait
-    for each other in the CUDA driver, which doubles the cost of the launches (docs/experiments.md). It also makes small
-    batches as fast per image as large ones.
+    for each other in the CUDA driver, which doubles the cost of the launches (docs/internals/experiments.md).
+    It also makes small batches as fast per image as large ones.
 
     The first call computes the gradients of a few batches to no effect (buffers and random numbers are restored), then
     captures. Parameters keep the `.grad` tensors of the capture: nothing may set them to None.

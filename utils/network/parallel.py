@@ -116,7 +116,7 @@ class FlatAllReduce:
     """Averages gradients over all ranks in one all-reduce.
 
     One copy of all gradients into one buffer, one exchange, no overlap with the backward pass: over NVLink less work
-    than DistributedDataParallel's copy of each gradient into its bucket (docs/decisions/0011).
+    than DistributedDataParallel's copy of each gradient into its bucket (docs/internals/decisions/0011).
 
     Args:
         parameters: float32, dense; in the same order on all ranks.

@@ -110,7 +110,9 @@ def check_optimizer(name: str, world_size: int = 1) -> None:
 def create_optimizer(
     config: ResolvedConfig, model: nn.Module, global_batch_size: int, fused: bool | None = None
 ) -> Optimizer:
-    """timm's optimizer over two groups: with weight decay and without, as timm divides them (docs/decisions/0014).
+    """timm's optimizer over two groups: with weight decay and without, as timm divides them.
+
+    The reasons are in docs/internals/decisions/0014.
 
     Args:
         config: its rate, momentum and weight decay.
