@@ -28,12 +28,13 @@ import typer
 
 from utils.benchmark.verdict import TIMM_POLICIES, TITLES, diagnose
 from utils.cli import Program, number_option, train_flag, with_train_flags
-from utils.config import TrainConfig, validate
+from utils.config import TrainConfig
 from utils.distributed.launcher import read_launch
 from utils.errors import BadFile, UserError, escape_control_chars
 from utils.files import write_json
 from utils.limits import ABOVE_0
 from utils.progress import end_status, start_status
+from utils.validation import validate
 
 MIN_WINDOWS = 5
 

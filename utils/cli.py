@@ -19,8 +19,6 @@ from utils.config import (
     flag_fields,
     flag_info,
     kinds,
-    require_folder,
-    validate,
 )
 from utils.errors import (
     EXIT_DONE,
@@ -34,6 +32,7 @@ from utils.errors import (
 )
 from utils.log import emit, print_error
 from utils.recipes import read_recipe
+from utils.validation import require_folder, validate
 
 # typer carries click under a private name; BadParameter is the public way to click's common base class.
 _USAGE_ERROR: Any = typer.BadParameter.__mro__[2]

@@ -5,16 +5,13 @@ and the rules of a resume are derived from the fields below, so a new flag is on
 """
 
 import dataclasses
-import os
 import re
-import stat
 import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from utils.errors import UserError
 from utils.files import write_json
 from utils.limits import ABOVE_0, MIN_0, MIN_1, Limit
 
@@ -293,99 +290,3 @@ def check_limits(name: str, value: Any) -> None:
     info = flag_info(TrainConfig.__dataclass_fields__[name])
     for limit in info.limits if value not in choices(name) else ():
         limit.check(flag(name), value, info.unit)
-
-
-def validate(config: TrainConfig) -> None:
-    """Check each value against the limits of its field, then the combinations of flags.
-
-    What needs the data or the device is checked later, by `utils.training.autotune.resolve` and the loaders.
-
-    Raises:
-        UserError: naming the flag, its value and the remedy.
-    """
-    for field in flag_fields():
-        check_limits(field.name, getattr(config, field.name))
-    _check_schedule_and_sizes(config)
-    _check_sources(config)
-    _check_cache(config)
-    _check_device(config)
-
-
-def _check_schedule_and_sizes(config: TrainConfig) -> None:
-    """Numbers that limit each other."""
-    if config.val_resize is not None and config.val_resize < config.image_size:
-        raise UserError(
-            f"--val-resize {config.val_resize}: smaller than --image-size {config.image_size}; the centre crop "
-            f"must fit, try --val-resize {round(config.image_size * 8 / 7)}"
-        )
-    if config.warmup_epochs is not None and config.warmup_epochs >= config.epochs:
-        raise UserError(
-            f"--warmup-epochs {config.warmup_epochs:g}: must be less than --epochs {config.epochs}; lower it"
-        )
-
-
-def _check_sources(config: TrainConfig) -> None:
-    """Where images and weights come from, and where results go."""
-    if config.name is not None and (not config.name or "/" in config.name):
-        raise UserError(f"--name {config.name}: must be one word without /; --output-dir takes a path")
-    if config.name is not None and config.output_dir != RUNS / config.name:
-        raise UserError(f"--name {config.name} with --output-dir {config.output_dir}: two folders; give one of them")
-    if not config.evaluate or config.pretrained == "timm":  # a checkpoint has one
-        require_data(config)
-    if config.evaluate and config.resume == "none" and config.pretrained is None:
-        raise UserError("--evaluate with --resume none: nothing to evaluate; give --resume PATH or --pretrained")
-    if config.overwrite and config.resume == "auto":
-        raise UserError("--overwrite with --resume auto: nothing is replaced; add --resume none, or leave it out")
-    if config.pretrained_head != "auto" and config.pretrained is None:
-        raise UserError(
-            f"--pretrained-head {config.pretrained_head} without --pretrained: there are no weights; give --pretrained"
-        )
-    if config.pretrained_ema is not None and config.pretrained in (None, "timm"):
-        name = "--pretrained-ema" if config.pretrained_ema else "--no-pretrained-ema"
-        raise UserError(f"{name} without --pretrained FILE: there is no EMA; give a checkpoint's path")
-
-
-def _check_cache(config: TrainConfig) -> None:
-    """Which images can stay decoded, and where."""
-    if config.cache not in ("gpu", "host"):
-        return
-    if config.loader != "dali":
-        raise UserError(f"--cache {config.cache} with --loader {config.loader}: only --loader dali keeps images")
-    if config.decode == "fused":
-        raise UserError(f"--cache {config.cache} with --decode fused: whole images are kept; leave --decode out")
-    if config.cache == "gpu" and config.device == "cpu":
-        raise UserError("--cache gpu with --device cpu: there is no GPU to keep images on; use --cache host")
-
-
-def _check_device(config: TrainConfig) -> None:
-    """What needs a GPU, and what a CUDA graph excludes."""
-    if config.cuda_graph and config.device == "cpu":
-        raise UserError("--cuda-graph with --device cpu: there is no GPU to launch it on; use --no-cuda-graph")
-    if config.cuda_graph and config.grad_accum_steps > 1:
-        raise UserError(
-            f"--cuda-graph with --grad-accum-steps {config.grad_accum_steps}: a graph holds one batch; "
-            "use --no-cuda-graph"
-        )
-    if config.amp == "fp16" and config.device == "cpu":
-        raise UserError("--amp fp16 with --device cpu: the CPU has no fast float16; use --amp none or bf16")
-
-
-def require_data(config: TrainConfig) -> None:
-    """Raise UserError unless there are images to read."""
-    if config.data_dir is None and config.loader != "synthetic":
-        raise UserError(
-            f"--data-dir is missing: give the folder that holds train/ and val/ (--loader {config.loader} "
-            "reads images; --loader synthetic needs none)"
-        )
-
-
-def require_folder(data_dir: Path) -> None:
-    """Raise UserError unless there is such a folder."""
-    try:
-        is_folder = stat.S_ISDIR(os.stat(data_dir).st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        is_folder = False
-    except OSError as error:
-        raise UserError(f"--data-dir {data_dir}: cannot be read ({error.strerror}); check its permissions") from None
-    if not is_folder:
-        raise UserError(f"--data-dir {data_dir}: no such folder; give the one that holds train/ and val/")

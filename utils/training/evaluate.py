@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import models
 import pipelines
-from utils.config import ResolvedConfig, TrainConfig, require_data
+from utils.config import ResolvedConfig, TrainConfig
 from utils.data.manifest import Manifest
 from utils.data.splits import check_files, describe_exclusions, exclude_bad_files, read_data
 from utils.distributed.collectives import all_reduce_sum, sync_errors
@@ -25,6 +25,7 @@ from utils.training.checkpoint import Checkpoint
 from utils.training.output import EVALUATION, prepare_output
 from utils.training.resume import open_checkpoint, settings_of_checkpoint
 from utils.training.state import NETWORKS
+from utils.validation import require_data
 
 
 @torch.inference_mode()

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 import models
-from utils.config import ResolvedConfig, TrainConfig, evaluation_flags, flag, require_data, validate
+from utils.config import ResolvedConfig, TrainConfig, evaluation_flags, flag
 from utils.distributed.collectives import all_gather_object, broadcast, sync_errors
 from utils.distributed.group import DistEnv
 from utils.distributed.launcher import restarted_by
@@ -21,6 +21,7 @@ from utils.training.batch_layout import layout_of, saved_layout
 from utils.training.checkpoint import BEST, Checkpoint, best_is_missing, find_checkpoints, load_newest, not_continued
 from utils.training.output import EVALUATION
 from utils.training.state import TrainState, reshard
+from utils.validation import require_data, validate
 
 
 def open_checkpoint(config: TrainConfig, env: DistEnv) -> Checkpoint | None:

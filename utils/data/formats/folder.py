@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from utils.config import require_folder
 from utils.data.codecs import IMAGE_SUFFIXES, is_image
 from utils.data.formats.base import Record
 from utils.data.manifest import (
@@ -25,6 +24,7 @@ from utils.data.manifest import (
     files_fingerprint,
 )
 from utils.errors import UserError
+from utils.validation import require_folder
 
 SCAN_THREADS = 16  # on a network file system a scan waits, it does not compute
 
