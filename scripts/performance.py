@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The runs behind docs/performance.md, on one GPU with 16 cores: a series of benchmark.py and starts, then their table.
+"""The runs behind docs/internals/performance.md, on one GPU with 16 cores: a series of benchmark.py and starts.
 
     scripts/performance.py --data-dir DIR --output-dir OUT             # all runs, about half an hour
     scripts/performance.py --data-dir DIR --output-dir OUT --only resnet50,resnet18
