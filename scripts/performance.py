@@ -4,9 +4,9 @@
     scripts/performance.py --data-dir DIR --output-dir OUT             # all runs, about half an hour
     scripts/performance.py --data-dir DIR --output-dir OUT --only resnet50,resnet18
 
-Each run writes benchmark.json, benchmark.png and its log to OUT/NAME. A table at the end has all runs, of earlier calls too. DIR
-holds class folders of photographs as they come from a camera or ImageNet, not resized ones. A run that takes longer
-than --limit is ended with all its processes, as the current run is by Ctrl-C or SIGTERM.
+Each run writes benchmark.json, benchmark.png and its log to OUT/NAME. A table at the end has all runs, of earlier calls
+too. DIR holds class folders of photographs as they come from a camera or ImageNet, not resized ones. A run that takes
+longer than --limit is ended with all its processes, as the current run is by Ctrl-C or SIGTERM.
 """
 
 import dataclasses

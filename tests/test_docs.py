@@ -1,0 +1,298 @@
+"""README and docs: their commands have flags that exist, links lead to headings, and what can run here runs."""
+
+import csv
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import run as torchrun
+
+from tests.conftest import TINY, assert_same, write_images
+from tests.contract import CONTRACT
+from tests.harness import ROOT, launch_forked, read_checkpoint, tracked_files
+from tests.pages import USER_PAGES, Block, Command, anchors, blocks, code_spans, commands, links
+from tests.test_contract import PROGRAMS
+from utils.cli import TRAIN
+from utils.errors import UserError
+
+PAGES = tracked_files("*.md")
+BLOCKS = [block for path in USER_PAGES for block in blocks(path)]
+COMMANDS = [command for block in BLOCKS if block.language == "bash" for command in commands(block)]
+BY_NAME = {program.name: program for program in PROGRAMS}
+# Programs that are not ours: only their names are checked.
+FOREIGN = {"source"}
+RUN_HERE = {"train.py", "check_dataset.py", "runs.py"}  # the other scripts measure for minutes, or install
+SEVERAL_MACHINES = {"torchrun", "srun", "sbatch"}
+# Flags in prose that are not ours, with their programs.
+FOREIGN_FLAGS = {
+    "sbatch": {"--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--signal"},
+    "srun": {"--kill-on-bad-exit"},
+    "docker": {"--shm-size", "--ipc"},
+}
+# Flags that pages describe before the change that adds them is merged.
+COMING = {
+    "--val-split", "--val-fraction", "--eval-every", "--patience", "--accept-changes", "--augment-schedule",
+    "--resize-schedule",
+}  # fmt: skip
+MODEL = "test_resnet"  # in place of resnet50
+RUN = f"runs/imagenet-{MODEL}"
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def where(item: Block | Command) -> str:
+    return item.where
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Every flag exists
+
+
+def split(words: Sequence[str]) -> tuple[str, list[str]]:
+    """Name of the program of ours in a command, "" for none, and the words after it."""
+    for number, word in enumerate(words):
+        if word == "train.py" or (word.startswith("scripts/") and word.endswith(".py")):
+            return Path(word).name, list(words[number + 1 :])
+        if word.startswith("scripts/slurm/"):
+            assert (ROOT / word).is_file(), word
+            return "train.py", list(words[number + 1 :])
+    return "", []
+
+
+def check_command(words: Sequence[str]) -> None:
+    """Read a command as its program would.
+
+    Raises:
+        UserError: a flag or value of ours is wrong.
+        SystemExit: one of torchrun is.
+    """
+    if words[0] == "torchrun":
+        torchrun.parse_args(list(words[1:]))
+    program, flags = split(words)
+    if program:
+        BY_NAME[program].parse(flags)
+    elif words[0].startswith("scripts/"):
+        assert (ROOT / words[0]).is_file()
+    else:
+        assert words[0] in FOREIGN, words
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Working folder of commands, with the recipes and a config.json."""
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / "runs" / "imagenet-resnet50").mkdir(parents=True)
+    (tmp_path / "runs" / "imagenet-resnet50" / "config.json").write_text('{"data_dir": "/data/imagenet"}')
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=where)
+def test_a_command_has_flags_that_exist(command: Command, folder: Path) -> None:
+    check_command(command.words)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "python train.py --data-dri /data",
+        "scripts/check_dataset.py DIR --output-dri OUT",
+        "scripts/no_such.py",
+        "sbatch scripts/slurm/single_node.sh --data-dir /data --epoch 3",
+        "torchrun --nnodse=4 train.py --data-dir /data",
+        "python trian.py",
+    ],
+)
+def test_a_wrong_command_is_found(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (command,) = commands(Block("page.md:1", "bash", text, ""))
+    with pytest.raises((UserError, SystemExit, KeyError, AssertionError)):
+        check_command(command.words)
+
+
+@pytest.mark.parametrize("path", USER_PAGES, ids=name_of)
+def test_flags_between_backticks_exist(path: Path) -> None:
+    ours = {name for flags in CONTRACT["flags"].values() for key in flags for name in key.split("/")}
+    known = ours | COMING | {"--help", "--version"} | set().union(*FOREIGN_FLAGS.values())
+    found = {flag for span in code_spans(path) for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]*", span)}
+    assert found - known == set()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Every link and path leads somewhere
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_links_lead_to_headings(path: Path) -> None:
+    for target in links(path):
+        name, _, anchor = target.partition("#")
+        page = path.parent / name if name else path
+        assert page.exists(), target
+        assert not anchor or anchor in anchors(page), target
+
+
+PATHS = r"(?:utils|scripts|tests|configs|docs)/[\w./*-]*\w"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_paths_between_backticks_exist(path: Path) -> None:
+    for span in code_spans(path):
+        if re.fullmatch(PATHS, span) and "NAME" not in span:
+            assert list(ROOT.glob(span)), span
+
+
+def test_mentions_of_pages_are_right() -> None:
+    """Those of decisions may end after the number."""
+    for path in tracked_files("*.py", "*.sh", "*.md"):
+        for mention in re.findall(r"(?<![\w/])docs/[\w/-]+(?:\.md)?", path.read_text()):
+            assert list(ROOT.glob(f"{mention}*")), (path, mention)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What can run here runs
+
+# Runs a list of programs in a folder, one after the other, each with the output in a file.
+_SERIES = """
+import json, os, sys
+import train
+from scripts import check_dataset, runs
+
+mains = {"train.py": train.main, "check_dataset.py": check_dataset.main, "runs.py": runs.main}
+os.chdir(sys.argv[1])
+results = []
+for number, (program, words) in enumerate(json.loads(sys.argv[2])):
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        with open(f"{number}.log", "a") as file:
+            os.dup2(file.fileno(), stream.fileno())
+    if program in mains:
+        results.append(mains[program](words))
+    else:
+        sys.argv = ["classify.py", *words]
+        exec(compile(program, "block", "exec"), {"__name__": "__main__"})
+        results.append(0)
+    sys.stdout.flush()
+with open("results", "w") as file:
+    json.dump(results, file)
+"""
+
+
+@pytest.fixture(scope="module")
+def pages_run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """The folder in which the pages' commands have run, and the output of each by its place."""
+    root = tmp_path_factory.mktemp("pages")
+    for name in ("configs", "scripts"):
+        (root / name).symlink_to(ROOT / name)
+    (root / "data").mkdir()
+    for name in ("imagenet", "imagenet-v2"):
+        (root / "data" / name).symlink_to(data)
+    for split_name in ("train", "val"):
+        write_images(root / "data" / "flowers" / split_name, (8, 8, 8), seed=3)
+        (root / "data" / "flowers" / split_name / "red").rename(root / "data" / "flowers" / split_name / "rose")
+    with (root / "labels.csv").open("w") as file:
+        csv.writer(file).writerows([("file", "label", "split"), (data / "train/red/red-000.jpg", "red", "train")])
+    programs = list(to_run(root))
+    words = json.dumps([each for _, *each in programs])
+    done = launch_forked(root, words, program=_SERIES)
+    logs = [(root / f"{number}.log") for number in range(len(programs))]
+    outputs = {
+        place: path.read_text() if path.exists() else "" for (place, *_), path in zip(programs, logs, strict=True)
+    }
+    assert done.status == 0, outputs
+    statuses = dict(zip(outputs, json.loads((root / "results").read_text()), strict=True))
+    assert {place: outputs[place] for place, status in statuses.items() if status != 0} == {}
+    return root, outputs
+
+
+def to_run(root: Path) -> Iterator[tuple[str, str, list[str]]]:
+    """Place, program and words of what runs here, with small networks and images instead of the pages'."""
+    launches: Counter[Path] = Counter()
+    pages: dict[tuple[str, ...], str] = {}  # where a command has run already; twice on one page is a resume
+    for block in BLOCKS:
+        if block.language == "python":
+            words = [f"{RUN}/best.pt", f"{root}/data/imagenet/val/red/red-001.jpg"]
+            yield block.where, block.text.replace("resnet50", MODEL), words
+        for command in commands(block) if block.language == "bash" else ():
+            program, words = split(command.words)
+            if not command.is_run or program not in RUN_HERE or command.words[0] in SEVERAL_MACHINES:
+                continue
+            page = command.where.partition(":")[0]
+            if pages.setdefault(command.words, page) != page:
+                continue
+            words = [re.sub(r"^/data/", f"{root}/data/", word) for word in words]
+            words = [word if word.startswith("configs/") else word.replace("resnet50", MODEL) for word in words]
+            if program == "train.py":
+                recipe = "--config" in words  # which is not there yet
+                output = Path("of a recipe") if recipe else TRAIN.parse([*words, "--arch", MODEL]).output_dir
+                launches[output] += 1  # so that a resume has an epoch to train
+                words += [*TINY, "--batch-size", "8", "--warmup-epochs", "0", "--epochs", str(launches[output])]
+            yield command.where, program, words
+
+
+def output_of(outputs: dict[str, str], text: str) -> list[str]:
+    """Outputs of the commands that have these words, in the order of the pages."""
+    return [outputs[each.where] for each in COMMANDS if each.where in outputs and text in " ".join(each.words)]
+
+
+def test_commands_of_the_pages_run(pages_run: tuple[Path, dict[str, str]]) -> None:
+    root, outputs = pages_run
+    assert "from scratch" in output_of(outputs, "train.py --processes auto")[0]
+    train, resumed, *_ = output_of(outputs, "--arch resnet50 --epochs 90")
+    assert f"resumed at epoch 2, step 5, from {RUN}/last.pt" in train
+    assert f"resumed at epoch 3, step 10, from {RUN}/last.pt" in resumed
+    assert f"weights of {RUN}/best.pt, head new (other class names" in output_of(outputs, "/data/flowers")[0]
+    assert json.loads((root / RUN / "evaluation.json").read_text())["count"] == 41
+    assert "82 files: 0 bad, 0 suspicious" in output_of(outputs, "check_dataset.py")[0]
+    assert re.search(rf"{RUN} +finished", output_of(outputs, "scripts/runs.py")[0])
+    assert "from scratch" in output_of(outputs, "config.json")[0]
+
+
+def test_blocks_that_do_not_run_have_a_reason() -> None:
+    for block in BLOCKS:
+        assert re.fullmatch(r"|not run: .+|name: \w+\.py", block.comment), block.where
+        assert block.language in ("", "bash", "python"), block.where
+
+
+def classify_module() -> dict[str, Any]:
+    """The names of docs/using-a-model.md's program."""
+    (block,) = (block for block in BLOCKS if block.comment == "name: classify.py")
+    names: dict[str, Any] = {"__name__": "classify"}
+    exec(compile(block.text, "classify.py", "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize("run", [RUN, "runs/strong"])
+def test_the_program_classifies_as_the_evaluation(run: str, pages_run: tuple[Path, dict[str, str]]) -> None:
+    root, _ = pages_run
+    program = classify_module()
+    model, transform, classes = program["load_model"](root / run / "best.pt")
+    files = sorted((root / "data" / "imagenet" / "val").glob("*/*.jpg"))
+    probabilities = torch.stack([program["classify"](model, transform, file) for file in files])
+    labels = torch.tensor([classes.index(file.parent.name) for file in files])
+    saved = read_checkpoint(root / run, "best.pt")["result"]
+    correct = int((probabilities.argmax(1) == labels).sum())
+    assert abs(correct - saved["val/top1"] * len(files) / 100) <= 1, "an image at the border of two classes"
+    loss = nn.functional.nll_loss(probabilities.log(), labels)
+    assert float(loss) == pytest.approx(saved["val/loss"], rel=1e-2)
+
+
+def test_the_program_takes_the_better_network(pages_run: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
+    saved = read_checkpoint(pages_run[0] / "runs" / "strong", "best.pt")
+    load_model = classify_module()["load_model"]
+    for ema_top1, name in ((0.0, "model"), (100.0, "model_ema")):
+        saved["result"] |= {"val/top1": 50.0, "val/ema_top1": ema_top1}
+        torch.save(saved, tmp_path / "best.pt")
+        assert_same(dict(load_model(tmp_path / "best.pt")[0].state_dict()), dict(saved[name]))
+
+
+def test_the_program_prints_classes(pages_run: tuple[Path, dict[str, str]]) -> None:
+    (place,) = (block.where for block in BLOCKS if block.comment == "name: classify.py")
+    printed = re.findall(r"^[\d.]+%  (\w+)$", pages_run[1][place], re.MULTILINE)
+    assert sorted(printed) == ["blue", "green", "red"]
