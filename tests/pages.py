@@ -13,7 +13,7 @@ USER_PAGES = [path for path in USER_PAGES if "internals" not in path.parts]
 _FENCE = re.compile(r"```(\w*)$")
 _COMMENT = re.compile(r"<!-- (.*) -->$")
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-_CODE = re.compile(r"`([^`\n]+)`")
+_CODE = re.compile(r"`([^`]+)`")
 _VARIABLE = re.compile(r"[A-Z_]+=\S*")
 
 
@@ -97,9 +97,9 @@ def links(path: Path) -> list[str]:
 def anchors(path: Path) -> set[str]:
     """Names of a page's headings in links, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", prose(path), re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", _LINK.sub("", text).lower()).replace(" ", "-") for text in headings}
+    return {re.sub(r"[^\w -]", "", text.lower()).replace(" ", "-") for text in headings}
 
 
 def code_spans(path: Path) -> list[str]:
-    """What a page has between backticks, outside of blocks."""
-    return _CODE.findall(prose(path))
+    """What a page has between backticks, outside of blocks; a line may end within."""
+    return [" ".join(span.split()) for span in _CODE.findall(prose(path))]
