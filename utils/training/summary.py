@@ -63,7 +63,7 @@ def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: C
     if changes := changed_flags(saved.config, config, env.world_size) if saved else []:
         facts["changed"] = ", ".join(changes)
     for name, fact in facts.items():
-        run.log.info(f"{name:>8}  {fact}")
+        run.log.info(f"{name:>8}  {fact}", indent=10)
     odd = describe_oddities(splits, run.sampler.steps_per_epoch) if env.is_main and saved is None else []
     for line in [*([unusual] if unusual else []), *odd, *run.warnings]:
         run.log.info(f"warning: {line}")
