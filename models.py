@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from utils.config import ResolvedConfig
+from utils.config import ResolvedConfig, size_schedule
 from utils.distributed.collectives import sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import UserError, first_line
@@ -250,7 +250,7 @@ def _num_outputs(weights: Weights, model: nn.Module, num_classes: int) -> int | 
     return sizes[-1] if sizes else None
 
 
-def check_input(model: nn.Module, arch: str, image_size: int, batch_size: int) -> None:
+def check_input(model: nn.Module, arch: str, image_size: int, batch_size: int, source: str = "--image-size") -> None:
     """Raise UserError unless the network, as it is (for training or not), takes a batch of such images.
 
     Most need so many pixels; batch norm in training needs more than one value per channel. Only shapes are computed
@@ -261,6 +261,7 @@ def check_input(model: nn.Module, arch: str, image_size: int, batch_size: int) -
         arch: its name.
         image_size: side of the images.
         batch_size: images at once.
+        source: of the size, for the message.
     """
     shape = (min(batch_size, 2), 3, image_size, image_size)
     values = itertools.chain(model.named_parameters(), model.named_buffers())
@@ -275,7 +276,7 @@ def check_input(model: nn.Module, arch: str, image_size: int, batch_size: int) -
         except Exception as error:
             made_for = cast(Any, model).pretrained_cfg["input_size"][-1]
             raise UserError(
-                f"--image-size {image_size}: {arch} cannot compute a batch of {batch_size} such images "
+                f"{source} {image_size}: {arch} cannot compute a batch of {batch_size} such images "
                 f"({first_line(error, 200)}); its weights were made for {made_for}, give that or another --batch-size",
                 on_all_ranks=True,
             ) from error
@@ -326,6 +327,8 @@ def create_network(
             network = load_pretrained(config, model, classes)
         network.model.train(not config.evaluate)
         check_input(network.model, config.arch, config.image_size, config.batch_size)
+        for size in size_schedule(config).values():
+            check_input(network.model, config.arch, size, config.batch_size, "--resize-schedule, image size")
     if saved is not None:
         network = network._replace(normalization=saved)
     network.model.to(env.device)

@@ -41,6 +41,7 @@ from utils.data.policies import RATIO, apply_policy
 from utils.data.proxy_loader import ProxyTrainLoader
 from utils.data.reader import BatchReader, encoded_images, requested_images
 from utils.data.sampler import Sampler, shard
+from utils.data.scheduled_loader import ScheduledTrainLoader
 from utils.data.synthetic import SyntheticTrainLoader, SyntheticValLoader
 from utils.data.torch_loader import TorchTrainLoader, TorchValLoader
 from utils.distributed.group import DistEnv
@@ -65,13 +66,19 @@ def create_train_loader(
         first_batch: batches of the whole run that this rank has already trained on.
         state: `TrainLoader.state()` of the checkpoint to continue, for the random draws of the augmentation.
     """
-    if config.loader == "synthetic":
-        return SyntheticTrainLoader(config, manifest, env)
-    if config.loader == "torch":
-        return TorchTrainLoader(config, manifest, sampler, env, first_batch)
-    if config.loader == "proxy":
-        return ProxyTrainLoader(config, manifest, sampler, env, first_batch, proxy_pipeline)
-    return DaliTrainLoader(config, manifest, sampler, env, first_batch, state)
+
+    def open_loader(config: ResolvedConfig, first_batch: int, state: dict[str, Any] | None) -> TrainLoader:
+        if config.loader == "synthetic":
+            return SyntheticTrainLoader(config, manifest, env)
+        if config.loader == "torch":
+            return TorchTrainLoader(config, manifest, sampler, env, first_batch)
+        if config.loader == "proxy":
+            return ProxyTrainLoader(config, manifest, sampler, env, first_batch, proxy_pipeline)
+        return DaliTrainLoader(config, manifest, sampler, env, first_batch, state)
+
+    if config.resize_schedule or config.augment_schedule:
+        return ScheduledTrainLoader(config, sampler, first_batch, state, open_loader)
+    return open_loader(config, first_batch, state)
 
 
 def create_val_loader(config: ResolvedConfig, manifest: Manifest, env: DistEnv) -> ValLoader:

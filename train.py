@@ -127,7 +127,7 @@ def build(
     schedule = create_schedule(config, state.optimizer, sampler.steps_per_epoch)
     val_loader = pipelines.create_val_loader(config, splits["val"], env)
     with on_stream(stream):
-        loader_state = restore(state, net, saved, config)
+        loader_state = restore(state, net, saved, config, identity, sampler)
     first_batch = state.step * config.grad_accum_steps
     train_loader = pipelines.create_train_loader(config, splits["train"], sampler, env, first_batch, loader_state)
     stack.callback(train_loader.close)
@@ -140,7 +140,7 @@ def build(
         train_loader=train_loader, val_loader=val_loader, num_val=len(splits["val"]), log=log, stop=stop,
         augment=create_augment(config, network.normalization, env), amp_dtype=AMP_DTYPES[config.amp],
         record=run_record, origin=network.origin, replaced=replaced, splits=splits,
-        warnings=[*changed_files, *resume_warnings(config, saved, run_record, sampler)],
+        warnings=[*changed_files, *resume_warnings(config, saved, run_record, sampler, state, splits)],
         metrics_cutoff=metrics_resume_point(state, saved, replaced, config),
     )  # fmt: skip
 

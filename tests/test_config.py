@@ -37,10 +37,11 @@ OTHER: dict[str, Any] = {
     "random_erase": 0.1, "pretrained": "some.pt", "pretrained_ema": False, "pretrained_head": "new",
     "num_classes": 11, "compile": False, "grad_accum_steps": 2,
     "optimizer": "lamb", "momentum": 0.9, "weight_decay": 1e-4, "warmup_epochs": 0.5, "label_smoothing": 0.0,
-    "ema_decay": 0.9999, "clip_grad": 1.0, "amp": "none", "device": "cpu", "resume": "none",
+    "ema_decay": 0.9999, "clip_grad": 1.0, "amp": "none", "device": "cpu", "resume": "some/last.pt",
     "checkpoint_steps": 100, "overwrite": True, "evaluate": True, "seed": 42, "deterministic": True, "log_steps": 5,
     "tensorboard": True, "timeout": 60.0, "time_limit": 3600.0, "bad_files": "skip", "max_bad_steps": 3,
-    "processes": 2, "max_restarts": 1, "mixup_off_epoch": 5,
+    "processes": 2, "max_restarts": 1, "mixup_off_epoch": 5, "resize_schedule": "2:32,5:64",
+    "augment_schedule": "3:none", "accept_changes": True,
 }  # fmt: skip
 
 
@@ -225,7 +226,7 @@ def test_help_lists_every_flag_once(help_text: str) -> None:
 
 def test_help_fits_the_terminal(help_text: str) -> None:
     lines = help_text.splitlines()
-    assert len(lines) <= 120
+    assert len(lines) <= 130
     assert max(map(len, lines)) <= 100
     assert "…" not in help_text  # nothing is cut off
 
@@ -289,7 +290,7 @@ def test_a_limit_names_its_bounds(limit: Limit, value: float, message: str) -> N
 
 def test_roles_name_flags_in_the_order_of_the_fields() -> None:
     assert flags_with_role("fixed")[:4] == ("arch", "loader", "image_size", "val_resize")
-    assert flags_with_role("logged")[:4] == ("epochs", "lr", "mixup_off_epoch", "compile")
+    assert flags_with_role("logged")[:4] == ("epochs", "lr", "resize_schedule", "augment_schedule")
     assert flags_with_role("logged_if_several") == ("grad_exchange", "grad_compression")
     assert "overwrite" in flags_with_role("free")
     assert evaluation_flags()[-2:] == ("num_classes", "amp")

@@ -21,7 +21,7 @@ class Terminal:
     """A terminal that keeps every state of its screen.
 
     Attributes:
-        states: the screen after each write, as lines.
+        states: the screen before each return to the start of a line and at the end, as lines.
     """
 
     def __init__(self) -> None:
@@ -33,6 +33,7 @@ class Terminal:
             if part == "\x1b[A":
                 self._row -= 1
             elif part == "\r":
+                self.states.append([line.rstrip() for line in self._lines])
                 self._column = 0
             elif part == "\n":
                 self._row += 1
@@ -84,7 +85,10 @@ def test_a_run_on_a_terminal(data: Path, tmp_path: Path, columns: int) -> None:
     last = terminal.states[-1]
     epochs = [line for line in last if line.startswith("epoch ")]
     assert [line[:9] for line in epochs] == ["epoch 1/2", "epoch 2/2"]
-    assert all("val top-1" in line or columns == 80 for line in epochs)
+    assert all("val top-1" in line and "train loss" in line for line in epochs)
+    assert max(map(len, last)) <= columns, "words are not cut"
+    chosen = next(number for number, line in enumerate(last) if line.startswith("  chosen  "))
+    assert columns > 80 or last[chosen + 1].startswith(" " * 10)
     assert not any("|" in line or line.endswith(" s") for line in last), last
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 
 from utils.files import write_json
 from utils.limits import ABOVE_0, MIN_0, MIN_1, Limit
+from utils.schedules import parse_schedule
 
 FIRST, DATA, MODEL = "First run", "Data", "Model"
 OPTIMISATION, PRECISION, RUN, SWITCHES = "Optimisation", "Precision", "Run", "Switches"
@@ -110,6 +111,14 @@ class TrainConfig:
     augment: Literal["none", "autoaugment", "randaugment", "trivialaugment"] = _flag(
         "none", DATA, "torchvision's policy, with any loader, after crop and flip.", role="fixed"
     )
+    resize_schedule: str = _flag(
+        "", DATA, "Training sizes from epochs on, as 0:128,10:192; --image-size evaluates.",
+        shown="off", metavar="EPOCH:PX,...", role="logged",
+    )  # fmt: skip
+    augment_schedule: str = _flag(
+        "", DATA, "Policies from epochs on, as 0:randaugment,80:none.",
+        shown="off", metavar="EPOCH:NAME,...", role="logged",
+    )  # fmt: skip
     crop_scale: float = _flag(0.08, DATA, "Minimum crop area fraction.", Limit(above=0, maximum=1), role="fixed")
     hflip: float = _flag(0.5, DATA, "Probability of mirroring a training image.", _PROBABILITY, role="fixed")
     mixup: float = _flag(0.0, DATA, "Mixup alpha; 0 is off.", MIN_0, role="fixed")
@@ -171,6 +180,7 @@ class TrainConfig:
         1, RUN, "Processes that train.py starts on this machine; auto: one for each GPU.", MIN_1, metavar="N|auto"
     )
     max_restarts: int = _flag(0, RUN, "Restarts of all processes after a failure, with --processes.", MIN_0)
+    accept_changes: bool = _flag(False, SWITCHES, "Go on from --resume PATH although the run differs from its own.")
     overwrite: bool = _flag(False, SWITCHES, "Replace what --resume does not continue.")
     evaluate: bool = _flag(False, SWITCHES, "Only evaluate: best.pt, or --resume PATH.")
     seed: int = _flag(0, RUN, "Of weights, order and augmentation.", MIN_0, Limit(below=2**31), role="fixed")
@@ -290,3 +300,33 @@ def check_limits(name: str, value: Any) -> None:
     info = flag_info(TrainConfig.__dataclass_fields__[name])
     for limit in info.limits if value not in choices(name) else ():
         limit.check(flag(name), value, info.unit)
+
+
+def size_schedule(config: TrainConfig) -> dict[int, int]:
+    """`--resize-schedule`: training size in pixels, by the epoch from which on it holds; {} where there is none.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or not _MIN_8.allows(int(text)):
+            raise ValueError("a size of 8 pixels or more")
+        return int(text)
+
+    return parse_schedule("--resize-schedule", config.resize_schedule, read)
+
+
+def policy_schedule(config: TrainConfig) -> dict[int, str]:
+    """`--augment-schedule`: policy by the epoch from which on it holds; {} where there is none.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+
+    def read(text: str) -> str:
+        if text not in choices("augment"):
+            raise ValueError(f"one of {', '.join(choices('augment'))}")
+        return text
+
+    return parse_schedule("--augment-schedule", config.augment_schedule, read)

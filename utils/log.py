@@ -14,18 +14,22 @@ from tqdm import tqdm
 
 from utils.errors import escape_control_chars
 from utils.files import atomic_write_text, json_text
-from utils.progress import EpochBar, end_status
+from utils.progress import EpochBar, end_status, fit_terminal, wrap_for_terminal
 
 METRICS, EVENTS, SUMMARY = "metrics.jsonl", "events.jsonl", "summary.json"
 
 
-def emit(text: str) -> None:
-    """Print a line on stdout, above the progress bar if there is one.
+def emit(text: str, indent: int = 2) -> None:
+    """Print a line on stdout, above the progress bar if there is one; on a terminal it is wrapped between words.
 
     A line that cannot be written (a full disk, a closed pipe) does not end the run.
+
+    Args:
+        text: one line, or several.
+        indent: columns before the second and further lines of one that is wrapped.
     """
     with contextlib.suppress(OSError):
-        tqdm.write(text, file=sys.stdout)
+        tqdm.write(wrap_for_terminal(text, indent), file=sys.stdout)
         sys.stdout.flush()
 
 
@@ -57,7 +61,9 @@ class Log:
         self._unwritten = ""  # lines of metrics.jsonl
         self._bar: EpochBar | None = None
         self._open_bar: Callable[[], EpochBar] | None = None
-        self._interval = ""  # facts of the last log interval, for the line of an epoch whose bar has shown them
+        self._interval: list[
+            str
+        ] = []  # facts of the last log interval, for the line of an epoch whose bar has shown them
         self._evaluation_seconds, self._trained_at = 0.0, time.monotonic()
         self._events: Any = None
         if tensorboard and self._active:
@@ -79,10 +85,10 @@ class Log:
         with contextlib.suppress(OSError), (self._path.parent / EVENTS).open("a") as file:
             file.write(line)
 
-    def info(self, text: str) -> None:
-        """Print a line on stdout, above the progress bar if there is one."""
+    def info(self, text: str, indent: int = 2) -> None:
+        """Print a line on stdout, as `emit` does."""
         if self._active:
-            emit(text)
+            emit(text, indent)
 
     def truncate_after(self, epoch: int, step: int) -> None:
         """Drop records after a position, written by a launch that died after its last checkpoint.
@@ -174,7 +180,7 @@ class Log:
         self._trained_at = time.monotonic()
         if self._bar is not None:
             self._bar.show_data_wait(values["data_wait"])
-            self._interval = f"  train {facts}"
+            self._interval = [f"train {name} {value}" for name, value in shown.items()]
             return
         done = values["step"] - (values["epoch"] - 1) * self._steps_per_epoch
         self.info(
@@ -187,13 +193,14 @@ class Log:
         self._evaluation_seconds = time.monotonic() - self._trained_at
         self._close_bar()
         self.record(values)
-        ema = f"  EMA top-1 {values['val/ema_top1']:.2f} %" if "val/ema_top1" in values else ""
-        self.info(
-            f"epoch {values['epoch']}/{self._epochs}  val top-1 {values['val/top1']:.2f} %  "
-            f"top-5 {values['val/top5']:.2f} %  loss {values['val/loss']:.4f}  on {values['val/count']:,} images"
-            f"{ema}{self._interval}"
-        )
-        self._interval = ""
+        facts = [f"epoch {values['epoch']}/{self._epochs}", f"val top-1 {values['val/top1']:.2f} %"]
+        facts += [f"top-5 {values['val/top5']:.2f} %", f"loss {values['val/loss']:.4f}"]
+        ema = [f"EMA top-1 {values['val/ema_top1']:.2f} %"] if "val/ema_top1" in values else []
+        if self._interval:  # on a terminal: what is left out of one line is in metrics.jsonl
+            self.info(fit_terminal([*facts, *ema, *self._interval]))
+        else:
+            self.info("  ".join([*facts, f"on {values['val/count']:,} images", *ema]))
+        self._interval = []
 
     def _close_bar(self) -> None:
         end_status()

@@ -1,8 +1,10 @@
 """Progress on the terminal: a status line while there is nothing to count, and bars. Nothing without a terminal."""
 
+import shutil
 import sys
+import textwrap
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from tqdm import tqdm
@@ -12,6 +14,35 @@ INTERVAL = 1.0  # seconds between two updates of the status line
 WIDE = 110  # columns of a terminal from which the bar of an epoch has all its facts
 _BAR = "{desc}  {percentage:3.0f}% |{bar}| "
 _status: "_Status | None" = None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Lines
+
+
+def _columns() -> int | None:
+    """Of the terminal that standard output is; None if it is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def wrap_for_terminal(text: str, indent: int) -> str:
+    """Each line of `text`, wrapped between words with `indent` columns before what follows; unchanged elsewhere."""
+    columns = _columns()
+    if columns is None:
+        return text
+    wrapper = textwrap.TextWrapper(
+        columns, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(wrapper.fill(line) for line in text.split("\n"))
+
+
+def fit_terminal(facts: Sequence[str]) -> str:
+    """One line of the first of `facts`, at least two, that fits the terminal; of all without one."""
+    columns = _columns()
+    count = len(facts)
+    while columns is not None and count > 2 and len("  ".join(facts[:count])) > columns:
+        count -= 1
+    return "  ".join(facts[:count])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

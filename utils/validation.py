@@ -4,7 +4,7 @@ import os
 import stat
 from pathlib import Path
 
-from utils.config import RUNS, TrainConfig, check_limits, flag_fields
+from utils.config import RUNS, TrainConfig, check_limits, flag_fields, policy_schedule, size_schedule
 from utils.errors import UserError
 
 
@@ -25,7 +25,13 @@ def validate(config: TrainConfig) -> None:
 
 
 def _check_schedule_and_sizes(config: TrainConfig) -> None:
-    """Numbers that limit each other."""
+    """Numbers that limit each other, and schedules."""
+    size_schedule(config)
+    if 0 in policy_schedule(config) and config.augment != "none":
+        raise UserError(
+            f"--augment {config.augment} with --augment-schedule {config.augment_schedule}: two policies in epoch 0; "
+            "leave --augment out"
+        )
     if config.val_resize is not None and config.val_resize < config.image_size:
         raise UserError(
             f"--val-resize {config.val_resize}: smaller than --image-size {config.image_size}; the centre crop "
@@ -47,6 +53,10 @@ def _check_sources(config: TrainConfig) -> None:
         require_data(config)
     if config.evaluate and config.resume == "none" and config.pretrained is None:
         raise UserError("--evaluate with --resume none: nothing to evaluate; give --resume PATH or --pretrained")
+    if config.accept_changes and config.resume in ("auto", "none"):
+        raise UserError(
+            f"--accept-changes with --resume {config.resume}: give --resume PATH, the checkpoint to go on from"
+        )
     if config.overwrite and config.resume == "auto":
         raise UserError("--overwrite with --resume auto: nothing is replaced; add --resume none, or leave it out")
     if config.pretrained_head != "auto" and config.pretrained is None:

@@ -103,6 +103,27 @@ def test_captured_training_is_the_plain_one(amp: torch.dtype) -> None:
     assert counted == 5, "the warm-up's batches must not count"
 
 
+def test_another_image_size_is_captured_anew() -> None:
+    """As `--resize-schedule` gives it, there and back; the training is that without a graph."""
+    plain, captured = network(dropout=0), network(dropout=0)
+    targets = torch.randint(0, 10, (8,), device="cuda")
+    batches = [torch.randn(8, 3, size, size, device="cuda") for size in (24, 24, 32, 32, 24)]
+    losses: list[list[float]] = []
+    for net, graph in ((plain, False), (captured, True)):
+        scaler = torch.amp.GradScaler("cuda", enabled=False)
+        gradients = ForwardBackward(net, nn.CrossEntropyLoss(), scaler, torch.float32, accum_steps=1)
+        step = GraphedForwardBackward(gradients, capture_stream(torch.device("cuda", 0))) if graph else gradients
+        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+        losses.append([])
+        for images in batches:
+            losses[-1].append(step(images.contiguous(memory_format=torch.channels_last), targets, 0).item())
+            optimizer.step()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(captured.state_dict()[name], value, rtol=1e-2, atol=1e-3, msg=name)
+    assert captured.state_dict()["1.num_batches_tracked"] == 5
+
+
 def test_capture_draws_no_random_numbers_and_replays_draw_new_ones() -> None:
     net = network(dropout=0.5)
     gradients = ForwardBackward(

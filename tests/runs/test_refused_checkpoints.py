@@ -109,7 +109,7 @@ def finished_run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 OTHER_RUNS: dict[str, tuple[str, ...]] = {
     "--seed 7": ("--seed: 0 then, 7 now",),
-    "--seed 7 --hflip 0": ("--hflip: 0.5 then, 0.0 now; --seed: 0 then, 7 now",),
+    "--seed 7 --hflip 0": ("--hflip: 0.5 then, 0 now; --seed: 0 then, 7 now",),
     "--arch test_vit": ("--arch: test_resnet then, test_vit now",),
     "--cache host": ("--cache: none then, host now",),
     "--loader torch": ("--loader: dali then, torch now", "DALI version: "),
@@ -121,7 +121,7 @@ OTHER_RUNS: dict[str, tuple[str, ...]] = {
 @pytest.mark.parametrize("flags", OTHER_RUNS)
 def test_checkpoint_of_another_run(refused: Refused, data: Path, finished_run: Path, flags: str) -> None:
     check = refused(*SHORT, "--data-dir", data, "--output-dir", finished_run, *flags.split())
-    remedies = ("--name NEW", "--resume none --overwrite")
+    remedies = ("--accept-changes", "--name NEW", "--resume none --overwrite")
     check(f"--resume {finished_run}/last.pt:", "another run", *OTHER_RUNS[flags], *remedies)
 
 

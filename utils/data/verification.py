@@ -19,7 +19,7 @@ from utils.data.manifest import Listing, Manifest
 from utils.data.reader import read_image
 from utils.distributed.collectives import all_gather_object, broadcast, gather_to_rank0, raise_on_all_ranks
 from utils.distributed.group import DistEnv
-from utils.errors import START_ANEW, Stopped, UserError
+from utils.errors import Stopped, UserError
 from utils.files import atomic_write_text
 
 MANIFEST, BAD_FILES = "manifest.json", "bad_files.json"
@@ -209,23 +209,19 @@ def compare_contents(
     changed: NDArray[np.int64],
     before: NDArray[np.int64],
     now: NDArray[np.int64],
-    checkpoint: Path | None,
-) -> NDArray[np.int64]:
-    """Which of the `changed` files may have another content than before: those whose content was, or is, not known.
+) -> tuple[NDArray[np.int64], int | None]:
+    """Which of the `changed` files may have another content than before, and the first that is known to have.
 
-    Files whose earlier digest is known are read, for ten seconds at most.
+    The former are those whose content was, or is, not known. Files whose earlier digest is known are read, for ten
+    seconds at most.
 
     Args:
         manifest: the files.
         changed: indices of those with another time of change.
         before: `content_digests` of all files when the checkpoint was written.
         now: those of today; the digests of files that are read are added to it.
-        checkpoint: for the message.
-
-    Raises:
-        UserError: a file has another content.
     """
-    unsure = []
+    unsure, other = [], None
     deadline = time.monotonic() + COMPARE_SECONDS
     for index in map(int, changed):
         if before[index] and not now[index] and time.monotonic() < deadline:
@@ -233,12 +229,9 @@ def compare_contents(
                 now[index] = _number(content_digest(read_image(manifest.record(index))))
         if not (before[index] and now[index]):
             unsure.append(index)
-        elif before[index] != now[index]:
-            raise UserError(
-                f"--resume {checkpoint}: {manifest.record(index).name} has another content than when it was saved, "
-                f"with the same name and size; restore it, or {START_ANEW}"
-            )
-    return np.array(unsure, dtype=np.int64)
+        elif before[index] != now[index] and other is None:
+            other = index
+    return np.array(unsure, dtype=np.int64), other
 
 
 def bad_files(known: Mapping[str, FileReport]) -> dict[str, str]:

@@ -21,12 +21,14 @@ def compile_network(net: nn.Module) -> nn.Module:
     Small kernels that do not depend on each other, as the casts of a hundred weights, become one each: a quarter of
     the kernels of a ResNet-50 step, and 1.7 % of its time at batch 128 (docs/internals/experiments.md).
 
+    Each image size is compiled for itself: a batch of a run has one shape for whole epochs.
+
     torch leaves networks with functions that it does not know out of its cache, as its key need not change with their
     source. Those of utils.network.fused_ops are named to it, with a digest of that file, which it adds to the key.
     """
     digest = hashlib.sha256(Path(fused_ops.__file__).read_bytes()).hexdigest()
     config.unsafe_marked_cacheable_functions.update(dict.fromkeys(fused_ops.ALLOWED_IN_GRAPH, digest))
-    return cast(nn.Module, torch.compile(net, options={"combo_kernels": True}))
+    return cast(nn.Module, torch.compile(net, dynamic=False, options={"combo_kernels": True}))
 
 
 def enable_compile_cache() -> None:

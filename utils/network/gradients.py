@@ -78,7 +78,8 @@ class GraphedForwardBackward:
     It also makes small batches as fast per image as large ones.
 
     The first call computes the gradients of a few batches to no effect (buffers and random numbers are restored), then
-    captures. Parameters keep the `.grad` tensors of the capture: nothing may set them to None.
+    captures. So does the first call with images of another size. Parameters keep the `.grad` tensors of the capture:
+    nothing may set them to None.
 
     With several ranks the exchange of gradients is in the graph. Replays wait for the other ranks like the passes they
     replace, but NCCL's watchdog does not see them: `StopRequest`'s sum, once a step, notices a rank that is gone, and
@@ -95,12 +96,13 @@ class GraphedForwardBackward:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, images: Tensor, targets: Tensor, micro: int) -> Tensor:
-        """As `ForwardBackward.__call__`; shapes and dtypes must always be those of the first call.
+        """As `ForwardBackward.__call__`. Images of another size than before are captured anew, on all ranks alike.
 
         Raises:
-            UserError: on the first call, if the network cannot be captured.
+            UserError: at a capture, if the network cannot be captured.
         """
-        if self._graph is None:
+        if self._graph is None or images.shape != self._images.shape:
+            self.close()
             self._graph = self._capture(images, targets)
         self._images.copy_(images)
         self._targets.copy_(targets)

@@ -71,7 +71,8 @@ def describe_processes(config: TrainConfig, world_size: int) -> str:
 def choose_batch_size(config: TrainConfig, env: DistEnv, saved: Checkpoint | None) -> int:
     """`--batch-size`, or where that was left open: what keeps the checkpoint's global batch, else the default.
 
-    With another global batch the images of the epoch under way would not come once each.
+    With another global batch the images of the epoch under way would not come once each, so that it takes
+    `--accept-changes`.
 
     Raises:
         UserError: on all ranks, if the global batch is not that of the checkpoint, or cannot be.
@@ -82,11 +83,13 @@ def choose_batch_size(config: TrainConfig, env: DistEnv, saved: Checkpoint | Non
     before, accumulated = saved_layout(saved), config.grad_accum_steps
     total = before.global_batch_size
     same_total, rest = divmod(total, env.world_size * accumulated)
-    if given is not None and given * env.world_size * accumulated == total:
+    if given is not None and (config.accept_changes or given * env.world_size * accumulated == total):
         return given
     origin = f"the checkpoint was saved by {before}, a global batch of {total}"
-    anew = f"or {START_ANEW}"
+    anew = f"go on with it by --resume {saved.path} --accept-changes, or {START_ANEW}"
     now = _processes(env.world_size) + (f" x --grad-accum-steps {accumulated}" if accumulated > 1 else "")
+    if (rest or not same_total) and config.accept_changes:
+        return saved.config.batch_size
     if rest or not same_total:
         fewer = [number for number in range(1, env.world_size) if total % (number * accumulated) == 0]
         remedy = f"start {_processes(fewer[-1])}" if fewer else "lower --grad-accum-steps"

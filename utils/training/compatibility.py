@@ -15,13 +15,22 @@ from utils.config import ResolvedConfig, flag, flags_with_role
 from utils.data.dali import DALI_VERSION
 from utils.data.listing import describe_difference, load_listing
 from utils.data.sampler import Sampler
+from utils.data.scheduled_loader import schedules_agree
 from utils.data.splits import Splits, initial_manifest
 from utils.data.verification import compare_contents, content_digests, load_digests
 from utils.distributed.collectives import broadcast, sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import START_ANEW, UserError
+from utils.training.batch_layout import layout_of
+from utils.training.changes import (
+    changed_names,
+    describe_consequences,
+    excluded_of_run,
+    require_acceptable,
+)
 from utils.training.checkpoint import Checkpoint, RunRecord
 from utils.training.optim import rate_at, scaled_lr
+from utils.training.state import TrainState
 
 LR_JUMP = 0.01  # share of the learning rate by which a resume may change it without a warning
 
@@ -37,6 +46,7 @@ def run_fingerprint(config: ResolvedConfig, splits: Splits, env: DistEnv) -> dic
         "files of train/": splits["train"].fingerprint,
         "files of val/": splits["val"].fingerprint,
         "classes": len(splits["train"].classes),
+        "global batch": layout_of(config, env.world_size).global_batch_size,
         "device": env.device.type,
         "DALI version": DALI_VERSION if uses_dali else None,
     }
@@ -50,18 +60,26 @@ def check_fingerprint(config: ResolvedConfig, splits: Splits, env: DistEnv, save
     """
     now = run_fingerprint(config, splits, env)
     with sync_errors(env):
-        before = saved.record.fingerprint if saved else now
-        differing = [name for name in now if before.get(name) != now[name]]
-        if saved and differing:
-            listed = "; ".join(_describe_change(name, before.get(name), now[name], saved, splits) for name in differing)
+        differing = changed_names(saved, now) if saved else []
+        if saved and config.accept_changes:
+            require_acceptable(saved, differing, splits["train"].classes)
+        elif saved and differing:
+            listed = describe_changes(saved, now, splits)
             forgotten = config.bad_files == "error" and any(saved.record.excluded_files.values())
             forgotten &= any(name.startswith("files of") for name in differing)
             hint = "give --bad-files skip, without whose bad files it ran, or " if forgotten else ""
             raise UserError(
-                f"--resume {saved.path}: this checkpoint belongs to another run ({listed}); {hint}restore these, or "
-                f"{START_ANEW}"
+                f"--resume {saved.path}: this checkpoint belongs to another run ({listed}); {hint}restore these, go on "
+                f"with them by --resume {saved.path} --accept-changes, or {START_ANEW}"
             )
     return now
+
+
+def describe_changes(saved: Checkpoint, now: dict[str, Any], splits: Splits) -> str:
+    """What differs from the checkpoint, then and now; `now` is the `run_fingerprint` of this launch."""
+    before = saved.record.fingerprint
+    names = changed_names(saved, now)
+    return "; ".join(_describe_change(name, before.get(name), now[name], saved, splits) for name in names)
 
 
 def _describe_change(name: str, before: Any, now: Any, saved: Checkpoint, splits: Splits) -> str:
@@ -70,7 +88,8 @@ def _describe_change(name: str, before: Any, now: Any, saved: Checkpoint, splits
     if split in splits and saved.path is not None:
         difference = describe_difference(load_listing(saved.path.parent, split), splits[split])
         return f"{split}/ has {difference}" if difference else f"{split}/ has other files or classes"
-    return f"{name}: {before} then, {now} now"
+    then, now = (f"{value:.6g}" if isinstance(value, float) else value for value in (before, now))
+    return f"{name}: {then} then, {now} now"
 
 
 def create_record(
@@ -100,7 +119,7 @@ def create_record(
     """
     excluded = {split: sorted(manifest.bad) for split, manifest in splits.items()}
     if saved:
-        excluded = saved.record.excluded_files
+        excluded = excluded_of_run(saved, identity, excluded)
     files, changed_files = describe_files(config, listed, excluded, saved, env)
     run_record = RunRecord(
         run=saved.record.run if saved else broadcast(uuid.uuid4().hex, env),
@@ -115,13 +134,27 @@ def create_record(
 
 
 def resume_warnings(
-    config: ResolvedConfig, saved: Checkpoint | None, run_record: RunRecord, sampler: Sampler
+    config: ResolvedConfig,
+    saved: Checkpoint | None,
+    run_record: RunRecord,
+    sampler: Sampler,
+    state: TrainState,
+    splits: Splits,
 ) -> list[str]:
-    """Lines on other library versions and on a jump of the learning rate; none for a new run."""
+    """Lines on other library versions, a jump of the learning rate and accepted changes; none for a new run."""
     if saved is None:
         return []
-    jump = schedule_jump(config, saved, sampler.steps_per_epoch, sampler.global_batch_size)
-    return [*changed_versions(saved.record.versions, run_record.versions), *jump]
+    lines = changed_versions(saved.record.versions, run_record.versions)
+    changes = changed_names(saved, run_record.fingerprint)
+    if changes:
+        lines.append(f"accepted changes: {describe_changes(saved, run_record.fingerprint, splits)}")
+        lines += describe_consequences(saved, state, changes, sampler)
+    else:
+        lines += schedule_jump(config, saved, sampler.steps_per_epoch, sampler.global_batch_size)
+        epoch, step = divmod(state.step, sampler.steps_per_epoch)
+        if step and not schedules_agree(config, saved.config, epoch):
+            lines.append("image size or policy of the epoch under way is another: its random draws begin anew")
+    return lines
 
 
 def changed_flags(before: ResolvedConfig, config: ResolvedConfig, world_size: int = 1) -> list[str]:
@@ -181,7 +214,9 @@ def describe_files(
             if saved and saved.record.fingerprint[f"files of {split}/"] == begun.fingerprint:
                 before = {name: values.numpy() for name, values in saved.record.files[split].items()}
                 changed = np.flatnonzero(before["mtimes"] != begun.mtimes)
-                unsure = compare_contents(begun, changed, before["digests"], digests, saved.path)
+                unsure, other = compare_contents(begun, changed, before["digests"], digests)
+                if other is not None:
+                    lines.append(_describe_content(begun.record(other).name, saved, config.accept_changes))
                 digests = np.where((digests == 0) & (before["mtimes"] == begun.mtimes), before["digests"], digests)
                 if len(unsure):
                     lines.append(
@@ -190,6 +225,18 @@ def describe_files(
                     )
             files[split] = {"mtimes": torch.from_numpy(begun.mtimes), "digests": torch.from_numpy(digests)}
     return files, lines
+
+
+def _describe_content(name: str, saved: Checkpoint, accepted: bool) -> str:
+    """A line on a file with another content, where that is accepted.
+
+    Raises:
+        UserError: it is not.
+    """
+    what = f"{name} has another content than when {saved.path} was saved, with the same name and size"
+    if not accepted:
+        raise UserError(f"--resume {saved.path}: {what}; restore it, go on by --accept-changes, or {START_ANEW}")
+    return f"accepted changes: {what}"
 
 
 def schedule_jump(config: ResolvedConfig, saved: Checkpoint, steps_per_epoch: int, global_batch_size: int) -> list[str]:

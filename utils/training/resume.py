@@ -10,6 +10,8 @@ from torch import nn
 
 import models
 from utils.config import ResolvedConfig, TrainConfig, evaluation_flags, flag
+from utils.data.sampler import Sampler
+from utils.data.scheduled_loader import config_of_epoch, schedules_agree
 from utils.distributed.collectives import all_gather_object, broadcast, sync_errors
 from utils.distributed.group import DistEnv
 from utils.distributed.launcher import restarted_by
@@ -18,6 +20,7 @@ from utils.log import EVENTS, emit
 from utils.network.parallel import warm_up_ddp_buckets
 from utils.seed import seed_process, set_random_state
 from utils.training.batch_layout import layout_of, saved_layout
+from utils.training.changes import adapt, changed_names, require_other_folder
 from utils.training.checkpoint import BEST, Checkpoint, best_is_missing, find_checkpoints, load_newest, not_continued
 from utils.training.output import EVALUATION
 from utils.training.state import TrainState, reshard
@@ -156,28 +159,44 @@ def files_to_replace(config: ResolvedConfig, saved: Checkpoint | None, env: Dist
     return replaced
 
 
-def restore(state: TrainState, net: nn.Module, saved: Checkpoint | None, config: ResolvedConfig) -> Any:
+def restore(
+    state: TrainState,
+    net: nn.Module,
+    saved: Checkpoint | None,
+    config: ResolvedConfig,
+    fingerprint: dict[str, Any],
+    sampler: Sampler,
+) -> Any:
     """Load a checkpoint, if there is one, into `state`; returns what this rank's loader continues from.
 
-    In another layout that is None: the images follow from the step, and what is random about them is drawn anew.
+    In another layout, and after changes, that is None: the images follow from the step, and what is random about them
+    is drawn anew.
 
     Args:
         state: before the first step.
         net: the network as it is called, compiled and distributed.
         saved: the checkpoint.
         config: of the run.
+        fingerprint: `run_fingerprint` of this launch; what differs from the checkpoint's was accepted.
+        sampler: of this launch.
     """
     if saved is None:
         return None
-    warm_up_ddp_buckets(net, config, state.env)
-    if layout_of(config, state.env.world_size) == saved_layout(saved):
-        rank_state = saved.ranks[state.env.rank]
-        state.load(saved.state, rank_state)
-        set_random_state(rank_state.random, state.env.device)
-        return rank_state.loader
-    state.load(saved.state, reshard(saved.ranks, state.env.rank))
-    seed_process(config.seed, state.env.rank, state.step)
-    return None
+    epoch = sampler.epoch_of(saved.state.step * config.grad_accum_steps)
+    warm_up_ddp_buckets(net, config_of_epoch(config, epoch), state.env)
+    same_layout = layout_of(config, state.env.world_size) == saved_layout(saved)
+    rank_state = saved.ranks[state.env.rank] if same_layout else reshard(saved.ranks, state.env.rank)
+    changes = changed_names(saved, fingerprint)
+    replicated = saved.state
+    if changes:
+        require_other_folder(saved, config.output_dir, sampler.steps_per_epoch)
+        replicated, rank_state = adapt(saved, rank_state, state, changes, sampler)
+    state.load(replicated, rank_state)
+    if not same_layout or changes:
+        seed_process(config.seed, state.env.rank, state.step)
+        return None
+    set_random_state(rank_state.random, state.env.device)
+    return rank_state.loader if schedules_agree(config, saved.config, epoch) else None
 
 
 def metrics_resume_point(

@@ -248,7 +248,8 @@ class Run:
                     for path in self.replaced:
                         path.unlink(missing_ok=True)
                     self.config.save(self.config.output_dir / "config.json")
-                    if self.metrics_cutoff in ((0, 0), (-1, -1)):  # a new run, or one from another folder
+                    # A new run, one from another folder, or accepted changes.
+                    if self.metrics_cutoff in ((0, 0), (-1, -1)) or self.config.accept_changes:
                         save_listing(self.config.output_dir, self.splits)
                     (self.config.output_dir / SUMMARY).unlink(missing_ok=True)
                     self.log.event(

@@ -38,7 +38,7 @@ def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: C
     facts = {
         "brisk": f"{__version__}, torch {torch.__version__}, DALI {DALI_VERSION}, timm {timm.__version__}",
         "model": _describe_model(run),
-        "images": f"{len(splits['train']):,} train, {len(splits['val']):,} val, {config.image_size} px",
+        "images": f"{len(splits['train']):,} train, {len(splits['val']):,} val, {_describe_sizes(config)}",
         "batch": f"{run.sampler.global_batch_size} = {config.batch_size} images x {env.world_size} processes"
         f" x {config.grad_accum_steps}; {run.sampler.steps_per_epoch} steps per epoch",
         "lr": f"{lr:g} = {config.lr:g} x {run.sampler.global_batch_size} / 256, {_describe_optimizer(run)}",
@@ -63,7 +63,7 @@ def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: C
     if changes := changed_flags(saved.config, config, env.world_size) if saved else []:
         facts["changed"] = ", ".join(changes)
     for name, fact in facts.items():
-        run.log.info(f"{name:>8}  {fact}")
+        run.log.info(f"{name:>8}  {fact}", indent=10)
     odd = describe_oddities(splits, run.sampler.steps_per_epoch) if env.is_main and saved is None else []
     for line in [*([unusual] if unusual else []), *odd, *run.warnings]:
         run.log.info(f"warning: {line}")
@@ -80,6 +80,11 @@ def _describe_optimizer(run: Run) -> str:
     named = {"momentum": group.get("momentum"), "betas": group.get("betas"), "weight decay": run.config.weight_decay}
     shown = (f"{name} {f'{value:g}' if isinstance(value, float) else value}" for name, value in named.items() if value)
     return ", ".join([run.config.optimizer, *shown])
+
+
+def _describe_sizes(config: ResolvedConfig) -> str:
+    schedules = {name: getattr(config, name) for name in ("resize_schedule", "augment_schedule")}
+    return f"{config.image_size} px" + "".join(f", {flag(name)} {text}" for name, text in schedules.items() if text)
 
 
 def _describe_model(run: Run) -> str:
@@ -114,8 +119,11 @@ def _describe_start(run: Run, saved: Checkpoint) -> str:
     if config.loader == "proxy" and state.step % run.sampler.steps_per_epoch:
         start += "; images continue in order, but the proxy loader resumes its random draws at epochs only"
     before = saved_layout(saved)
-    if before != layout_of(config, run.env.world_size):
-        start += f"; saved by {before}: every image still comes once, random draws begin anew"
+    now = layout_of(config, run.env.world_size)
+    if before != now:
+        start += f"; saved by {before}"
+        if before.global_batch_size == now.global_batch_size:
+            start += ": every image still comes once, random draws begin anew"
     return start
 
 

@@ -1,0 +1,81 @@
+"""`--accept-changes`: a run goes on although it differs from its checkpoint, and says what that means."""
+
+import shutil
+from pathlib import Path
+
+import torch
+
+from tests.conftest import TINY
+from tests.harness import assert_refused, launch_series, read_checkpoint, read_metrics
+from utils.data.listing import load_listing
+
+
+def steps(folder: Path) -> list[int]:
+    return [record["step"] for record in read_metrics(folder) if "train/loss" in record]
+
+
+def test_a_changed_run_goes_on(data: Path, tmp_path: Path) -> None:
+    first, forked, halved, more = (tmp_path / name for name in ("first", "forked", "halved", "more"))
+    shutil.copytree(data, more)
+    shutil.copy(more / "val/blue/blue-001.jpg", more / "train/blue/new.jpg")
+    plain = ("--data-dir", data, *TINY)
+    flags = (*plain, "--batch-size", 8)
+    path = first / "last.pt"
+    accept = ("--resume", path, "--accept-changes", "--epochs", 2)
+    tiny = ("--lr", 1e-12)
+    others = ("--seed", 7, "--optimizer", "adamw", "--ema-decay", 0.5, "--hflip", 0)
+    done = launch_series(
+        (*flags, "--epochs", 1, "--output-dir", first),
+        (*flags, "--epochs", 2, "--output-dir", first, "--seed", 7),
+        (*flags, *accept, *others, *tiny, "--output-dir", forked),
+        (*flags, *others, *tiny, "--epochs", 3, "--output-dir", forked),
+        (*plain, *accept, "--batch-size", 4, "--output-dir", first),
+        (*plain, *accept, "--batch-size", 4, *tiny, "--output-dir", halved),
+        (*flags, *accept, "--arch", "test_vit", "--output-dir", forked, "--overwrite"),
+        ("--data-dir", more, *flags[2:], *accept, "--momentum", 0.5, "--output-dir", first),
+    )
+    assert [run.status for run in done] == [0, 2, 0, 0, 2, 0, 2, 0], done
+    assert_refused(done[1], "(--seed: 0 then, 7 now)", f"go on with them by --resume {path} --accept-changes")
+    # Another seed, optimizer and flip, and a moving average: the weights are those of the checkpoint.
+    assert "accepted changes: --hflip: 0.5 then, 0 now; --optimizer: sgd then, adamw now; --momentum" in done[2].out
+    assert "the run is another from step 5 on; random draws begin anew; the state of the optimizer" in done[2].out
+    assert "the moving average begins with the weights of the checkpoint" in done[2].out
+    assert "accepted changes" not in done[3].out, "they are those of the run by then"
+    assert steps(forked) == list(range(6, 16))
+    # Epochs of another length.
+    reason = f"--accept-changes: an epoch has 10 steps instead of 5, and metrics.jsonl in --output-dir {first}"
+    assert_refused(done[4], reason, "give --name NEW")
+    assert "an epoch has 10 steps instead of 5" in done[5].out
+    assert steps(halved) == list(range(11, 21))
+    before, after = (read_checkpoint(folder, name) for folder, name in ((forked, "last-1.pt"), (halved, "last.pt")))
+    torch.testing.assert_close(before["model"]["fc.weight"], after["model"]["fc.weight"])
+    # What has other weights.
+    assert_refused(done[6], "--accept-changes: --arch cannot change within a run", f"--pretrained {path} --name NEW")
+    # In the same folder, with a file more.
+    assert "accepted changes: --momentum: 0.875 then, 0.5 now; train/ has 1 file more (blue/new.jpg)" in done[7].out
+    assert steps(first) == list(range(1, 11))
+    assert len(load_listing(first, "train")) == 42
+    saved = read_checkpoint(first)
+    assert [group["momentum"] for group in saved["optimizer"]["param_groups"]] == [0.5, 0.5]
+    assert len(saved["files"]["train"]["mtimes"]) == 42
+
+
+def test_the_epoch_under_way(data: Path, tmp_path: Path) -> None:
+    """Of a run that was stopped in mid-epoch: other order, other length, and another schedule, which is no change."""
+    flags = ("--data-dir", data, *TINY, "--epochs", 1)
+    cut, longer = tmp_path / "cut", tmp_path / "longer"
+    path = cut / "last.pt"
+    stop = ("--time-limit", 0.001)
+    changed = ("--resume", path, "--accept-changes")
+    done = launch_series(
+        (*flags, "--batch-size", 8, "--output-dir", cut, *stop),
+        (*flags, "--batch-size", 4, *changed, "--output-dir", longer, *stop),
+        (*flags, "--batch-size", 8, *changed, "--seed", 3, "--output-dir", cut, *stop),
+        (*flags, "--batch-size", 8, "--seed", 3, "--augment-schedule", "0:trivialaugment", "--output-dir", cut),
+    )
+    assert [run.status for run in done] == [143, 143, 143, 0], done
+    assert "an epoch has 10 steps instead of 5, and the epoch under way begins anew" in done[1].out
+    assert steps(longer) == [1]
+    assert "the epoch under way goes on in another order, with some images twice and others not at all" in done[2].out
+    assert "image size or policy of the epoch under way is another: its random draws begin anew" in done[3].out
+    assert steps(cut) == [1, 2, 3, 4, 5]
