@@ -19,6 +19,7 @@ from tests.harness import ROOT, launch_forked, read_checkpoint, tracked_files
 from tests.pages import USER_PAGES, Block, Command, anchors, blocks, code_spans, commands, links
 from tests.test_contract import PROGRAMS
 from utils.cli import TRAIN
+from utils.config import flag, flag_fields, flag_info
 from utils.errors import UserError
 
 PAGES = tracked_files("*.md")
@@ -36,10 +37,7 @@ FOREIGN_FLAGS = {
     "docker": {"--shm-size", "--ipc"},
 }
 # Flags that pages describe before the change that adds them is merged.
-COMING = {
-    "--val-split", "--val-fraction", "--eval-every", "--patience", "--accept-changes", "--augment-schedule",
-    "--resize-schedule",
-}  # fmt: skip
+COMING = {"--val-split", "--val-fraction", "--eval-every", "--patience"}
 MODEL = "test_resnet"  # instead of resnet50
 RUN = f"runs/imagenet-{MODEL}"
 
@@ -123,6 +121,12 @@ def test_flags_between_backticks_exist(path: Path) -> None:
     known = ours | COMING | {"--help", "--version"} | set().union(*FOREIGN_FLAGS.values())
     found = {flag for span in code_spans(path) for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]*", span)}
     assert found - known == set()
+
+
+def test_flags_of_a_resume_are_documented() -> None:
+    fields = [field for field in flag_fields() if flag_info(field).role != "free"]
+    spans = " ".join(code_spans(ROOT / "docs" / "reliability.md"))
+    assert [field.name for field in fields if not re.search(rf"{flag(field.name)}(?![\w-])", spans)] == []
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -252,6 +256,7 @@ def test_commands_of_the_pages_run(data: Path, tmp_path: Path) -> None:
     check_classes(outputs)
     check_accuracy(tmp_path, RUN)
     check_accuracy(tmp_path, "runs/strong")
+    check_keys(tmp_path / "runs" / "strong" / "best.pt")
     check_better_network(tmp_path / "runs" / "strong" / "best.pt", tmp_path / "changed.pt")
 
 
@@ -266,6 +271,7 @@ def check_outputs(root: Path, outputs: dict[str, str]) -> None:
     assert "82 files: 0 bad, 0 suspicious" in output_of(outputs, "check_dataset.py")[0]
     assert re.search(rf"{RUN} +finished", output_of(outputs, "scripts/runs.py")[0])
     assert "from scratch" in output_of(outputs, "config.json")[0]
+    assert "accepted changes: --mixup: 0 then, 0.2 now" in output_of(outputs, "--accept-changes")[0]
 
 
 def check_classes(outputs: dict[str, str]) -> None:
@@ -273,6 +279,13 @@ def check_classes(outputs: dict[str, str]) -> None:
     (location,) = (block.where for block in BLOCKS if block.comment == "name: classify.py")
     printed = re.findall(r"^[\d.]+%  (\w+)$", outputs[location], re.MULTILINE)
     assert sorted(printed) == ["blue", "green", "red"]
+
+
+def check_keys(best: Path) -> None:
+    """docs/checkpoints.md has every key of a checkpoint, and its format."""
+    saved, page = read_checkpoint(best.parent, best.name), ROOT / "docs" / "checkpoints.md"
+    assert {*saved, *saved["ranks"][0]} - set(code_spans(page)) == set()
+    assert f"| `format` | {saved['format']}:" in page.read_text()
 
 
 def classify_module() -> dict[str, Any]:
