@@ -85,7 +85,9 @@ def create_model(arch: str, num_classes: int, pretrained: bool = False, image_si
     sized = timm.get_pretrained_cfg(arch)
     options = {"img_size": image_size} if sized is not None and sized.fixed_input_size else {}
     try:
-        model: nn.Module = timm.create_model(arch, pretrained=pretrained, num_classes=num_classes, **options)
+        with warnings.catch_warnings():  # another name for the same network is no concern of the user's
+            warnings.filterwarnings("ignore", "Mapping deprecated model name", module=r"timm\.models")
+            model: nn.Module = timm.create_model(arch, pretrained=pretrained, num_classes=num_classes, **options)
     except Exception as error:
         reason = first_line(error, 200)
         if pretrained:

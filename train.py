@@ -208,7 +208,7 @@ def run(config: TrainConfig) -> None:
         if not built.is_finished():
             train(built)
             built.require_saved()
-            write_summary(built)
+            write_summary(built, settings.cpu_threads)
 
 
 def main(argv: Sequence[str]) -> int:

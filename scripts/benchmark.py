@@ -3,9 +3,9 @@
 
     scripts/benchmark.py --data-dir DIR --arch resnet50 --output-dir runs/benchmark
 
-Prints a table and a verdict; writes benchmark.json and benchmark.png to --output-dir. DIR holds train/CLASS/*.jpg or
-CLASS/*.jpg; without it, images are generated. Empty files are excluded and named; one that cannot be decoded ends the
-benchmark when a loader meets it.
+Prints its progress, a table and a verdict; writes benchmark.json and benchmark.png to --output-dir. DIR holds
+train/CLASS/*.jpg or CLASS/*.jpg; without it, images are generated. Empty files are excluded and named; one that cannot
+be decoded ends the benchmark when a loader meets it.
 
 The benchmark measures every loader alone, the step of train.py on one synthetic batch, the same step with every loader,
 and reading the files without decoding them, from the page cache if they have been read before.
@@ -146,7 +146,7 @@ def benchmark(options: Options, argv: Sequence[str]) -> None:
     verdict = diagnose(measurements)
     write_json(config.output_dir / "benchmark.json", benchmark_json(facts, measurements, verdict))
     draw_chart(config.output_dir / "benchmark.png", facts, measurements)
-    print(f"{table(measurements)}\n\n{format_verdict(verdict)}\n\n{config.output_dir}: benchmark.json, benchmark.png")
+    print(f"\n{table(measurements)}\n\n{format_verdict(verdict)}\n\n{config.output_dir}: benchmark.json, benchmark.png")
 
 
 PROGRAM = Program("benchmark.py", read_options)

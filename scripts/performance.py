@@ -24,6 +24,7 @@ if __name__ == "__main__":
 import typer
 
 from scripts.launcher import run_with_limit, stop_on_sigterm
+from utils.benchmark.verdict import Rate, is_same
 from utils.cli import REQUIRED, Program, number_option, train_flag, with_train_flags
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, UserError
 from utils.files import check_writable
@@ -95,7 +96,8 @@ def rows(output_dir: Path) -> Iterator[str]:
         for loader, rate in found["training"].items():
             if loader == "synthetic":
                 continue
-            share = f"{rate['median'] / synthetic['median']:.3f}"
+            same = is_same(*(Rate(tuple(one["windows"])) for one in (rate, synthetic)))
+            share = "no difference" if same else f"{rate['median'] / synthetic['median']:.3f}"
             rates = (shown(synthetic), shown(rate), share, shown(found["alone"][loader]))
             yield f"| {' | '.join((f'{name}, {loader}', str(found['workers']), str(found['batch_size']), *rates))} |"
 

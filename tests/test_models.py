@@ -17,6 +17,10 @@ ARCH = "test_resnet"
 Weights = dict[str, Tensor]
 
 
+def test_an_old_name_builds_without_a_warning() -> None:
+    assert isinstance(create_model("vit_tiny_patch16_224_in21k", 3), nn.Module)
+
+
 @pytest.mark.parametrize("arch", ["resnet50", "resnet50.a1_in1k", "efficientnet_b0", "test_vit"])
 def test_names_that_timm_knows(arch: str) -> None:
     check_arch(arch)

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from utils.benchmark.verdict import LoaderMeasurement, Measurements, Rate, diagnose
+from utils.benchmark.report import format_verdict, table
+from utils.benchmark.verdict import LoaderMeasurement, Measurements, Rate, diagnose, show_share
 
 
 def rate(median: float, spread: float = 0.01) -> Rate:
@@ -68,7 +69,27 @@ def test_bound_and_limit(alone: float, training: float, values: dict[str, Any], 
     assert (verdict.bound, verdict.limit) == (bound, limit)
     median = values.get("synthetic", rate(1000)).median
     assert verdict.share == pytest.approx(training / median)
-    assert f"{training / median:.1%}" in verdict.summary[0]
+
+
+@pytest.mark.parametrize(
+    ("training", "spread", "shown"),
+    [
+        (1013, 0.01, "no difference"),
+        (1013, 0.0, "no difference"),
+        (991, 0.01, "no difference"),
+        (989, 0.01, "98.9%"),
+        (999.6, 0.0, "no difference"),  # it would be shown as 100.0 %
+        (960, 0.05, "no difference"),
+        (290, 0.05, "29.0%"),
+    ],
+)
+def test_a_share_within_the_noise_is_no_difference(training: float, spread: float, shown: str) -> None:
+    one = dataclasses.replace(loader("dali-fused", 9000, training), training=rate(training, spread))
+    both = measurements(one, synthetic=rate(1000, spread))
+    assert show_share(one.training, both.synthetic) == shown
+    assert f" {shown}" in diagnose(both).summary[2]
+    line = table(both).splitlines()[3]
+    assert f"  {shown}  " in line
 
 
 @pytest.mark.parametrize(("data_wait", "bound", "limit"), [(0.19, "compute", "gpu"), (0.21, "input", "cpu threads")])
@@ -87,17 +108,39 @@ def test_busy_threads_limit(busy: float, limit: str) -> None:
 def test_busy_cores_limit_more_workers_than_they_are(busy: float, limit: str) -> None:
     verdict = diagnose(measurements(loader("dali-fused", 300, 290, cores_busy=busy), workers=32, cores=4))
     assert verdict.limit == limit
-    assert f"{busy:.1f} of 4 CPU threads are busy" in verdict.summary[1]
-    assert any("more than 4 CPU threads" in line for line in verdict.advice) == (limit == "cpu threads")
+    assert f"The loader alone keeps {busy:.1f} of 4 CPU threads busy." in verdict.summary
+    assert any("all 4 are in use" in line for line in verdict.advice) == (limit == "cpu threads")
+    assert not any("--workers" in line for line in verdict.advice)
+
+
+@pytest.mark.parametrize(
+    ("workers", "busy", "training", "on_gpu", "more"),
+    [
+        (8, 7.5, 250, True, True),
+        (16, 15.0, 250, True, False),  # as many as there are
+        (15, 14.0, 290, True, False),  # 14 of 16 are in use
+        (8, 7.5, 250, False, True),  # 6 by the loader, 4 by the step
+        (8, 7.5, 520, False, False),  # 8 by the step
+    ],
+)
+def test_more_workers_are_advised_where_threads_are_idle(
+    workers: int, busy: float, training: float, on_gpu: bool, more: bool
+) -> None:
+    one = loader("dali-fused", max(300, training), training, cores_busy=busy, data_wait=0.9)
+    verdict = diagnose(measurements(one, workers=workers, cores=16, on_gpu=on_gpu))
+    assert (verdict.bound, verdict.limit) == ("input", "cpu threads")
+    assert any("Give --workers more than 8" in line for line in verdict.advice) == more
+    assert any("all 16 are in use" in line for line in verdict.advice) != more
 
 
 def test_balanced_has_no_limit() -> None:
     verdict = diagnose(measurements(loader("dali-fused", 300, 600), synthetic=rate(1000, spread=0.5)))
     assert verdict.summary == (
-        "Balanced, within the noise: fed by DALI, fused decode, training runs at 600 images/s, 60.0% of the same step "
-        "on synthetic images.",
-        "The limit is not known: the range of the windows is 100.0% of their median, and no more than half of that is "
-        "missing; alone, the loader delivers 0.30 x what the step takes.",
+        "The limit is not known: the noise of the measurement is as large as the difference.",
+        "Training runs at 600 images/s with DALI, fused decode.",
+        "The same step runs at 1,000 images/s on synthetic images: no difference.",
+        "The loader alone delivers 300 images/s.",
+        "The range of the windows is 100.0% of their median.",
     )
     assert verdict.advice == ("Measure again on a quiet machine, or with a longer --window-seconds.",)
 
@@ -131,30 +174,43 @@ def test_ample_alone_but_late_beside_the_step(alone: float, limit: str) -> None:
     assert any("CUDA_DEVICE_MAX_CONNECTIONS" in line for line in verdict.advice) == (limit == "contention")
     assert diagnose(measurements(slow, jpeg_engines=7, on_gpu=False)).limit == "decoder"
     advised = diagnose(measurements(loader("dali-full", 3000, 770, data_wait=0.2), unused=("--cuda-graph",))).advice
-    assert advised[-1].startswith("try --cuda-graph; leave")
+    assert advised[-3:-1] == ("Add --cuda-graph.", "Leave CUDA_DEVICE_MAX_CONNECTIONS unset.")
 
 
 def test_the_text_fits_the_bound() -> None:
     starved = diagnose(measurements(loader("dali-fused", 250, 250, cores_busy=7.5)))
-    assert starved.summary[0].startswith("Input-bound")
-    assert "4.00 x as fast" in starved.summary[0]
-    assert "0.25 x what the step takes; 7.5 of 8 CPU threads are busy" in starved.summary[1]
-    assert any("more than 8 CPU threads, and as many --workers" in line for line in starved.advice)
-    spared = diagnose(measurements(loader("dali-fused", 250, 250, cores_busy=7.5), cores=16))
-    assert any("--workers more than 8: the process may run on 16" in line for line in spared.advice)
+    assert starved.summary[0] == "Training is limited by the CPU threads of the loader."
+    assert "Training would be 4.00 x as fast with a loader that is never late." in starved.summary
+    assert "The loader alone keeps 7.5 of 8 CPU threads busy." in starved.summary
+    assert any("all 8 are in use" in line for line in starved.advice)
     assert any("500 x 375 px" in line for line in starved.advice)
     heavy = diagnose(measurements(loader("dali-fused", 4000, 940), unused=("--compile",)))
-    assert heavy.summary[0].startswith("Compute-bound")
-    assert "loading costs 6.0%" in heavy.summary[1]
-    assert heavy.advice == (
-        "The network costs the time: --compile, a smaller --arch or a smaller --image-size would speed it up.",
-    )
+    assert heavy.summary[0] == "Training is limited by the GPU."
+    assert "Loading costs 6.0%, as it shares the device with the step." in heavy.summary
+    assert heavy.advice == ("Add --compile.", "Use a smaller --arch or a smaller --image-size.")
+    cpu = diagnose(measurements(loader("dali-fused", 4000, 1000), on_gpu=False))
+    assert cpu.summary[0] == "Training is limited by the training step on the CPU."
     disk = diagnose(measurements(loader("dali-fused", 250, 250), files=rate(260), image_width=224, image_height=224))
-    assert disk.advice == ("Copy the images to a local disk, or into memory (/dev/shm).",)
-    assert "260 a second" in disk.summary[1]
+    assert disk.summary[0] == "Training is limited by reading the files."
+    assert disk.advice == ("Copy the images to a local disk, or into memory (/dev/shm) if they fit.",)
+    assert "The files can be read, not decoded, at 260 a second." in disk.summary
     decoder = diagnose(measurements(loader("dali-fused", 250, 250), image_size=320))
+    assert decoder.summary[0] == "Training is limited by decoding."
     assert decoder.advice == ()  # 375 px for 320 px: nothing to gain there
-    assert "200.0 x as fast" in decoder.summary[1]
+    assert "The files can be read, not decoded, at 50,000 a second." in decoder.summary
+    late = diagnose(measurements(loader("dali-full", 3000, 770, data_wait=0.2)))
+    assert late.summary[0] == "Training is limited by contention between loader and step."
+    assert any("only beside the step" in line for line in late.summary)
+
+
+def test_cause_evidence_and_remedy_are_a_line_each() -> None:
+    verdict = diagnose(measurements(loader("dali-fused", 250, 250)))
+    title, cause, evidence, remedy, *_ = format_verdict(verdict).splitlines()
+    assert (title, cause) == ("Verdict", "Training is limited by decoding.")
+    assert evidence == f"Evidence: {' '.join(verdict.summary[1:])}"
+    assert remedy.startswith("Remedy: Store the images smaller:")
+    nothing = diagnose(measurements(loader("dali-fused", 250, 250), image_size=320))
+    assert "Remedy: None follows from these measurements." in format_verdict(nothing).splitlines()
 
 
 def test_the_fastest_loader_of_the_trainer_is_advised() -> None:

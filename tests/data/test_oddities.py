@@ -27,6 +27,8 @@ def test_classes_and_steps(tmp_path: Path) -> None:
         assert [line[: len(text)] for line in lines] == ([text] if text else [])
     (line,) = describe_oddities(splits_of(tmp_path / "6"), steps_per_epoch=9)
     assert line == "9 steps per epoch, as train/ has 6 images: a smaller --batch-size gives more"
+    (line,) = describe_oddities(splits_of(tmp_path / "6"), steps_per_epoch=1)
+    assert line.startswith("1 step per epoch, ")
 
 
 def test_copies(data: Path, tmp_path: Path) -> None:

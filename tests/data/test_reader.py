@@ -162,7 +162,7 @@ def test_a_bad_image_has_the_name_that_its_format_gives_it(
     stored = store(scan(data, "train"), tmp_path / "store")
     (tmp_path / "store" / "15").write_bytes(b"no image")
     config = resolved(loader=loader, image_size=32, val_resize=36, batch_size=8)
-    with pytest.raises(BadFile, match=f"store:{stored.name(3)}: no image that"):
+    with pytest.raises(BadFile, match=f"store:{stored.name(3)}: a text file, not an image"):
         list(pipelines.create_val_loader(config, stored, cpu))
 
 

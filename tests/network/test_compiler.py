@@ -1,5 +1,6 @@
 """The folder that keeps compiled networks, and what makes torch compile again."""
 
+import logging
 import os
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from tests.harness import ROOT, launch
-from utils.network.compiler import enable_compile_cache
+from utils.network.compiler import compile_network, enable_compile_cache
 
 
 @pytest.fixture
@@ -23,6 +24,19 @@ def test_compiled_kernels_land_in_the_users_cache(variables: pytest.MonkeyPatch,
     enable_compile_cache()
     torch.compile(lambda images: images.sin() + images.cos())(torch.ones(7))
     assert list((tmp_path / "brisk").glob("compiled/**/*.py")), "no generated code"
+
+
+def test_a_toolkit_without_a_gpu_is_not_logged() -> None:
+    compile_network(torch.nn.Linear(2, 2))
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("torch.utils.cpp_extension")
+    logger.addHandler(handler)
+    logger.warning("No CUDA runtime is found, using CUDA_HOME='%s'", "/usr/local")
+    logger.warning("another")
+    logger.removeHandler(handler)
+    assert records == ["another"]
 
 
 FRESH_PROCESS = """

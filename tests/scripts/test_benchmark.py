@@ -16,6 +16,7 @@ from tests.conftest import SOCKETS_ARE_ELSEWHERE, Refused, write_images
 from tests.contract import assert_keys
 from tests.harness import ROOT, error_line, launch, launch_forked
 from utils.benchmark.report import COLOURS
+from utils.benchmark.verdict import Rate, is_same
 
 BENCHMARK = ROOT / "scripts" / "benchmark.py"
 LOADERS = ("dali_fused", "dali_full", "torch", "timm")
@@ -75,8 +76,9 @@ def test_table_of_several_runs(finished: tuple[dict[str, Any], Path, str], tmp_p
     shutil.copytree(output_dir, tmp_path / "resnet18")
     _, _, *lines = performance.rows(tmp_path)
     assert [line.split(" | ")[0] for line in lines] == [f"| resnet18, {name}" for name in LOADERS]
-    share = result["training"]["torch"]["median"] / result["synthetic_throughput"]
-    assert f" | {share:.3f} | {result['alone']['torch']['median']:,.0f} (" in lines[2]
+    torch, synthetic = (Rate(tuple(result["training"][name]["windows"])) for name in ("torch", "synthetic"))
+    share = "no difference" if is_same(torch, synthetic) else f"{torch.median / synthetic.median:.3f}"
+    assert f" | {share} | {result['alone']['torch']['median']:,.0f} (" in lines[2]
 
 
 def test_json_agrees_with_itself(finished: tuple[dict[str, Any], Path, str]) -> None:
@@ -114,6 +116,17 @@ def test_table_and_verdict_are_printed(finished: tuple[dict[str, Any], Path, str
         assert f"{result['training'][name]['median']:,.0f} (" in line
     for sentence in (*result["verdict"]["summary"], *result["where_dali_wins"], *result["where_dali_loses"]):
         assert sentence in printed
+
+
+def test_each_measurement_is_a_line(finished: tuple[dict[str, Any], Path, str]) -> None:
+    result, _, printed = finished
+    count = 6 * len([*result["alone"], *result["training"]])
+    lines = [line for line in printed.splitlines() if line.endswith(" left")]
+    assert [line.split("/")[0].strip() for line in lines] == [str(number + 1) for number in range(count)]
+    assert (
+        f"{count}/{count}  training with timm's loader: {result['training']['timm']['windows'][-1]:,.0f} images/s"
+        in (lines[-1])
+    )
 
 
 def test_chart_is_a_picture(finished: tuple[dict[str, Any], Path, str]) -> None:

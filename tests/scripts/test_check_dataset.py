@@ -65,7 +65,7 @@ def test_any_tree_with_bad_and_suspicious_files(tmp_path: Path, capsys: pytest.C
     assert_keys("bad_files.json", json.loads((out / "bad_files.json").read_text()))
     bad = named_bad(out)
     assert set(bad) == {str(path.relative_to(tmp_path / "tree")) for path in [*names, *irregular]}
-    assert bad["of/any/depth/two\nlines.jpg"] == "no image that DALI reads"
+    assert bad["of/any/depth/two\nlines.jpg"] == "a text file, not an image"
     assert f"bad, training would end at them: {len(bad)}\n" in done.out
     assert "named .png, holds jpeg; the same content as of/any/depth/good.jpg  of/any/depth/other name.png" in done.out
     assert "of/any/depth/two\\nlines.jpg\n" in done.out  # a line for a file, and no escape sequence

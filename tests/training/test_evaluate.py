@@ -15,7 +15,7 @@ from tests.conftest import TINY, resolved
 from tests.harness import launch, launch_series
 from utils.data.formats.folder import scan_splits
 from utils.distributed.group import DistEnv
-from utils.training.evaluate import evaluate
+from utils.training.evaluate import _shown, evaluate
 from utils.training.optim import create_ema
 
 CONFIG = resolved(batch_size=4, image_size=32, val_resize=36, workers=1, hw_decoder_load=0.65, prefetch=2)
@@ -162,3 +162,9 @@ def change_weights(model: nn.Module) -> None:
             parameter.add_(torch.randn_like(parameter))
         elif parameter.ndim == 1 and name.endswith("weight"):
             parameter.fill_(1)
+
+
+def test_numbers_are_rounded_on_the_screen() -> None:
+    result = {"checkpoint": "last.pt", "image_size": 32, "top1": 100 / 3, "ema_top5": 100.0, "ema_loss": 1.12646596}
+    shown = [f"{key} {_shown(key, value)}" for key, value in result.items()]
+    assert shown == ["checkpoint last.pt", "image_size 32", "top1 33.33", "ema_top5 100.00", "ema_loss 1.1265"]

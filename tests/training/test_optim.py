@@ -42,6 +42,16 @@ def rates(config: ResolvedConfig, steps_per_epoch: int) -> list[float]:
     return found
 
 
+def test_a_run_of_one_step_has_the_peak_and_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert rates(resolved(epochs=1, warmup_epochs=0, lr=0.1), 1) == [0.2]
+    assert rates(resolved(epochs=2, warmup_epochs=1, lr=0.1), 1) == [0.2, 0.2]
+    assert caplog.records == []
+
+
+def test_optimizers_give_no_warning_of_their_own() -> None:
+    create_optimizer(resolved(optimizer="kron"), torch.nn.Linear(2, 2), 256)
+
+
 def test_lr_is_per_256_images() -> None:
     assert scaled_lr(0.1, 1024) == pytest.approx(0.4)
 

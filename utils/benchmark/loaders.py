@@ -16,7 +16,7 @@ from torch import Tensor
 import models
 import pipelines
 from utils.benchmark.measure import Case, settle, synchronize
-from utils.benchmark.verdict import TIMM_POLICIES
+from utils.benchmark.verdict import TIMM_POLICIES, TITLES
 from utils.config import ResolvedConfig, TrainConfig
 from utils.data.batch import Batch, TrainLoader
 from utils.data.dali import NUM_PIPELINES
@@ -149,12 +149,12 @@ class Loader:
 
     def alone(self) -> Case:
         """The loader without a training step."""
-        return Case(f"{self.name} alone", self.stream.__next__, self.stream, self.queue, self.stride)
+        return Case(f"{TITLES[self.name]}, alone", self.stream.__next__, self.stream, self.queue, self.stride)
 
     def training(self, run: Run, train_step: TrainStep) -> Case:
         """The step of train.py on batches of the loader."""
         real_run = with_loader(run, self.stream)
-        name, meter = f"training, {self.name}", run.state.meter
+        name, meter = f"training with {TITLES[self.name]}", run.state.meter
         return Case(name, lambda: train_step(real_run), self.stream, self.queue, self.stride, meter)
 
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
-from tqdm import tqdm
 
+from utils.benchmark.progress import Progress
 from utils.distributed.process import read_stat
 from utils.errors import Stopped
 from utils.training.metrics import Meter
@@ -38,7 +38,7 @@ class Case:
     """One thing to measure.
 
     Attributes:
-        name: for the progress bar.
+        name: for the progress.
         step: the timed function, for one batch.
         stream: the source of its batches; None if it needs none.
         queue: batches that `stream` may keep ready.
@@ -69,6 +69,10 @@ class Window:
     cpu_seconds: float
     data_wait: float
 
+    def rate(self, batch_size: int) -> float:
+        """Images per second."""
+        return self.steps * batch_size / self.seconds
+
 
 def measure(cases: Sequence[Case], run: Run, windows: int, window_seconds: float) -> list[list[Window]]:
     """`windows` windows of each case, interleaved, after one of each that is discarded.
@@ -76,32 +80,34 @@ def measure(cases: Sequence[Case], run: Run, windows: int, window_seconds: float
     Raises:
         Stopped: a signal came.
     """
-    device = run.env.device
+    device, batch_size = run.env.device, run.config.batch_size
     run.state.model.train()
-    with tqdm(total=(windows + 1) * len(cases), unit="window", disable=None, leave=False) as bar:
+    with Progress([case.name for case in cases], windows, window_seconds) as progress:
 
         def measure_once(case: Case, steps: int) -> Window:
-            bar.set_description(case.name)
             window = _measure_window(case, steps, device)
             if run.stop.should_stop():
                 raise Stopped
             return window
 
-        def calibrate(case: Case) -> int:
+        def calibrate(number: int, case: Case) -> int:
+            progress.start(number)
             steps = case.stride
             measure_once(case, steps)  # compiles
             while (window := measure_once(case, steps)).seconds < window_seconds / 4:
                 steps *= 2
-            bar.update()
+            progress.finish(number, window.rate(batch_size))
             needed = max(MIN_STEPS, window_seconds * steps / window.seconds)
             return math.ceil(needed / case.stride) * case.stride
 
-        steps = [calibrate(case) for case in cases]
+        steps = [calibrate(number, case) for number, case in enumerate(cases)]
         results: list[list[Window]] = [[] for _ in cases]
         for _ in range(windows):
-            for case, count, result in zip(cases, steps, results, strict=True):
-                result.append(measure_once(case, count))
-                bar.update()
+            for number, case in enumerate(cases):
+                progress.start(number)
+                window = measure_once(case, steps[number])
+                progress.finish(number, window.rate(batch_size))
+                results[number].append(window)
     return results
 
 

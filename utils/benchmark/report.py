@@ -1,10 +1,24 @@
 """Output of a benchmark: its table, its verdict as text, benchmark.json and benchmark.png.
 
-Units in benchmark.json: rates ({"median", "min", "max", "windows"}, and keys that end in `_throughput`) in images/s;
-`ratio` is dali_throughput / pytorch_throughput, in training; `real_to_synthetic` is dali_throughput /
-synthetic_throughput, where DALI is the faster of its paths; `cpu_seconds_per_1000_images` and `cpu_cores_busy` of each
-loader alone, worker processes included; `data_wait` as in metrics.jsonl; `first_batch_seconds` and `gpu_memory_mb`
-once, while the loader is opened (the first DALI path also loads the library). What was not measured is null.
+Keys of benchmark.json besides the facts about the run and the machine. Rates are in images/s. What was not measured is
+null.
+
+- `alone`, `training`: rates of each loader without a training step, and of the training step with its batches:
+  {"median", "min", "max", "windows"}. `alone.files` is reading without decoding, `training.synthetic` the step on a
+  synthetic batch.
+- `dali_throughput`, `pytorch_throughput`, `timm_throughput`, `synthetic_throughput`: medians of `training`. DALI's is
+  that of its decode path which trains faster.
+- `ratio`: dali_throughput / pytorch_throughput. `real_to_synthetic`: dali_throughput / synthetic_throughput; what
+  exceeds 1 is noise.
+- `where_dali_wins`, `where_dali_loses`: sentences that compare that decode path with each loader that is not DALI's.
+  Time to the first batch and GPU memory are the larger of both decode paths, as the first one also loads the library.
+- `sources`: for each of these figures its `path`, the loaders and decode paths that it is of, and its `measurement`,
+  the keys that it is computed from.
+- `verdict`: `bound`, `limit` and `share` by the rules of verdict.py; `feed`, the loader that they are of; `summary`,
+  the cause and its evidence; `advice`, the remedies.
+- `cpu_seconds_per_1000_images`, `cpu_cores_busy`: of each loader alone, worker processes included.
+- `data_wait`: of `training`, as in metrics.jsonl.
+- `first_batch_seconds`, `gpu_memory_mb`: measured once, while the loader is opened.
 """
 
 import io
@@ -15,9 +29,10 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from utils.benchmark.verdict import TITLES, Measurements, Rate, Verdict
+from utils.benchmark.verdict import FLAGS, TITLES, Measurements, Rate, Verdict, show_share
 from utils.files import atomic_write_bytes
 
+LABELS_AT = 1.2  # right end of the numbers in the chart, in parts of the longest bar
 COLOURS = {"dali-fused": "#0072B2", "dali-full": "#56B4E9", "torch": "#E69F00", "timm": "#CC79A7"}  # Okabe and Ito's
 
 
@@ -45,6 +60,7 @@ def benchmark_json(facts: dict[str, Any], measurements: Measurements, verdict: V
         "real_to_synthetic": dali / synthetic if dali else None,
         "where_dali_wins": verdict.where_dali_wins,
         "where_dali_loses": verdict.where_dali_loses,
+        "sources": _sources(measurements, verdict),
         "warnings": verdict.warnings,
         "verdict": {
             "bound": verdict.bound,
@@ -65,6 +81,43 @@ def benchmark_json(facts: dict[str, Any], measurements: Measurements, verdict: V
     }
 
 
+def _sources(measurements: Measurements, verdict: Verdict) -> dict[str, dict[str, str | None]]:
+    """What each figure is of, and from which measurement; null for a figure that is null."""
+    names = [loader.name for loader in measurements.loaders]
+    dali = verdict.loader if verdict.loader.startswith("dali") else None
+    others = [name for name in names if not name.startswith("dali")]
+    synthetic = "synthetic images, no loader"
+
+    def source(path: str | None, measurement: str) -> dict[str, str | None]:
+        return {"path": path, "measurement": measurement if path else None}
+
+    def path(name: str | None) -> str | None:
+        return _path(name) if name in names else None
+
+    def median(name: str | None) -> str:
+        return f"training.{(name or '').replace('-', '_')}.median"
+
+    both = f"{path(dali)} / {path('torch')}" if dali and "torch" in names else None
+    compared = f"{path(dali)} against {', '.join(map(_path, others))}" if dali and others else None
+    claims = "alone, training, cpu_seconds_per_1000_images, first_batch_seconds, gpu_memory_mb"
+    return {
+        "pytorch_throughput": source(path("torch"), median("torch")),
+        "dali_throughput": source(path(dali), median(dali)),
+        "timm_throughput": source(path("timm"), median("timm")),
+        "synthetic_throughput": source(synthetic, median("synthetic")),
+        "ratio": source(both, "dali_throughput / pytorch_throughput"),
+        "real_to_synthetic": source(
+            f"{path(dali)} / {synthetic}" if dali else None, "dali_throughput / synthetic_throughput"
+        ),
+        "where_dali_wins": source(compared, claims),
+        "where_dali_loses": source(compared, claims),
+    }
+
+
+def _path(name: str) -> str:
+    return f"{TITLES[name]} ({FLAGS.get(name, 'timm.data.create_loader')})"
+
+
 def _rate(rate: Rate) -> dict[str, Any]:
     windows = rate.windows
     return {"median": rate.median, "min": min(windows), "max": max(windows), "windows": list(windows)}
@@ -83,12 +136,14 @@ def table(measurements: Measurements) -> str:
         ["files, not decoded", shown(measurements.files), "", "", "", "", "", ""],
     ]
     for loader in measurements.loaders:
-        share = loader.training.median / measurements.synthetic.median
         memory = "" if loader.gpu_memory is None else f"{loader.gpu_memory:,.0f}"
-        rows.append(
-            [TITLES[loader.name], shown(loader.alone), shown(loader.training), f"{share:.1%}",
-             f"{loader.data_wait:.1%}", f"{loader.cpu_seconds:.2f}", f"{loader.first_batch:.1f} s", memory]
-        )  # fmt: skip
+        training = [
+            shown(loader.training),
+            show_share(loader.training, measurements.synthetic),
+            f"{loader.data_wait:.1%}",
+        ]
+        costs = [f"{loader.cpu_seconds:.2f}", f"{loader.first_batch:.1f} s", memory]
+        rows.append([TITLES[loader.name], shown(loader.alone), *training, *costs])
     columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
     widths = [max(map(len, column)) for column in columns]
     lines = zip(*columns, strict=True)
@@ -100,9 +155,11 @@ def table(measurements: Measurements) -> str:
 
 def format_verdict(verdict: Verdict) -> str:
     """The verdict for people."""
-    lists = {"What to change": verdict.advice, "Where DALI wins": verdict.where_dali_wins,
-             "Where DALI loses": verdict.where_dali_loses, "Warnings": verdict.warnings}  # fmt: skip
-    parts = ["Verdict", *verdict.summary]
+    cause, *evidence = verdict.summary
+    remedy = " ".join(verdict.advice) or "None follows from these measurements."
+    parts = ["Verdict", cause, f"Evidence: {' '.join(evidence)}", f"Remedy: {remedy}"]
+    lists = {"Where DALI wins": verdict.where_dali_wins, "Where DALI loses": verdict.where_dali_loses,
+             "Warnings": verdict.warnings}  # fmt: skip
     for title, lines in lists.items():
         if lines:
             parts += [f"{title}:", *(f"  - {line}" for line in lines)]
@@ -110,7 +167,12 @@ def format_verdict(verdict: Verdict) -> str:
 
 
 def draw_chart(path: Path, facts: dict[str, Any], measurements: Measurements) -> None:
-    """Bars of the medians, lines from the slowest to the fastest window: PNG, 1,200 px wide."""
+    """Write `create_chart` as PNG, 1,200 px wide."""
+    write_png(path, create_chart(facts, measurements))
+
+
+def create_chart(facts: dict[str, Any], measurements: Measurements) -> Figure:
+    """Bars of the medians, lines from the slowest to the fastest window; a dashed line is the synthetic step."""
     figure = Figure(figsize=(10, 1.7 + 0.5 * len(measurements.loaders)), dpi=120, layout="constrained")
     alone, training = figure.subplots(1, 2, sharey=True)
     _draw_panel(alone, "Loader alone", measurements, [loader.alone for loader in measurements.loaders])
@@ -123,7 +185,7 @@ def draw_chart(path: Path, facts: dict[str, Any], measurements: Measurements) ->
         f"Medians of {facts['windows']} windows, lines: their range.",
         x=0.01, ha="left", fontsize=8, color="#555555",
     )  # fmt: skip
-    write_png(path, figure)
+    return figure
 
 
 def write_png(path: Path, figure: Figure) -> None:
@@ -145,15 +207,14 @@ def _draw_panel(axes: Axes, title: str, measurements: Measurements, rates: Seque
         measurements.synthetic.median,
         max(*(max(rate.windows) for rate in rates), measurements.synthetic.median),
     )
-    paper = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # the dashed line must not cross a number
-    for row, rate in enumerate(rates):
-        axes.text(max(rate.windows) + 0.015 * limit, row, f"{rate.median:,.0f}", va="center", fontsize=9, bbox=paper)
+    for row, rate in enumerate(rates):  # in a column at the right, which neither bars nor the dashed line reach
+        axes.text(LABELS_AT * limit, row, f"{rate.median:,.0f}", ha="right", va="center", fontsize=9)
     axes.axvline(
         synthetic, color="#222222", linestyle="--", linewidth=1.2, label=f"training step alone: {synthetic:,.0f}"
     )
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_xlabel("images/s", fontsize=9)
-    axes.set_xlim(0, 1.16 * limit)
+    axes.set_xlim(0, LABELS_AT * limit)
     axes.locator_params(axis="x", nbins=5)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.tick_params(axis="y", length=0)

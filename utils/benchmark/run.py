@@ -140,8 +140,8 @@ def collect(
     """
     batch_size = run.config.batch_size
     cases = [
-        Case("synthetic step", lambda: train_step(run), meter=run.state.meter),
-        Case("files", files.__next__, files, PREFETCH * files.readers, files.readers),
+        Case("training on synthetic images", lambda: train_step(run), meter=run.state.meter),
+        Case("files, not decoded", files.__next__, files, PREFETCH * files.readers, files.readers),
         *(case for loader in loaders for case in (loader.alone(), loader.training(run, train_step))),
     ]
     synthetic, read, *of_loaders = measure(cases, run, facts["windows"], facts["window_seconds"])
@@ -181,4 +181,4 @@ def _of_loader(
 
 
 def _rate(windows: Sequence[Window], batch_size: int) -> Rate:
-    return Rate(tuple(window.steps * batch_size / window.seconds for window in windows))
+    return Rate(tuple(window.rate(batch_size) for window in windows))

@@ -138,7 +138,9 @@ class Verdict:
     Attributes:
         bound, share, limit: see the module; `limit` is None where balanced.
         loader: name of the diagnosed loader.
-        summary, advice, where_dali_wins, where_dali_loses, warnings: sentences for people.
+        summary: sentences for people: the cause, then the evidence.
+        advice: the remedies, a sentence each; may be empty.
+        where_dali_wins, where_dali_loses, warnings: sentences, too.
     """
 
     bound: Bound
@@ -161,12 +163,8 @@ def diagnose(measurements: Measurements) -> Verdict:
     limit: Limit | None = None
     if bound == "compute":
         limit = "gpu" if measurements.on_gpu else "cpu threads"
-        reason, advice = _step_reason(measurements, loader, share), _step_advice(measurements)
     elif bound == "input":
         limit = _input_limit(measurements, loader)
-        reason, advice = _input_reason(measurements, loader, limit), _input_advice(measurements, limit)
-    else:
-        reason, advice = _noise_reason(measurements, loader), _noise_advice()
     claims = list(_claims(loader, measurements.loaders)) if dali else []
     nowhere = ("nowhere measured here",)
     return Verdict(
@@ -174,8 +172,8 @@ def diagnose(measurements: Measurements) -> Verdict:
         share=share,
         limit=limit,
         loader=loader.name,
-        summary=(_outcome(loader, bound, share), reason),
-        advice=(*_best_loader(measurements), *advice),
+        summary=(_cause(measurements, bound, limit), *_evidence(measurements, loader, bound, limit)),
+        advice=(*_best_loader(measurements), *_remedies(measurements, loader, bound, limit)),
         where_dali_wins=tuple(text for wins, text in claims if wins) or nowhere,
         where_dali_loses=tuple(text for wins, text in claims if not wins) or nowhere,
         warnings=tuple(_warnings(measurements, loader)),
@@ -208,74 +206,93 @@ def _input_limit(measurements: Measurements, loader: LoaderMeasurement) -> Limit
     return "cpu threads" if loader.cores_busy >= BUSY_SHARE * _usable(measurements) else "decoder"
 
 
-def _outcome(loader: LoaderMeasurement, bound: Bound, share: float) -> str:
-    name = {"input": "Input-bound", "compute": "Compute-bound", "balanced": "Balanced, within the noise"}[bound]
-    late = f"; with a loader that is never late it would be {1 / share:.2f} x as fast" if bound == "input" else ""
-    return (
-        f"{name}: fed by {TITLES[loader.name]}, training runs at {loader.training.median:,.0f} images/s, {share:.1%} "
-        f"of the same step on synthetic images{late}."
-    )
+def is_same(training: Rate, synthetic: Rate) -> bool:
+    """Whether a training rate differs from that of the synthetic step by no more than the noise.
+
+    The step is never faster on real images, so that a higher rate is noise too.
+    """
+    return round(training.median / synthetic.median + max(training.spread, synthetic.spread), 3) >= 1
 
 
-def _speed(measurements: Measurements, loader: LoaderMeasurement) -> str:
-    return f"alone, the loader delivers {loader.alone.median / measurements.synthetic.median:.2f} x what the step takes"
+def show_share(training: Rate, synthetic: Rate) -> str:
+    """A training rate over that of the synthetic step: in percent, or "no difference"."""
+    return "no difference" if is_same(training, synthetic) else f"{training.median / synthetic.median:.1%}"
 
 
-def _step_reason(measurements: Measurements, loader: LoaderMeasurement, share: float) -> str:
-    device = "The GPU limits" if measurements.on_gpu else "The CPU threads limit"
-    cost = ""
-    if share < COMPUTE_BOUND_SHARE:
-        cost = f"; loading costs {1 - share:.1%}, as it shares the device with the step"
-    return f"{device}, with the training step: {_speed(measurements, loader)}{cost}."
+def _cause(measurements: Measurements, bound: Bound, limit: Limit | None) -> str:
+    if bound == "balanced":
+        return "The limit is not known: the noise of the measurement is as large as the difference."
+    step = "the GPU" if measurements.on_gpu else "the training step on the CPU"
+    causes = {
+        "disk": "reading the files",
+        "cpu threads": "the CPU threads of the loader",
+        "decoder": "decoding",
+        "contention": "contention between loader and step",
+    }
+    return f"Training is limited by {causes[str(limit)] if bound == 'input' else step}."
 
 
-def _step_advice(measurements: Measurements) -> Iterator[str]:
-    hardware = "" if measurements.on_gpu else "a GPU, "
-    flags = "".join(f"{flag}, " for flag in measurements.unused)
-    yield f"The network costs the time: {hardware}{flags}a smaller --arch or a smaller --image-size would speed it up."
+def _evidence(
+    measurements: Measurements, loader: LoaderMeasurement, bound: Bound, limit: Limit | None
+) -> Iterator[str]:
+    share = loader.training.median / measurements.synthetic.median
+    same, shown = (compare(loader.training, measurements.synthetic) for compare in (is_same, show_share))
+    yield f"Training runs at {loader.training.median:,.0f} images/s with {TITLES[loader.name]}."
+    synthetic = f"The same step runs at {measurements.synthetic.median:,.0f} images/s on synthetic images"
+    yield f"{synthetic}: {shown}." if same else f"{synthetic}; training reaches {shown} of that."
+    yield f"The loader alone delivers {loader.alone.median:,.0f} images/s."
+    if bound == "balanced":
+        yield f"The range of the windows is {2 * _noise(measurements, loader):.1%} of their median."
+    if bound == "compute" and share < COMPUTE_BOUND_SHARE and not same:
+        yield f"Loading costs {1 - share:.1%}, as it shares the device with the step."
+    if bound == "input":
+        yield f"Training would be {1 / share:.2f} x as fast with a loader that is never late."
+        if limit != "disk":
+            yield f"The loader alone keeps {loader.cores_busy:.1f} of {_usable(measurements)} CPU threads busy."
+        if limit in ("disk", "decoder"):
+            yield f"The files can be read, not decoded, at {measurements.files.median:,.0f} a second."
+        if limit == "contention":
+            yield "The loader is late only beside the step: both use the GPU's queues, its driver and the CPU threads."
 
 
-def _noise_reason(measurements: Measurements, loader: LoaderMeasurement) -> str:
-    return (
-        f"The limit is not known: the range of the windows is {2 * _noise(measurements, loader):.1%} of their median, "
-        f"and no more than half of that is missing; {_speed(measurements, loader)}."
-    )
-
-
-def _noise_advice() -> Iterator[str]:
-    yield "Measure again on a quiet machine, or with a longer --window-seconds."
-
-
-def _input_reason(measurements: Measurements, loader: LoaderMeasurement, limit: Limit) -> str:
-    speed, files = _speed(measurements, loader), measurements.files.median
-    busy = f"{loader.cores_busy:.1f} of {_usable(measurements)} CPU threads are busy"
-    return {
-        "disk": f"The disk limits: {speed}, and the files can be read, not decoded, at only {files:,.0f} a second.",
-        "cpu threads": f"The CPU threads limit: {speed}; {busy}.",
-        "decoder": f"The decoder limits: {speed}; {busy}, and the files can be read, not decoded, "
-        f"{files / loader.alone.median:.1f} x as fast.",
-        "contention": f"Contention limits: {speed}, and is late only beside it, where both compete for the GPU's "
-        f"queues, its driver and the CPU threads; {busy}.",
-    }[limit]
-
-
-def _input_advice(measurements: Measurements, limit: Limit) -> Iterator[str]:
-    if limit == "disk":
-        yield "Copy the images to a local disk, or into memory (/dev/shm)."
-    if limit == "cpu threads" and measurements.workers < measurements.cores:
-        threads = f"the process may run on {measurements.cores} CPU threads"
-        yield f"Give --workers more than {measurements.workers}: {threads}."
-    elif limit == "cpu threads":
-        yield f"Give the process more than {measurements.cores} CPU threads, and as many --workers."
-    if limit == "contention":
-        flags = "".join(f"try {flag}; " for flag in measurements.unused)
-        yield f"{flags}leave CUDA_DEVICE_MAX_CONNECTIONS unset; see that nothing else runs on this GPU and these cores."
+def _remedies(
+    measurements: Measurements, loader: LoaderMeasurement, bound: Bound, limit: Limit | None
+) -> Iterator[str]:
+    if bound == "balanced":
+        yield "Measure again on a quiet machine, or with a longer --window-seconds."
         return
+    if measurements.unused and (bound == "compute" or limit == "contention"):
+        yield f"Add {', '.join(measurements.unused)}."
+    if bound == "compute":
+        yield "Use a smaller --arch or a smaller --image-size."
+    elif limit == "contention":
+        yield "Leave CUDA_DEVICE_MAX_CONNECTIONS unset."
+        yield "See that nothing else runs on this GPU and on these cores."
+    else:
+        yield from _input_remedies(measurements, loader, limit)
+
+
+def _input_remedies(measurements: Measurements, loader: LoaderMeasurement, limit: Limit | None) -> Iterator[str]:
+    workers, cores = measurements.workers, measurements.cores
+    if limit == "disk":
+        yield "Copy the images to a local disk, or into memory (/dev/shm) if they fit."
+    if limit == "cpu threads" and not _all_threads_busy(measurements, loader):
+        yield f"Give --workers more than {workers}: the process may run on {cores} CPU threads."
+    elif limit == "cpu threads":
+        yield f"Give the process more CPU threads, if the machine has more: all {cores} are in use."
     if min(measurements.image_width, measurements.image_height) > 1.5 * measurements.image_size:
         yield (
             f"Store the images smaller: they are {measurements.image_width:.0f} x {measurements.image_height:.0f} px "
             f"on average, for an input of {measurements.image_size} px."
         )
+
+
+def _all_threads_busy(measurements: Measurements, loader: LoaderMeasurement) -> bool:
+    """Whether training leaves no CPU thread for more workers: the loader uses them, and without a GPU the step."""
+    share = loader.training.median / measurements.synthetic.median
+    by_loader = loader.cores_busy * loader.training.median / loader.alone.median
+    by_step = 0.0 if measurements.on_gpu else measurements.cores * share
+    return measurements.workers >= measurements.cores or by_loader + by_step >= BUSY_SHARE * measurements.cores
 
 
 def _best_loader(measurements: Measurements) -> Iterator[str]:

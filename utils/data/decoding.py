@@ -1,19 +1,24 @@
-"""Decodes one image, as DALI and as Pillow do it, and finds JPEGs that are cut off."""
+"""Decodes one image, as DALI and as Pillow do it, and finds JPEGs and PNGs that are cut off."""
 
+import contextlib
 import functools
 import io
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import PIL
 from PIL import Image, ImageOps
 
+from utils.data.codecs import describe_unreadable
 from utils.data.dali import DALI_VERSION
 
 CPU_ONLY_DEVICE = -99999  # NVIMGCODEC_DEVICE_CPU_ONLY: CUDA is not started
-START, SCAN, END = b"\xff\xd8", b"\xff\xda", b"\xff\xd9"  # markers
+START, SCAN, END = b"\xff\xd8", b"\xff\xda", b"\xff\xd9"  # markers of a JPEG
+PNG_START, PNG_END = b"\x89PNG", b"IEND"
+_REDIRECTED = threading.Lock()  # standard error, by one thread at a time
 
 
 class DecodeError(Exception):
@@ -58,7 +63,7 @@ def dali_decode(content: bytes) -> ImageInfo:
         stream = nvimgcodec.CodeStream(content)
         codec = stream.codec_name
     except RuntimeError:
-        raise DecodeError("no image that DALI reads") from None
+        raise DecodeError(describe_unreadable(content, "DALI")) from None
     image = _codec(os.getpid()).decode(stream)
     if image is None:
         raise DecodeError(f"a {codec} that DALI cannot decode")
@@ -79,9 +84,28 @@ def _codec(process: int) -> Any:
 
 
 def check_end(content: bytes) -> None:
-    """Raise DecodeError for a JPEG without its end that `dali_decode` rejects."""
+    """Raise DecodeError for a JPEG or PNG without its end that `dali_decode` rejects. Prints nothing."""
     if not has_end(content):
-        dali_decode(content)
+        with _no_stderr():
+            dali_decode(content)
+
+
+@contextlib.contextmanager
+def _no_stderr() -> Iterator[None]:
+    """Drop what is printed past Python on standard error, for the milliseconds of one image.
+
+    nvImageCodec prints its errors there, in colours. PYNVIMGCODEC_VERBOSITY has no value that turns them off:
+    https://docs.nvidia.com/cuda/nvimagecodec/env_variables.html
+    """
+    with _REDIRECTED:
+        before, nowhere = os.dup(2), os.memfd_create("messages")
+        os.dup2(nowhere, 2)
+        try:
+            yield
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+            os.close(nowhere)
 
 
 def pillow_decode(content: bytes) -> ImageInfo:
@@ -95,7 +119,7 @@ def pillow_decode(content: bytes) -> ImageInfo:
             codec = (file.format or "").lower()
             image = upright_rgb(file)
     except PIL.UnidentifiedImageError:
-        raise DecodeError("no image that Pillow reads") from None
+        raise DecodeError(describe_unreadable(content, "Pillow")) from None
     except Exception as error:
         raise DecodeError(f"Pillow cannot decode it ({str(error) or type(error).__name__})") from None
     return ImageInfo(codec, image.width, image.height)
@@ -111,10 +135,12 @@ def upright_rgb(file: Image.Image) -> Image.Image:
 
 
 def has_end(content: bytes) -> bool:
-    """Whether a JPEG has its end marker, whatever may follow it; True for content that is no JPEG.
+    """Whether a JPEG or PNG has its end, whatever may follow it; True for content that is neither.
 
-    An end marker before the first scan is that of a preview within the metadata, and does not count.
+    A JPEG's end marker before the first scan is that of a preview within the metadata, and does not count.
     """
+    if content.startswith(PNG_START):
+        return content.rfind(PNG_END) >= 0
     if not content.startswith(START):
         return True
     at = len(START)

@@ -30,9 +30,8 @@ def describe_oddities(splits: Splits, steps_per_epoch: int) -> list[str]:
     elif len(train.classes) <= 5:
         lines.append(f"{len(train.classes)} classes: top-5 is 100 % whatever the network says; look at top-1")
     if steps_per_epoch < FEW_STEPS:
-        lines.append(
-            f"{steps_per_epoch} steps per epoch, as train/ has {len(train):,} images: a smaller --batch-size gives more"
-        )
+        steps = f"{steps_per_epoch} step{'s' if steps_per_epoch > 1 else ''}"
+        lines.append(f"{steps} per epoch, as train/ has {len(train):,} images: a smaller --batch-size gives more")
     copies = list(find_copies(train, val))
     if copies:
         (first, same), more = copies[0], f", and {len(copies) - 1} more" if len(copies) > 1 else ""

@@ -93,8 +93,8 @@ class BatchReader:
         """Bytes and targets of the batch at `position`, which must be the next.
 
         Raises:
-            DecodeError: a JPEG was cut off. Decoders on a GPU do not notice that. Those on the CPU notice it only if a
-                crop reaches the missing part.
+            DecodeError: a JPEG or PNG was cut off. Decoders on a GPU do not notice a cut JPEG. Those on the CPU
+                notice it only if a crop reaches the missing part.
         """
         assert position == self._next, f"batch {position} requested, {self._next} is next"
         self._next += 1
@@ -126,7 +126,7 @@ def request_of(record: Record) -> NDArray[np.uint8]:
 
     Raises:
         OSError: it cannot be read.
-        DecodeError: a JPEG was cut off; see `BatchReader.read`.
+        DecodeError: a JPEG or PNG was cut off; see `BatchReader.read`.
     """
     with open_image(record) as file:
         file.seek(-len(END), os.SEEK_END)

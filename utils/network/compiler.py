@@ -1,6 +1,7 @@
 """torch.compile as we use it, and the folder that keeps its results, so that the next launch need not compile again."""
 
 import hashlib
+import logging
 import os
 from pathlib import Path
 from typing import cast
@@ -26,9 +27,15 @@ def compile_network(net: nn.Module) -> nn.Module:
     torch leaves networks with functions that it does not know out of its cache, as its key need not change with their
     source. Those of utils.network.fused_ops are named to it, with a digest of that file, which it adds to the key.
     """
+    # Without a GPU, torch logs the folder of a CUDA toolkit that is not used.
+    logging.getLogger("torch.utils.cpp_extension").addFilter(_is_of_use)
     digest = hashlib.sha256(Path(fused_ops.__file__).read_bytes()).hexdigest()
     config.unsafe_marked_cacheable_functions.update(dict.fromkeys(fused_ops.ALLOWED_IN_GRAPH, digest))
     return cast(nn.Module, torch.compile(net, dynamic=False, options={"combo_kernels": True}))
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("No CUDA runtime is found")
 
 
 def enable_compile_cache() -> None:

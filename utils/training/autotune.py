@@ -26,8 +26,9 @@ BY_WORKERS = ("proxy", "torch")  # loaders that run torch's DataLoader
 
 @dataclasses.dataclass(frozen=True)
 class LoaderSettings:
-    """Settings of the input pipeline; `reasons` is for the user, by flag."""
+    """Settings of the input pipeline; `reasons` is for the user, by flag. `workers` may be fewer than `cpu_threads`."""
 
+    cpu_threads: int
     workers: int
     decode: Literal["fused", "full"]
     hw_decoder_load: float
@@ -113,7 +114,7 @@ def choose_loader_settings(config: TrainConfig, machine: Machine, decoded: int) 
     if config.loader not in BY_DALI:
         reasons = {name: reason for name, reason in reasons.items() if name == "workers"}
     prefetch = PREFETCH if config.prefetch is None else config.prefetch
-    return LoaderSettings(workers, decode, load, cache, prefetch, reasons)
+    return LoaderSettings(machine.cpu_threads, workers, decode, load, cache, prefetch, reasons)
 
 
 def _check_cache_fits(cache: str, machine: Machine, decoded: int, remedy: str) -> UserError | None:

@@ -163,7 +163,14 @@ def changed_flags(before: ResolvedConfig, config: ResolvedConfig, world_size: in
     if world_size > 1 and before.grad_exchange != "auto":
         names += flags_with_role("logged_if_several")
     values = [(name, getattr(before, name), getattr(config, name)) for name in names]
-    return [f"{flag(name)} {old} -> {new}" for name, old, new in values if old != new]
+    return [f"{flag(name)} {_format_change(old, new)}" for name, old, new in values if old != new]
+
+
+def _format_change(old: Any, new: Any) -> str:
+    """Both values; numbers have six digits, or all of them where six are the same."""
+    short = [float(f"{value:.6g}") if isinstance(value, float) else value for value in (old, new)]
+    before, after = short if short[0] != short[1] else (old, new)
+    return f"{before} -> {after}"
 
 
 def library_versions() -> dict[str, str]:

@@ -111,7 +111,12 @@ def evaluate_checkpoint(config: TrainConfig, env: DistEnv) -> None:
         for line in [*notes, *([note] if note else [])]:
             emit(f"note: {line}")
         write_json(config.output_dir / EVALUATION, result)
-        emit("  ".join(f"{key} {value}" for key, value in result.items()))
+        emit("  ".join(f"{key} {_shown(key, value)}" for key, value in result.items()))
+
+
+def _shown(key: str, value: Any) -> str:
+    digits = 4 if key.endswith("loss") else 2
+    return f"{value:.{digits}f}" if isinstance(value, float) else str(value)
 
 
 def _evaluate_networks(

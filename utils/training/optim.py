@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import warnings
 
 import timm.optim
 import torch
@@ -127,15 +128,17 @@ def create_optimizer(
         if fused is None:
             fused = next(model.parameters()).is_cuda
         fused = fused and _has_fused(config.optimizer)
-        optimizer: Optimizer = timm.optim.create_optimizer_v2(
-            model,
-            opt=config.optimizer,
-            lr=scaled_lr(config.lr, global_batch_size),
-            momentum=config.momentum,
-            weight_decay=config.weight_decay,
-            filter_bias_and_bn=True,
-            **({"fused": True} if fused else {}),
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "It is highly recommended to have 'opt_einsum'", module="timm.optim.kron")
+            optimizer: Optimizer = timm.optim.create_optimizer_v2(
+                model,
+                opt=config.optimizer,
+                lr=scaled_lr(config.lr, global_batch_size),
+                momentum=config.momentum,
+                weight_decay=config.weight_decay,
+                filter_bias_and_bn=True,
+                **({"fused": True} if fused else {}),
+            )
     except Exception as error:  # timm lists those of apex and bitsandbytes too, whether they are installed or not
         raise UserError(
             f"--optimizer {config.optimizer}: is not available here ({first_line(error)}); give another"
@@ -191,7 +194,7 @@ def create_schedule(config: ResolvedConfig, optimizer: Optimizer, steps_per_epoc
     peak = optimizer.param_groups[0]["lr"]
     return CosineLRScheduler(
         optimizer,
-        t_initial=max(1, total_steps - warmup_steps),
+        t_initial=max(2, total_steps - warmup_steps),  # timm warns of 1, whose only step has the peak as well
         warmup_t=warmup_steps,
         warmup_lr_init=peak / max(1, warmup_steps),
         warmup_prefix=True,

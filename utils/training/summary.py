@@ -127,8 +127,12 @@ def _describe_start(run: Run, saved: Checkpoint) -> str:
     return start
 
 
-def write_summary(run: Run) -> None:
+def write_summary(run: Run, cpu_threads: int) -> None:
     """summary.json and the closing lines.
+
+    Args:
+        run: at its end.
+        cpu_threads: this process's share of the machine's.
 
     Raises:
         RunFailed: on rank 0, if the file cannot be written.
@@ -161,20 +165,24 @@ def write_summary(run: Run) -> None:
     run.log.info(
         f"top-1 {summary['top1']:.2f} %  top-5 {summary['top5']:.2f} %  best top-1 {summary['best_top1']:.2f} %  "
         f"{state.seconds:.0f} s  {totals.images_per_second:,.0f} images/s\n"
-        f"{describe_wait(totals.data_wait, config)}\n"
+        f"{describe_wait(totals.data_wait, config, cpu_threads)}\n"
         f"{describe_timed(totals.steps, state.step)}"
         f"{describe_overflows(state)}"
         f"{config.output_dir}: {SUMMARY}, metrics.jsonl, best.pt, last.pt"
     )
 
 
-def describe_wait(data_wait: float, config: ResolvedConfig) -> str:
-    """A sentence on the share of time, 0 to 1, in which the device had nothing to do; advice where it is worth it."""
+def describe_wait(data_wait: float, config: ResolvedConfig, cpu_threads: int) -> str:
+    """A sentence on the share of time, 0 to 1, in which the device had nothing to do; advice where it is worth it.
+
+    More workers are advised only where `cpu_threads`, the process's share, leaves room for them.
+    """
     sentence = f"data wait {data_wait:.1%}: the device had nothing to do for that share of the time, as input was late"
     if data_wait <= DATA_WAIT_WARNING or config.loader == "synthetic":
         return sentence
     where = f"scripts/benchmark.py --data-dir {config.data_dir} --arch {config.arch}"
-    return f"{sentence}; {where} finds what limits it; more --workers (now {config.workers}) help where the CPU does"
+    idle = f"; --workers {config.workers} can be raised to {cpu_threads}, this process's share of the CPU threads"
+    return f"{sentence}; {where} finds what limits it{idle if cpu_threads > config.workers else ''}"
 
 
 def describe_timed(timed: int, steps: int) -> str:
