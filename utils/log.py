@@ -131,7 +131,12 @@ class Log:
             self.info(f"warning: TensorBoard's events are no longer written ({error.strerror}); metrics.jsonl is")
 
     def start_epoch(
-        self, epoch: int, step: int, images_per_step: int, loss_and_lr: Callable[[], tuple[float | None, float]]
+        self,
+        epoch: int,
+        step: int,
+        images_per_step: int,
+        evaluations: int,
+        loss_and_lr: Callable[[], tuple[float | None, float]],
     ) -> None:
         """Prepare a bar, which a terminal shows from the first step on; nothing elsewhere.
 
@@ -139,6 +144,7 @@ class Log:
             epoch: epochs that are done.
             step: optimizer steps that are done, since the start of the run.
             images_per_step: over all processes.
+            evaluations: that are to come.
             loss_and_lr: as for `EpochBar`.
         """
         if not self._active or not sys.stderr.isatty():
@@ -150,7 +156,7 @@ class Log:
             self._steps_per_epoch,
             step - epoch * self._steps_per_epoch,
             images_per_step,
-            ((left - 1) * self._steps_per_epoch, left * self._evaluation_seconds),
+            ((left - 1) * self._steps_per_epoch, evaluations * self._evaluation_seconds),
             loss_and_lr,
         )
 
@@ -193,6 +199,12 @@ class Log:
             f"top-5 {values['val/top5']:.2f} %  loss {values['val/loss']:.4f}  on {values['val/count']:,} images"
             f"{ema}{self._interval}"
         )
+        self._interval = ""
+
+    def epoch_without_evaluation(self, epoch: int) -> None:
+        """Write a line for an epoch that `--eval-every` leaves without an evaluation; `epoch` counts from 1."""
+        self._close_bar()
+        self.info(f"epoch {epoch}/{self._epochs}  not evaluated{self._interval}")
         self._interval = ""
 
     def _close_bar(self) -> None:
