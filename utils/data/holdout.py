@@ -2,12 +2,13 @@
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from utils.data.decode_pool import FileReport
 from utils.data.manifest import FileEntry, Listing, Manifest, describe, files_fingerprint
 from utils.data.verification import content_digests, read_digests
 from utils.distributed.collectives import broadcast, sync_errors
@@ -33,20 +34,23 @@ def choose_by_content(
     with sync_errors(env):
         if known is not None:
             digests = content_digests(manifest, known)
-            unknown = {entries[index].name: known[entries[index].name].bad for index in np.flatnonzero(digests == 0)}
-            if unknown:
-                reasons = {
-                    str(manifest.root.parent / name): bad or "changed while it was read"
-                    for name, bad in unknown.items()
-                }
-                raise UserError(
-                    f"{describe(reasons)}; repair or remove, or exclude all bad files with --bad-files skip"
-                )
+            _refuse_unread(manifest, np.flatnonzero(digests == 0).tolist(), known)
             chosen = choose(digests, manifest.labels, fraction)
-            _check_classes(manifest, chosen, fraction)
+            check_classes(manifest, fraction, chosen)
     result = broadcast(chosen, env)
     assert result is not None
     return result
+
+
+def _refuse_unread(manifest: Manifest, indices: Sequence[int], known: Mapping[str, FileReport]) -> None:
+    """Raise UserError if there are images of which no digest is known."""
+    names = {manifest.record(index).name: f"{manifest.folder}/{manifest.name(index)}" for index in indices}
+    reasons = {path: known[name].bad or "changed while it was read" for path, name in names.items()}
+    if reasons:
+        raise UserError(
+            f"{describe(reasons)}; delete or replace {'it' if len(reasons) == 1 else 'them'}, or exclude all bad files "
+            "with --bad-files skip"
+        )
 
 
 def choose(digests: NDArray[np.int64], labels: NDArray[np.int64], fraction: float) -> NDArray[np.bool_]:
@@ -76,14 +80,14 @@ def choose(digests: NDArray[np.int64], labels: NDArray[np.int64], fraction: floa
     return chosen
 
 
-def _check_classes(manifest: Manifest, chosen: NDArray[np.bool_], fraction: float) -> None:
-    """Raise UserError unless every class has an image on both sides."""
+def check_classes(manifest: Manifest, fraction: float, chosen: NDArray[np.bool_] | None = None) -> None:
+    """Raise UserError unless every class has an image on both sides, or may have, where none is `chosen` yet."""
     counts = np.bincount(manifest.labels)
-    held_out = np.bincount(manifest.labels, weights=chosen)
+    held_out = np.minimum(counts - 1, 1) if chosen is None else np.bincount(manifest.labels, weights=chosen)
     for label in np.flatnonzero((held_out == 0) | (held_out == counts)).tolist():
-        what = "1 image" if counts[label] == 1 else f"{counts[label]:,} images, which are copies of others,"
+        what = "1 image" if counts[label] == 1 else f"{counts[label]:,} images, which are copies of others"
         raise UserError(
-            f"--val-fraction {fraction:g}: {manifest.root}/{manifest.classes[label]} has {what} and training and "
+            f"--val-fraction {fraction:g}: {manifest.root}/{manifest.classes[label]} has {what}, but training and "
             "validation need one each; add images or remove the folder"
         )
 

@@ -13,7 +13,7 @@ from utils.data import manifest as dataset
 from utils.data.decoding import decoder_of
 from utils.data.formats import folder
 from utils.data.formats.base import Record
-from utils.data.holdout import choose_by_content, choose_by_name, divide
+from utils.data.holdout import check_classes, choose_by_content, choose_by_name, divide
 from utils.data.listing import load_listing
 from utils.data.manifest import FileEntry, Listing, Manifest, files_fingerprint
 from utils.data.verification import BAD_FILES, bad_files, verify_dataset
@@ -44,7 +44,9 @@ def read_data(config: TrainConfig) -> Splits:
             )
         if not config.evaluate:
             folder.refuse_val_folder(config.data_dir, config.val_fraction)
-        return {"train": folder.scan(config.data_dir, "train", skip_bad)}
+        train = folder.scan(config.data_dir, "train", skip_bad)
+        check_classes(train, config.val_fraction)  # before all files are read
+        return {"train": train}
     if config.evaluate:
         return {"val": folder.scan(config.data_dir, config.val_split, skip_bad)}
     return dict(zip(names, folder.scan_splits(config.data_dir, skip_bad, config.val_split), strict=True))

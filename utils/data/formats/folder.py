@@ -214,11 +214,12 @@ def _refuse_broken_links(entries: Iterable[os.DirEntry[str]]) -> None:
 
 
 def _refuse_nested(folder: Path) -> None:
+    split = folder.parent.parent.name
     for parent, _, names in os.walk(folder):
         if any(map(is_image, names)):
             raise UserError(
-                f"{parent}: images nested deeper than {folder.parent.name}/CLASS/IMAGE; move them up, the folder "
-                f"below {folder.parent.name}/ is the class"
+                f"{parent}: images nested deeper than {split}/CLASS/IMAGE; move them up, the folder below {split}/ is "
+                "the class"
             )
 
 
