@@ -108,9 +108,9 @@ def test_the_last_epoch_is_evaluated(data: Path, tmp_path: Path) -> None:
     assert done.status == 0, done.err
     shorter = folder_at(tmp_path / "run", EARLIER[1], tmp_path / "shorter")
     assert (read_checkpoint(shorter)["epoch"], read_checkpoint(shorter)["result"]) == (2, {})
-    finished, again = launch_series(*[(*flags, "--epochs", 2, "--output-dir", shorter)] * 2)
+    finished, repeated = launch_series(*[(*flags, "--epochs", 2, "--output-dir", shorter)] * 2)
     assert finished.status == 0, finished.err
     assert [record["epoch"] for record in read_metrics(shorter) if "val/top1" in record] == [2]
     assert json.loads((shorter / "summary.json").read_text())["epochs"] == 2
-    assert (again.status, again.written) == (0, frozenset())
-    assert "All 2 epochs are done." in again.out
+    assert (repeated.status, repeated.written) == (0, frozenset())
+    assert "All 2 epochs are done." in repeated.out
