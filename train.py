@@ -28,7 +28,7 @@ import pipelines
 from utils.cli import TRAIN
 from utils.config import ResolvedConfig, TrainConfig
 from utils.data.sampler import create_sampler
-from utils.data.splits import Splits, check_files, exclude_bad_files, read_data
+from utils.data.splits import Splits, check_files, read_data, select_images
 from utils.distributed.group import DistEnv, process_group
 from utils.distributed.launcher import read_launch
 from utils.distributed.ownership import own_process
@@ -88,10 +88,10 @@ def train_step(run: Run) -> None:
 
 
 def evaluate_epoch(run: Run) -> None:
-    """Evaluate the model and its moving average over all ranks, and save: the end of an epoch."""
+    """Evaluate the model and its moving average over all ranks, where that is due, and save: the end of an epoch."""
     run.begin_evaluation()
     result: dict[str, float | int] = {}
-    for name, network in run.state.networks().items():
+    for name, network in run.state.networks().items() if run.is_evaluation_due else ():
         average_buffers(network, run.env)
         found = evaluate(network, run.val_batches(), run.augment.normalize, run.num_val, run.env, run.amp_dtype)
         prefix = "val/" if name == "model" else "val/ema_"
@@ -198,7 +198,7 @@ def run(config: TrainConfig) -> None:
     show_status("preparing the run")
     with processes(config) as (env, stack, stop):
         resolved, settings, saved = open_output(config, listed, env, stack)
-        splits = exclude_bad_files(resolved, listed, env, saved.initial_files if saved else None)
+        listed, splits = select_images(resolved, listed, env, saved.initial_files if saved else None)
         if resolved.compile:
             enable_compile_cache()
         built = build(resolved, splits, listed, env, stack, stop, saved)

@@ -75,13 +75,15 @@ class RunInfo:
     def row(self) -> tuple[str, ...]:
         """The cells of the table."""
         evaluations = [record for record in self.metrics if "val/top1" in record]
+        # A record of training is of the epoch under way. Of an epoch without evaluation there is no other.
+        epochs = (record["epoch"] - ("val/top1" not in record) for record in self.metrics)
         best = max((max(each["val/top1"], each.get("val/ema_top1", 0.0)) for each in evaluations), default=None)
         rates = [record["images_per_second"] for record in self.metrics if "images_per_second" in record]
         return (
             str(self.folder),
             self.state,
             str(self.config.get("arch")),
-            f"{evaluations[-1]['epoch'] if evaluations else 0}/{self.config.get('epochs')}",
+            f"{max(epochs, default=0)}/{self.config.get('epochs')}",
             "" if best is None else f"{best:.2f} %",
             f"{rates[-1]:,.0f}" if rates else "",
             tqdm.format_interval(self.seconds),

@@ -42,6 +42,7 @@ OTHER: dict[str, Any] = {
     "tensorboard": True, "timeout": 60.0, "time_limit": 3600.0, "bad_files": "skip", "max_bad_steps": 3,
     "processes": 2, "max_restarts": 1, "mixup_off_epoch": 5, "resize_schedule": "2:32,5:64",
     "augment_schedule": "3:none", "accept_changes": True,
+    "val_split": "valid", "val_fraction": 0.1, "eval_every": 2, "patience": 5,
 }  # fmt: skip
 
 
@@ -290,7 +291,7 @@ def test_a_limit_names_its_bounds(limit: Limit, value: float, message: str) -> N
 
 def test_roles_name_flags_in_the_order_of_the_fields() -> None:
     assert flags_with_role("fixed")[:4] == ("arch", "loader", "image_size", "val_resize")
-    assert flags_with_role("logged")[:4] == ("epochs", "lr", "resize_schedule", "augment_schedule")
+    assert flags_with_role("logged")[:4] == ("epochs", "lr", "val_split", "resize_schedule")
     assert flags_with_role("logged_if_several") == ("grad_exchange", "grad_compression")
     assert "overwrite" in flags_with_role("free")
     assert evaluation_flags()[-2:] == ("num_classes", "amp")

@@ -29,7 +29,6 @@ IDENTIFIERS = {
     "_call_roll": "_poll_ranks",
     "went_on": "heartbeat",
     "stuck": "is_hung",
-    "patience": "hang_timeout",
     "step_down": "announce_stop",
     "farewell": "mark_finished",
     "ring": "request_abort",

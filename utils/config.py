@@ -105,6 +105,13 @@ class TrainConfig:
         None, DATA, "Shorter side before the centre crop, pixels.", _MIN_8,
         shown="image size x 8/7", unit="pixels", role="fixed", from_checkpoint=True,
     )  # fmt: skip
+    val_split: str = _flag(
+        "val", DATA, "Folder of the validation images, beside train/.", role="logged", from_checkpoint=True
+    )
+    val_fraction: float = _flag(
+        0.0, DATA, "Share of train/ to validate on; 0 is off.", _BELOW_1,
+        role="fixed", from_checkpoint=True,
+    )  # fmt: skip
     workers: int | None = _flag(
         None, DATA, "CPU threads (torch: workers) per process.", MIN_1, shown="its share of the cores"
     )
@@ -176,6 +183,11 @@ class TrainConfig:
 
     resume: str = _flag("auto", RUN, "auto: from last.pt, if there is one.", metavar="auto|none|PATH")
     checkpoint_steps: int = _flag(0, RUN, "Steps between saves; 0: an epoch.", MIN_0, unit="steps")
+    eval_every: int = _flag(1, RUN, "Epochs between evaluations.", MIN_1, unit="epochs", role="logged")
+    patience: int = _flag(
+        0, RUN, "Evaluations without a better top-1 that end the run.", MIN_0,
+        shown="0, off", role="logged",
+    )  # fmt: skip
     processes: int | Literal["auto"] = _flag(
         1, RUN, "Processes that train.py starts on this machine; auto: one for each GPU.", MIN_1, metavar="N|auto"
     )

@@ -137,7 +137,12 @@ class Log:
             self.info(f"warning: TensorBoard's events are no longer written ({error.strerror}); metrics.jsonl is")
 
     def start_epoch(
-        self, epoch: int, step: int, images_per_step: int, loss_and_lr: Callable[[], tuple[float | None, float]]
+        self,
+        epoch: int,
+        step: int,
+        images_per_step: int,
+        evaluations: int,
+        loss_and_lr: Callable[[], tuple[float | None, float]],
     ) -> None:
         """Prepare a bar, which a terminal shows from the first step on; nothing elsewhere.
 
@@ -145,6 +150,7 @@ class Log:
             epoch: epochs that are done.
             step: optimizer steps that are done, since the start of the run.
             images_per_step: over all processes.
+            evaluations: that are to come.
             loss_and_lr: as for `EpochBar`.
         """
         if not self._active or not sys.stderr.isatty():
@@ -156,7 +162,7 @@ class Log:
             self._steps_per_epoch,
             step - epoch * self._steps_per_epoch,
             images_per_step,
-            ((left - 1) * self._steps_per_epoch, left * self._evaluation_seconds),
+            ((left - 1) * self._steps_per_epoch, evaluations * self._evaluation_seconds),
             loss_and_lr,
         )
 
@@ -200,6 +206,12 @@ class Log:
             self.info(fit_terminal([*facts, *ema, *self._interval]))
         else:
             self.info("  ".join([*facts, f"on {values['val/count']:,} images", *ema]))
+        self._interval = []
+
+    def epoch_without_evaluation(self, epoch: int) -> None:
+        """Write a line for an epoch that `--eval-every` leaves without an evaluation; `epoch` counts from 1."""
+        self._close_bar()
+        self.info(fit_terminal([f"epoch {epoch}/{self._epochs}", "not evaluated", *self._interval]))
         self._interval = []
 
     def _close_bar(self) -> None:

@@ -20,6 +20,7 @@ def validate(config: TrainConfig) -> None:
         check_limits(field.name, getattr(config, field.name))
     _check_schedule_and_sizes(config)
     _check_sources(config)
+    _check_val_images(config)
     _check_cache(config)
     _check_device(config)
 
@@ -66,6 +67,19 @@ def _check_sources(config: TrainConfig) -> None:
     if config.pretrained_ema is not None and config.pretrained in (None, "timm"):
         name = "--pretrained-ema" if config.pretrained_ema else "--no-pretrained-ema"
         raise UserError(f"{name} without --pretrained FILE: there is no EMA; give a checkpoint's path")
+
+
+def _check_val_images(config: TrainConfig) -> None:
+    """Which images validate."""
+    name, fraction = config.val_split, config.val_fraction
+    if not name.strip(".") or "/" in name:
+        raise UserError(f"--val-split {name}: must be the name of a folder beside train/, such as val")
+    if name == "train" and not config.evaluate:
+        raise UserError("--val-split train: the training images; --val-fraction 0.1 holds out a tenth of them")
+    if fraction and config.data_dir is None and not config.evaluate:
+        raise UserError(
+            f"--val-fraction {fraction:g} without --data-dir: there are no images to hold out; leave it out"
+        )
 
 
 def _check_cache(config: TrainConfig) -> None:

@@ -101,16 +101,50 @@ TREES: list[tuple[Callable[[Path], None], tuple[str, ...]]] = [
 ]
 
 
+def write_folders(root: Path, *names: str) -> None:
+    """Two images of each of three classes in each folder."""
+    for split in names:
+        for name in ("blue", "green", "red"):
+            (root / split / name).mkdir(parents=True)
+            for index in range(2):
+                Image.new("RGB", (40, 40)).save(root / split / name / f"{name}-{index:03}.jpg")
+
+
 @pytest.mark.parametrize(("spoil", "fragments"), TREES, ids=[spoil.__name__[1:] for spoil, _ in TREES])
 def test_data(
     refused: Refused, good: list[str], tmp_path: Path, spoil: Callable[[Path], None], fragments: tuple[str, ...]
 ) -> None:
     root = tmp_path / "data"
-    for split in ("train", "val"):
-        for name in ("blue", "green", "red"):
-            (root / split / name).mkdir(parents=True)
-            for index in range(2):
-                Image.new("RGB", (40, 40)).save(root / split / name / f"{name}-{index:03}.jpg")
+    write_folders(root, "train", "val")
     spoil(root)
     refused(*good, "--batch-size", "1", "--data-dir", root)(*(fragment.format(root) for fragment in fragments))
+    assert not (tmp_path / "run").exists(), "refused before the output folder is made"
+
+
+FOLDERS: list[tuple[str, str, tuple[str, ...]]] = [
+    ("train valid test", "", ("has no val/ folder, but valid/, test/; give --val-split valid",)),
+    ("train val", "--val-split dev", ("has no dev/ folder, but val/; give --val-split val",)),
+    ("train", "--val-split dev", ("it must hold train/ and dev/, or --val-fraction 0.1 holds out a tenth of train/",)),
+    ("train/blue valid", "--val-split valid", ("2 classes of valid/", "missing in train/", "'green', 'red'")),
+    ("train valid/blue/deep", "--val-split valid", ("nested deeper than valid/CLASS/IMAGE", "below valid/ is the")),
+    ("train val", "--val-fraction 0.1", ("has val/, which would not be used; leave --val-fraction out, or move val/",)),
+    ("train valid", "--val-fraction 0.1", ("has valid/", "leave --val-fraction out and give --val-split valid, or")),
+    ("train", "--val-fraction 0.1 --val-split dev", ("--val-split dev with --val-fraction 0.1:", "give one of them")),
+    ("train train/alone", "--val-fraction 0.1", ("--val-fraction 0.1: {}/train/alone has 1 image, but", "add images")),
+    ("images", "--val-fraction 0.1", ("--data-dir {}:", "no train/ folder")),
+]
+
+
+@pytest.mark.parametrize(("folders", "flags", "fragments"), FOLDERS)
+def test_folders(
+    refused: Refused, good: list[str], tmp_path: Path, folders: str, flags: str, fragments: tuple[str, ...]
+) -> None:
+    root = tmp_path / "data"
+    for folder in folders.split():
+        if "/" not in folder:
+            write_folders(root, folder)
+            continue
+        (root / folder).mkdir(parents=True)
+        Image.new("RGB", (40, 40)).save(root / folder / "image.jpg")
+    refused(*good, "--data-dir", root, *flags.split())(*(fragment.format(root) for fragment in fragments))
     assert not (tmp_path / "run").exists(), "refused before the output folder is made"

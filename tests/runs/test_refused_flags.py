@@ -9,15 +9,16 @@ from tests.conftest import Refused
 NOT_WHOLE, NOT_NUMBER = "is not a whole number", "is not a number"
 VALUES: list[tuple[str, tuple[str, ...]]] = [
     *[(f"--{name} 0", (f"--{name} 0:", "must be 1 or more")) for name in (
-        "epochs", "batch-size", "workers", "num-classes", "grad-accum-steps", "log-steps"
+        "epochs", "batch-size", "workers", "num-classes", "grad-accum-steps", "log-steps", "eval-every"
     )],
-    *[(f"--{name} -1", (f"--{name} -1:", "must be 0 or more")) for name in ("seed", "checkpoint-steps")],
+    *[(f"--{name} -1", (f"--{name} -1:", "must be 0 or more")) for name in ("seed", "checkpoint-steps", "patience")],
     *[(f"--{name} -1", (f"--{name} -1.0:", "must be 0 or more")) for name in (
         "weight-decay", "warmup-epochs", "mixup", "cutmix", "clip-grad"
     )],
     *[(f"--{name} 4", (f"--{name} 4:", "must be 8 or more")) for name in ("image-size", "val-resize")],
     *[(f"--{name} {value}", (f"--{name} {float(value)}:", "at least 0 and less than 1"))
-      for name in ("momentum", "label-smoothing", "ema-decay") for value in ("1", "1.5", "-0.1", "nan")],
+      for name in ("momentum", "label-smoothing", "ema-decay", "val-fraction")
+      for value in ("1", "1.5", "-0.1", "nan")],
     *[(f"--{name} {value}", (f"--{name} {float(value)}:", "more than 0 and finite"))
       for name in ("lr", "timeout") for value in ("0", "-1", "nan", "inf")],
     *[(f"--crop-scale {value}", (f"--crop-scale {float(value)}:", "more than 0 and at most 1"))
@@ -39,6 +40,9 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
     # Combinations
     ("--bad-files ignore", ("'--bad-files'", "'ignore'", "error, skip")),
     ("--image-size 64 --val-resize 60", ("--val-resize 60:", "--image-size 64", "try --val-resize 73")),
+    *[(f"--val-split {name}", (f"--val-split {name}:", "a folder beside train/, such as val"))
+      for name in ("sub/val", "..")],
+    ("--val-split train", ("--val-split train:", "--val-fraction 0.1 holds out a tenth of them")),
     ("--warmup-epochs 1", ("--warmup-epochs 1:", "less than --epochs 1", "lower it")),
     ("--warmup-epochs 3 --epochs 2", ("--warmup-epochs 3:", "less than --epochs 2")),
     ("--amp fp16", ("--amp fp16", "--device cpu", "use --amp none or bf16")),
@@ -93,6 +97,11 @@ def test_flags(refused: Refused, good: list[str], flags: str, fragments: tuple[s
 @pytest.mark.parametrize("flags", [(), ("--epochs", "1"), ("--loader", "torch")], ids=["none", "other", "torch"])
 def test_missing_data_dir(refused: Refused, flags: tuple[str, ...]) -> None:
     refused(*flags)("--data-dir is missing", "train/ and val/", "--loader synthetic needs none")
+
+
+def test_nothing_to_hold_out(refused: Refused) -> None:
+    flags = ("--loader", "synthetic", "--val-fraction", "0.1")
+    refused(*flags)("--val-fraction 0.1 without --data-dir: there are no images to hold out; leave it out")
 
 
 def test_output_below_a_file(refused: Refused, good: list[str], tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_it_reads_what_other_programs_wrote(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "a" / "config.json").write_text('["no run"]')
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "config.json").write_text('{"arch": "resnet18", "epochs": 3}')
-    (tmp_path / "b" / "metrics.jsonl").write_text('{"epoch": 1, "step": 5, "images_per_second": 12.5}\n{"epo')
+    (tmp_path / "b" / "metrics.jsonl").write_text('{"epoch": 3, "step": 15, "images_per_second": 12.5}\n{"epo')
     found = listed(tmp_path, capsys)
     assert list(found) == ["b"]
-    assert found["b"][1:] == ["unknown", "resnet18", "0/3", "12", "00:00", "synthetic"]
+    assert found["b"][1:] == ["unknown", "resnet18", "2/3", "12", "00:00", "synthetic"]

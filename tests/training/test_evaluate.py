@@ -109,7 +109,7 @@ def test_precision_of_the_forward_pass(cpu: DistEnv, dtype: torch.dtype, spacing
 def test_lost_images_fail_the_run(data: Path, cpu: DistEnv) -> None:
     _, val = scan_splits(data)
     batches = list(pipelines.create_val_loader(CONFIG, val, cpu))
-    with pytest.raises(RuntimeError, match="saw 37 images, but val/ holds 41"):
+    with pytest.raises(RuntimeError, match="saw 37 of 41 validation images"):
         evaluate(Brightest(), batches[1:], lambda images: images.float(), 41, cpu, torch.float32)
 
 

@@ -53,7 +53,7 @@ class Manifest:
     """The images of one split. What it knows of each is in arrays, not in an object per image.
 
     Attributes:
-        root: folder of the split, `data_dir/train` or `data_dir/val`; None for synthetic data.
+        root: folder of the split, such as `data_dir/train`; None for synthetic data.
         classes: class names in label order (sorted by code point, as torchvision's ImageFolder does).
         labels: int64 (num_images,), in [0, len(classes)).
         fingerprint: hex digest of class names, file names, file sizes and labels.
@@ -63,6 +63,7 @@ class Manifest:
         bad: files that are excluded, relative to `root`, and why.
         replacements: those of `bad` that another file replaces, and which.
         ignored: what is not an image of a class, by suffix or as `NO_CLASS` or `NO_SUFFIX`, and how many.
+        held_out: whether these are the images of train/ that `--val-fraction` holds out.
     """
 
     root: Path | None
@@ -75,9 +76,26 @@ class Manifest:
     bad: Mapping[str, str] = dataclasses.field(default_factory=dict)
     replacements: Mapping[str, str] = dataclasses.field(default_factory=dict)
     ignored: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    held_out: bool = False
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @property
+    def folder(self) -> str:
+        """Name of the split's folder; "" for synthetic data."""
+        return "" if self.root is None else self.root.name
+
+    @property
+    def title(self) -> str:
+        """The split in messages, such as `val/`; "" for synthetic data."""
+        folder = f"{self.folder}/" if self.folder else ""
+        return f"the held-out part of {folder}" if self.held_out else folder
+
+    @property
+    def kind(self) -> str:
+        """What its files are in messages, such as `val` files; "" for synthetic data."""
+        return "held-out" if self.held_out else self.folder
 
     def table(self) -> ImageTable:
         """Names and locations of the images, which synthetic data does not have."""

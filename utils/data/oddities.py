@@ -32,12 +32,12 @@ def describe_oddities(splits: Splits, steps_per_epoch: int) -> list[str]:
     if steps_per_epoch < FEW_STEPS:
         steps = f"{steps_per_epoch} step{'s' if steps_per_epoch > 1 else ''}"
         lines.append(f"{steps} per epoch, as train/ has {len(train):,} images: a smaller --batch-size gives more")
-    copies = list(find_copies(train, val))
+    copies = [] if val.held_out else list(find_copies(train, val))  # which `--val-fraction` keeps together
     if copies:
         (first, same), more = copies[0], f", and {len(copies) - 1} more" if len(copies) > 1 else ""
         lines.append(
-            f"val/ has images of train/ ({first} is {same}{more} of those that were compared): accuracy looks better "
-            "than it is"
+            f"{val.title} has images of train/ ({first} is {same}{more} of those that were compared): accuracy looks "
+            "better than it is"
         )
     return lines
 

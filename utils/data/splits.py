@@ -2,15 +2,20 @@
 
 import collections
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+import numpy as np
 
 from utils.config import ResolvedConfig, TrainConfig
 from utils.data import manifest as dataset
 from utils.data.decoding import decoder_of
 from utils.data.formats import folder
 from utils.data.formats.base import Record
-from utils.data.manifest import FileEntry, Listing, Manifest
+from utils.data.holdout import check_classes, choose_by_content, choose_by_name, divide
+from utils.data.listing import load_listing
+from utils.data.manifest import FileEntry, Listing, Manifest, files_fingerprint
 from utils.data.verification import BAD_FILES, bad_files, verify_dataset
 from utils.distributed.collectives import all_gather_object, broadcast
 from utils.distributed.group import DistEnv
@@ -22,15 +27,29 @@ Splits = dict[str, Manifest]  # by the name of the split
 
 
 def read_data(config: TrainConfig) -> Splits:
-    """List the images of the run: both splits, with `--evaluate` val/ alone; without --data-dir synthetic ones."""
+    """List the images of the run: both splits, with `--evaluate` val alone; without --data-dir synthetic ones.
+
+    With `--val-fraction` it is train alone, which `select_images` divides.
+    """
     names = ("val",) if config.evaluate else SPLITS
     if config.data_dir is None:
         sizes = {"train": SYNTHETIC_TRAIN, "val": SYNTHETIC_VAL}
         return {name: dataset.synthetic(sizes[name], config.num_classes or SYNTHETIC_CLASSES) for name in names}
     skip_bad = config.bad_files == "skip"
+    if config.val_fraction:
+        if config.val_split != "val":
+            raise UserError(
+                f"--val-split {config.val_split} with --val-fraction {config.val_fraction:g}: two sources of "
+                "validation images; give one of them"
+            )
+        if not config.evaluate:
+            folder.refuse_val_folder(config.data_dir, config.val_fraction)
+        train = folder.scan(config.data_dir, "train", skip_bad)
+        check_classes(train, config.val_fraction)  # before all files are read
+        return {"train": train}
     if config.evaluate:
-        return {"val": folder.scan(config.data_dir, "val", skip_bad)}
-    return dict(zip(names, folder.scan_splits(config.data_dir, skip_bad), strict=True))
+        return {"val": folder.scan(config.data_dir, config.val_split, skip_bad)}
+    return dict(zip(names, folder.scan_splits(config.data_dir, skip_bad, config.val_split), strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,51 +59,104 @@ class InitialFiles:
     Attributes:
         excluded: of each split, the files that the run has been without from its start.
         fingerprints: of each split without them.
+        val_fraction: of the run.
+        folder: that may have the run's listing.
     """
 
     excluded: Mapping[str, Sequence[str]]
     fingerprints: Mapping[str, str]
+    val_fraction: float = 0.0
+    folder: Path | None = None
+
+    def val_names(self) -> list[str]:
+        """The files of val, from the listing; [] where it is missing, or is another run's."""
+        listed = load_listing(self.folder, "val") if self.folder is not None else {}
+        names = np.array([os.fsencode(name) for name in listed])
+        sizes = np.array(list(listed.values()), dtype=np.int64)
+        return list(listed) if files_fingerprint(names, sizes) == self.fingerprints["val"] else []
 
 
-def exclude_bad_files(config: ResolvedConfig, splits: Splits, env: DistEnv, initial: InitialFiles | None) -> Splits:
-    """`--bad-files skip`: the manifests without the files that the loader cannot read. Collective: call on every rank.
+def select_images(
+    config: ResolvedConfig, listed: Splits, env: DistEnv, initial: InitialFiles | None
+) -> tuple[Splits, Splits]:
+    """Divide train/ by `--val-fraction`, then exclude files by `--bad-files skip`. Collective: call on every rank.
 
-    Every file is decoded once, each by one rank. The output folder keeps the results, so that the next launch decodes
-    only what has changed. Where a run continues, files may have turned bad or good since its start: see
-    `apply_exclusions`.
+    Where a run continues, files may have turned bad or good since its start: see `apply_exclusions`.
 
     Args:
         config: resolved.
-        splits: the listed images.
+        listed: the images, from `read_data`.
         env: this process.
         initial: the files with which the run began; None for a new run.
 
+    Returns:
+        Train and val (with `--evaluate` only val), first with the files that `--bad-files skip` excludes, then without.
+        Those that a divided train/ is without from its start are in neither.
+
     Raises:
-        UserError: on all ranks: a class would be left without images, or the output folder cannot be written.
+        UserError: on all ranks: a class would be left without images, a file cannot be read, or the output folder
+            not be written.
     """
-    if config.bad_files != "skip" or config.loader == "synthetic" or config.data_dir is None:
-        return splits
+    skips_bad = config.bad_files == "skip" and config.loader != "synthetic" and config.data_dir is not None
+    bad = _find_bad_files(config, listed, env) if skips_bad else {}
+    if config.val_fraction and config.data_dir is not None:
+        reasons = _bad_of(listed["train"], bad)
+        excluded = initial.excluded["train"] if initial and initial.val_fraction else list(reasons)
+        listed = _hold_out(config, initial_manifest(listed["train"], excluded, reasons), env, initial)
+        if config.evaluate:
+            del listed["train"]
+    if not skips_bad:
+        return listed, listed
+    good = {}
+    for split, manifest in listed.items():
+        reasons = _bad_of(manifest, bad)
+        good[split] = manifest.without(reasons)
+        if initial and not config.evaluate:
+            good[split] = apply_exclusions(manifest, good[split], reasons, initial, split)
+    return listed, good
+
+
+def _bad_of(manifest: Manifest, bad: Mapping[str, str]) -> dict[str, str]:
+    """Those of the files `bad`, relative to the data set, that the manifest lists, relative to its folder; why."""
+    return {name: bad[path] for name in manifest.names() if (path := f"{manifest.folder}/{name}") in bad} if bad else {}
+
+
+def _hold_out(config: ResolvedConfig, train: Manifest, env: DistEnv, initial: InitialFiles | None) -> Splits:
+    """Train and val of `--val-fraction`: as the run began where its listing is there, else by the files' contents."""
+    chosen = None
+    if env.is_main and initial and initial.val_fraction == config.val_fraction:
+        chosen = choose_by_name(train, initial.val_names())
+    chosen = broadcast(chosen, env)
+    if chosen is None:
+        chosen = choose_by_content(train, config.val_fraction, config.output_dir, config.workers, env)
+    return divide(train, chosen)
+
+
+def _find_bad_files(config: ResolvedConfig, splits: Splits, env: DistEnv) -> dict[str, str]:
+    """The files that the loader cannot read, relative to the data set, and why. Collective: call on every rank.
+
+    Every file is decoded once, each by one rank. The output folder keeps the results, so that the next launch decodes
+    only what has changed.
+    """
+    assert config.data_dir is not None, "synthetic data has no files"
     listing = Listing(config.data_dir.absolute(), *_listed(splits))
     decoder = decoder_of(config.loader)
     known = verify_dataset(listing, decoder, config.output_dir, config.workers, env, partial=config.evaluate)
-    bad = broadcast({} if known is None else bad_files(known), env)
-    good = {}
-    for split, manifest in splits.items():
-        of_split = {name[len(split) + 1 :]: reason for name, reason in bad.items() if name.startswith(f"{split}/")}
-        good[split] = manifest.without(of_split)
-        if initial and not config.evaluate:
-            good[split] = apply_exclusions(manifest, good[split], of_split, initial, split)
-    return good
+    return broadcast({} if known is None else bad_files(known), env)
 
 
 def _listed(splits: Splits) -> tuple[list[FileEntry], Callable[[int], Record]]:
     """`Listing.entries` and `Listing.record` of all splits, the files that are bad by their listing at the end."""
     entries = [
-        FileEntry(f"{split}/{name}", int(size), int(mtime))
-        for split, manifest in splits.items()
+        FileEntry(f"{manifest.folder}/{name}", int(size), int(mtime))
+        for manifest in splits.values()
         for name, size, mtime in zip(manifest.names(), manifest.sizes, manifest.mtimes, strict=True)
     ]
-    entries += [FileEntry(f"{split}/{name}", 0, 0, bad) for split in splits for name, bad in splits[split].bad.items()]
+    entries += [
+        FileEntry(f"{manifest.folder}/{name}", 0, 0, bad)
+        for manifest in splits.values()
+        for name, bad in manifest.bad.items()
+    ]
 
     def record(index: int) -> Record:
         for manifest in splits.values():
@@ -101,7 +173,7 @@ def apply_exclusions(
 ) -> Manifest:
     """The images with which a run continues: without `bad`, in the order of the run's start.
 
-    Files of train/ that have turned bad since are replaced by others of their class. Those of val/ are excluded. Files
+    Files of train that have turned bad since are replaced by others of their class. Those of val are excluded. Files
     that were excluded at the start stay excluded, even if they are good now.
 
     Args:
@@ -130,12 +202,12 @@ def initial_manifest(listed: Manifest, excluded_files: Sequence[str], bad: Mappi
 def describe_exclusions(splits: Splits, output_dir: Path) -> str:
     """How many files are excluded, in all and of each class, and where they are listed; "" for none."""
     parts = []
-    for split, manifest in splits.items():
+    for manifest in splits.values():
         if manifest.bad:
             classes = collections.Counter(name.split("/")[0] for name in manifest.bad)
             counts = ", ".join(f"{name} {count:,}" for name, count in sorted(classes.items()))
             files = len(manifest) - len(manifest.replacements) + len(manifest.bad)
-            parts.append(f"{len(manifest.bad):,} of {files:,} {split} files ({counts})")
+            parts.append(f"{len(manifest.bad):,} of {files:,} {manifest.kind} files ({counts})")
         if manifest.replacements:
             bad, instead = next(iter(manifest.replacements.items()))
             parts.append(

@@ -1,4 +1,4 @@
-"""Verification of a data set: decodes every file once, and saves what is known of each for the next launch."""
+"""Reads every file of a data set once, to decode it or for its digest, and saves what is known for the next launch."""
 
 import contextlib
 import json
@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from utils.data.codecs import CODECS, PILLOW_CODECS
 from utils.data.decode_pool import FileReport, content_digest, decode_files
-from utils.data.decoding import Decoder
+from utils.data.decoding import Decoder, ImageInfo
 from utils.data.manifest import Listing, Manifest
 from utils.data.reader import read_image
 from utils.distributed.collectives import all_gather_object, broadcast, gather_to_rank0, raise_on_all_ranks
@@ -23,6 +23,7 @@ from utils.errors import Stopped, UserError
 from utils.files import atomic_write_text
 
 MANIFEST, BAD_FILES = "manifest.json", "bad_files.json"
+DIGESTS = "digests.json"  # like manifest.json, of files that were read and not decoded
 FORMAT = 1
 ROUND_SECONDS = 5.0  # between two exchanges among the ranks, which must be shorter than --timeout
 SAVE_SECONDS = 5.0  # at least, between two saves; a save may take a twentieth of the time
@@ -67,7 +68,7 @@ def verify_dataset(
     known = load_manifest(output_dir / MANIFEST, decoder.name) if env.is_main else {}
     pending = broadcast(_pending(listing, known), env)
     known |= {name: FileReport(size, mtime, bad) for name, size, mtime, bad in listing.entries if bad is not None}
-    saver = _Saver(listing.root, output_dir, decoder)
+    saver = _Saver(listing.root, output_dir, decoder, MANIFEST)
     with contextlib.closing(_decode_by_all(listing, pending, decoder, workers, env)) as rounds:
         for reports, done in rounds:
             known |= reports
@@ -80,6 +81,42 @@ def verify_dataset(
     current = {entry.name: known[entry.name] for entry in listing.entries}
     raise_on_all_ranks(saver.save_all(known if partial else current), env)
     return current
+
+
+def read_digests(listing: Listing, output_dir: Path, workers: int, env: DistEnv) -> dict[str, FileReport] | None:
+    """The digests of all files of a listing. Collective: call on every rank.
+
+    Files that an earlier call or verification knows, and that have not changed, are not read again. The ranks share the
+    others. What is known is saved every few seconds, as by `verify_dataset`.
+
+    Args:
+        listing: the files, the same on all ranks.
+        output_dir: of digests.json; also manifest.json is looked at.
+        workers: processes of this rank.
+        env: this process.
+
+    Returns:
+        On rank 0, what is known of each file, `bad` where it cannot be read; None on the others.
+
+    Raises:
+        UserError: on all ranks, if a result cannot be written.
+    """
+    known = load_digests(output_dir) if env.is_main else {}
+    pending = broadcast(_pending(listing, known), env)
+    saver = _Saver(listing.root, output_dir, _NO_DECODER, DIGESTS)
+    with contextlib.closing(_decode_by_all(listing, pending, _NO_DECODER, workers, env, "reading")) as rounds:
+        for reports, _ in rounds:
+            known |= reports
+            raise_on_all_ranks(saver.save_at_times(known) if env.is_main else None, env)
+    raise_on_all_ranks(saver.save(known) if env.is_main and pending else None, env)
+    return {entry.name: known[entry.name] for entry in listing.entries} if env.is_main else None
+
+
+def _accept(content: bytes) -> ImageInfo:
+    return ImageInfo("", 0, 0)
+
+
+_NO_DECODER = Decoder("none", _accept)
 
 
 def _pending(listing: Listing, known: Mapping[str, FileReport]) -> list[int]:
@@ -95,7 +132,7 @@ def _pending(listing: Listing, known: Mapping[str, FileReport]) -> list[int]:
 
 
 def _decode_by_all(
-    listing: Listing, pending: list[int], decoder: Decoder, workers: int, env: DistEnv
+    listing: Listing, pending: list[int], decoder: Decoder, workers: int, env: DistEnv, title: str = "scanning"
 ) -> Generator[tuple[dict[str, FileReport], bool]]:
     """Decode the `pending` files, each on one rank. Collective: call on every rank.
 
@@ -108,7 +145,7 @@ def _decode_by_all(
     left = len(mine)
     shown = env.is_main and len(pending) > 0
     with (
-        tqdm(total=len(pending), desc="scanning", unit="file", disable=None if shown else True) as bar,
+        tqdm(total=len(pending), desc=title, unit="file", disable=None if shown else True) as bar,
         contextlib.closing(decode_files(map(listing.record, mine), decoder.decode, workers)) as reports,
     ):
         while any(all_gather_object(left, env)):
@@ -129,10 +166,13 @@ def _for_seconds(stream: Iterator[_T], seconds: float) -> Iterator[_T]:
 
 
 class _Saver:
-    """Writes manifest.json now and then, and both files at the end. Errors are returned, for all ranks to raise."""
+    """Writes the file `name` now and then, and manifest.json with bad_files.json at the end.
 
-    def __init__(self, root: Path, output_dir: Path, decoder: Decoder) -> None:
-        self._root, self._output_dir, self._decoder = root, output_dir, decoder
+    Errors are returned, for all ranks to raise.
+    """
+
+    def __init__(self, root: Path, output_dir: Path, decoder: Decoder, name: str) -> None:
+        self._root, self._output_dir, self._decoder, self._name = root, output_dir, decoder, name
         self._next = time.monotonic() + SAVE_SECONDS
 
     def save_at_times(self, known: Mapping[str, FileReport]) -> UserError | None:
@@ -145,12 +185,12 @@ class _Saver:
         return error
 
     def save(self, known: Mapping[str, FileReport]) -> UserError | None:
-        return self._write(MANIFEST, json.dumps(self._manifest(known)))
+        return self._write(self._name, json.dumps(self._manifest(known)))
 
     def save_all(self, known: Mapping[str, FileReport]) -> UserError | None:
         bad = [{"path": path, "reason": reason} for path, reason in bad_files(known).items()]
         warnings = [{"path": path, "reason": reason} for path, reason in suspicious(known).items()]
-        error = self._write(MANIFEST, json.dumps(self._manifest(known) | {"suspicious": warnings}))
+        error = self._write(self._name, json.dumps(self._manifest(known) | {"suspicious": warnings}))
         return error or self._write(BAD_FILES, json.dumps(bad, indent=1))
 
     def _manifest(self, known: Mapping[str, FileReport]) -> dict[str, Any]:
@@ -184,17 +224,18 @@ def load_manifest(path: Path, decoder: str | None) -> dict[str, FileReport]:
 
 
 def load_digests(output_dir: Path) -> dict[str, FileReport]:
-    """What an earlier verification, by any decoder, found; {} if there is none, or if its file is damaged."""
-    return load_manifest(output_dir / MANIFEST, None)
+    """The files whose digests are known from `read_digests` or a verification by any decoder; {} if there are none."""
+    found = load_manifest(output_dir / DIGESTS, None) | load_manifest(output_dir / MANIFEST, None)
+    return {name: report for name, report in found.items() if report.digest}
 
 
-def content_digests(manifest: Manifest, known: Mapping[str, FileReport], split: str) -> NDArray[np.int64]:
+def content_digests(manifest: Manifest, known: Mapping[str, FileReport]) -> NDArray[np.int64]:
     """Digests of the files' contents, int64 (num_images,): 0 where `known` has none of a file of that size and time."""
     digests = np.zeros(len(manifest.sizes), dtype=np.int64)
     if known:
         listed = zip(manifest.names(), manifest.sizes, manifest.mtimes, strict=True)
         for index, (name, size, mtime) in enumerate(listed):
-            report = known.get(f"{split}/{name}", _UNKNOWN)
+            report = known.get(f"{manifest.folder}/{name}", _UNKNOWN)
             if (report.size, report.mtime) == (size, mtime) and report.digest:
                 digests[index] = _number(report.digest)
     return digests

@@ -130,7 +130,12 @@ class Checkpoint:
     def initial_files(self) -> InitialFiles:
         """The files with which the run began."""
         prints = self.record.fingerprint
-        return InitialFiles(self.record.excluded_files, {split: prints[f"files of {split}/"] for split in SPLITS})
+        return InitialFiles(
+            excluded=self.record.excluded_files,
+            fingerprints={split: prints[f"files of {split}/"] for split in SPLITS},
+            val_fraction=self.config.val_fraction,
+            folder=self.path and self.path.parent,
+        )
 
     @property
     def position(self) -> tuple[int, int]:

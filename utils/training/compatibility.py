@@ -87,7 +87,7 @@ def _describe_change(name: str, before: Any, now: Any, saved: Checkpoint, splits
     split = name.removeprefix("files of ").removesuffix("/")
     if split in splits and saved.path is not None:
         difference = describe_difference(load_listing(saved.path.parent, split), splits[split])
-        return f"{split}/ has {difference}" if difference else f"{split}/ has other files or classes"
+        return f"{splits[split].title or f'{split}/'} has {difference or 'other files or classes'}"
     then, now = (f"{value:.6g}" if isinstance(value, float) else value for value in (before, now))
     return f"{name}: {then} then, {now} now"
 
@@ -217,7 +217,7 @@ def describe_files(
     with sync_errors(env):
         for split, manifest in listed.items() if env.is_main else ():
             begun = initial_manifest(manifest, excluded_files[split])
-            digests = content_digests(begun, known, split)
+            digests = content_digests(begun, known)
             if saved and saved.record.fingerprint[f"files of {split}/"] == begun.fingerprint:
                 before = {name: values.numpy() for name, values in saved.record.files[split].items()}
                 changed = np.flatnonzero(before["mtimes"] != begun.mtimes)
@@ -227,8 +227,9 @@ def describe_files(
                 digests = np.where((digests == 0) & (before["mtimes"] == begun.mtimes), before["digests"], digests)
                 if len(unsure):
                     lines.append(
-                        f"{len(unsure):,} {split} file{'s' if len(unsure) > 1 else ''} changed since the checkpoint, "
-                        f"by time, not by size ({begun.name(unsure[0])}{', ...' if len(unsure) > 1 else ''})"
+                        f"{len(unsure):,} {manifest.kind} file{'s' if len(unsure) > 1 else ''} changed since the "
+                        "checkpoint, by time, not by size "
+                        f"({begun.name(unsure[0])}{', ...' if len(unsure) > 1 else ''})"
                     )
             files[split] = {"mtimes": torch.from_numpy(begun.mtimes), "digests": torch.from_numpy(digests)}
     return files, lines

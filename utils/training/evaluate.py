@@ -11,7 +11,7 @@ import models
 import pipelines
 from utils.config import ResolvedConfig, TrainConfig
 from utils.data.manifest import Manifest
-from utils.data.splits import check_files, describe_exclusions, exclude_bad_files, read_data
+from utils.data.splits import check_files, describe_exclusions, read_data, select_images
 from utils.distributed.collectives import all_reduce_sum, sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
@@ -75,12 +75,12 @@ def evaluate(
     model.train(was_training)
     loss, top1, top5_count, count = all_reduce_sum(sums).tolist()
     if count != num_images:
-        raise RuntimeError(f"evaluation saw {count:.0f} images, but val/ holds {num_images}; its result would be wrong")
+        raise RuntimeError(f"evaluation saw {count:.0f} of {num_images} validation images; its result would be wrong")
     return {"top1": 100 * top1 / count, "top5": 100 * top5_count / count, "loss": loss / count, "count": int(count)}
 
 
 def evaluate_checkpoint(config: TrainConfig, env: DistEnv) -> None:
-    """`--evaluate`: the networks of a checkpoint, or pretrained weights, on val/; writes evaluation.json.
+    """`--evaluate`: the networks of a checkpoint, or pretrained weights, on val; writes evaluation.json.
 
     What was not given is as in the checkpoint. Collective: call on every rank.
 
@@ -98,12 +98,13 @@ def evaluate_checkpoint(config: TrainConfig, env: DistEnv) -> None:
                 before = TrainConfig.from_dict(weights.settings)
                 config, notes = settings_of_checkpoint(config, before, weights.source, env)
         require_data(config)
-        splits = read_data(config)
-    settings = choose_common_loader_settings(config, env, saved, splits["val"])
-    resolved = resolve(config, splits["val"].classes, env, settings, saved)
-    check_files(splits, resolved.data_dir, env)
+        listed = read_data(config)
+    manifest = next(iter(listed.values()))  # of train, if `--val-fraction` divides it
+    settings = choose_common_loader_settings(config, env, saved, manifest)
+    resolved = resolve(config, manifest.classes, env, settings, saved)
+    check_files(listed, resolved.data_dir, env)
     prepare_output(resolved.output_dir, env)
-    splits = exclude_bad_files(resolved, splits, env, None)
+    _, splits = select_images(resolved, listed, env, saved.initial_files if saved else None)
     result, note = _evaluate_networks(resolved, splits["val"], env, saved)
     if env.is_main:
         if skipped := describe_exclusions(splits, resolved.output_dir):

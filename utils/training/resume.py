@@ -87,6 +87,10 @@ def settings_of_checkpoint(
     if "arch" in config.given and models.base_arch(config.arch) != models.base_arch(before.arch):
         raise UserError(f"--arch {config.arch}: {source} holds {before.arch}, another architecture; leave --arch out")
     values: dict[str, Any] = {name: getattr(before, name) for name in evaluation_flags() if name not in config.given}
+    if "val_fraction" in config.given and config.val_fraction:
+        values.pop("val_split", None)
+    elif _names_val_folder(config, values):
+        values.pop("val_fraction", None)
     if values.get("loader") == "synthetic" and "data_dir" in config.given:
         del values["loader"]
     if values.get("amp") == "fp16" and env.device.type == "cpu":
@@ -103,6 +107,13 @@ def settings_of_checkpoint(
         if name not in ("data_dir", "batch_size", "hw_decoder_load") and now[name] != then[name]
     ]
     return config, notes
+
+
+def _names_val_folder(config: TrainConfig, values: dict[str, Any]) -> bool:
+    """Whether the user has named images to evaluate, so that a run's `--val-fraction` does not count."""
+    if "val_split" in config.given or "data_dir" not in config.given or config.data_dir is None:
+        return "val_split" in config.given
+    return os.path.isdir(config.data_dir / values["val_split"])
 
 
 def inherit_start(config: TrainConfig, saved: Checkpoint | None) -> TrainConfig:

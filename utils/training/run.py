@@ -101,10 +101,27 @@ class Run:
         """Steps that are done after it."""
         return self.epoch_start + self.sampler.steps_per_epoch
 
+    @property
+    def is_evaluation_due(self) -> bool:
+        """Whether the epoch under way ends with an evaluation."""
+        done = self.state.epoch + 1
+        return done % self.config.eval_every == 0 or done >= self.config.epochs
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether `--patience` ends the run before its last epoch."""
+        is_over = 0 < self.config.patience <= self.state.evaluations_since_best
+        return is_over and self.state.epoch < self.config.epochs
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no epoch is left to train or to evaluate."""
+        is_evaluated = self.state.result.get("epoch") == self.state.epoch
+        return self.ends_early or (self.state.epoch >= self.config.epochs and is_evaluated)
+
     def is_finished(self) -> bool:
-        """Whether all epochs are done and summarised. Collective: call on every rank."""
-        is_done = self.state.epoch >= self.config.epochs
-        return is_done and broadcast(has_summary(self.config.output_dir), self.env)
+        """Whether the run is done and summarised. Collective: call on every rank."""
+        return self.is_done and broadcast(has_summary(self.config.output_dir), self.env)
 
     def remaining_epochs(self) -> Iterator[int]:
         """Epochs, from 0, that are neither trained nor evaluated. Collective: call on every rank.
@@ -112,25 +129,34 @@ class Run:
         Raises:
             Stopped: the ranks agreed to stop between two epochs.
         """
-        while self.state.epoch < self.config.epochs:
+        if not self.is_done and self.state.epoch >= self.config.epochs and self.state.step == self.epoch_start:
+            self.state.epoch -= 1  # the last one since a resume with fewer --epochs: its evaluation is left
+        while not self.is_done:
             yield self.state.epoch
-            if self.state.epoch < self.config.epochs and self.stop.should_stop():
+            if not self.is_done and self.stop.should_stop():
                 self.stop_here()
             if self.seconds_to_first_step is None:  # resumed before the evaluation; now the first step compiles
                 self.stop.disable()
 
     def remaining_steps(self) -> Iterator[int]:
-        """Steps, from 0, of the epoch under way that are not done; none where a resume goes on with the evaluation."""
+        """Steps, from 0, of the epoch under way that are not done; none where a resume goes on with its end."""
         if self.state.step == self.epoch_end:
             return
         self.state.model.train()
         if self.seconds_to_first_step is None:
             show_status("first step" + (", compiling" if self.config.compile else ""))
         self.augment.start_epoch(self.state.epoch)
-        self.log.start_epoch(self.state.epoch, self.state.step, self.sampler.global_batch_size, self._loss_and_lr)
+        self.log.start_epoch(
+            self.state.epoch, self.state.step, self.sampler.global_batch_size, self._evaluations_left, self._loss_and_lr
+        )
         self.state.meter.start()
         while self.state.step < self.epoch_end:
             yield self.state.step
+
+    @property
+    def _evaluations_left(self) -> int:
+        every, epochs = self.config.eval_every, self.config.epochs
+        return math.ceil(epochs / every) - self.state.epoch // every
 
     def _loss_and_lr(self) -> tuple[float | None, float]:
         return self.state.meter.recent_loss(), self.state.optimizer.param_groups[0]["lr"]
@@ -152,7 +178,8 @@ class Run:
         if self.stop.should_stop():
             self.save()
             self.stop_here()
-        if is_last or (config.checkpoint_steps and state.step % config.checkpoint_steps == 0):
+        saves = config.checkpoint_steps > 0 and state.step % config.checkpoint_steps == 0
+        if self.is_evaluation_due if is_last else saves:  # the end of an epoch without evaluation saves at once
             self.save()
 
     def _after_first_step(self) -> None:
@@ -192,7 +219,7 @@ class Run:
             raise RunFailed(f"{where}: fp16 gradients overflow at any scale of the loss; use --amp bf16, or {remedy}")
 
     def begin_evaluation(self) -> None:
-        """A stop is heeded between batches from now on. Collective: call on every rank."""
+        """A stop is heeded between batches from now on, where an evaluation is due. Collective: call on every rank."""
         self.stop.enable(self.env)
         self.claim_output_dir()
 
@@ -213,19 +240,24 @@ class Run:
                 self.stop_here()
 
     def end_epoch(self, result: dict[str, Any]) -> None:
-        """Note an evaluation and whether it is the best, and save. Collective: call on every rank.
+        """Note an evaluation, if there was one, and whether it is the best, and save. Collective: call on every rank.
 
         Args:
-            result: the keys `val/...` of metrics.jsonl.
+            result: the keys `val/...` of metrics.jsonl; {} for an epoch without evaluation.
         """
         state = self.state
         state.epoch += 1
-        state.result = {"epoch": state.epoch, "step": state.step} | result
-        self.log.evaluation(state.result)
-        top1 = evaluation_top1(result)
-        previous, is_best = state.best, state.best is None or top1 > state.best.top1
-        if is_best:
-            state.best = BestEpoch(state.epoch, state.step, top1)
+        previous, is_best = state.best, False
+        if result:
+            state.result = {"epoch": state.epoch, "step": state.step} | result
+            self.log.evaluation(state.result)
+            top1 = evaluation_top1(result)
+            is_best = previous is None or top1 > previous.top1
+            state.evaluations_since_best = 0 if is_best else state.evaluations_since_best + 1
+            if is_best:
+                state.best = BestEpoch(state.epoch, state.step, top1)
+        else:
+            self.log.epoch_without_evaluation(state.epoch)
         self.save(is_best)
         if broadcast(self.last_save_error, self.env) is not None:
             state.best = previous  # what best.pt holds, and what the next epoch is compared with

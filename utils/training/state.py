@@ -41,7 +41,7 @@ class ReplicatedState:
     Attributes:
         networks: state_dict by the names in `NETWORKS`; the moving average only where there is one.
         optimizer, scaler: state_dict of each; the scaler's is empty without fp16.
-        epoch, step, best, result: see `TrainState`.
+        epoch, step, best, result, evaluations_since_best: see `TrainState`.
         seconds: wall time of all launches.
     """
 
@@ -52,6 +52,7 @@ class ReplicatedState:
     step: int
     best: BestEpoch | None
     result: dict[str, Any]
+    evaluations_since_best: int
     seconds: float
 
 
@@ -82,11 +83,12 @@ class TrainState:
         ema: moving average of `model`, or None.
         meter: the log interval under way.
         env: this process.
-        epoch: epochs that are trained and evaluated. Between an epoch's last step and the end of its evaluation,
-            `step` is ahead: a resume then goes straight to the evaluation.
+        epoch: epochs that are trained and, where that is due, evaluated. Between an epoch's last step and the end of
+            its evaluation, `step` is ahead: a resume then goes straight to the evaluation.
         step: optimizer steps taken.
         best: what best.pt in the output folder holds; None if there is none.
         result: the last evaluation's record.
+        evaluations_since_best: in a row, without a better top-1.
         started: `time.perf_counter()` at the launch.
         earlier_seconds: wall time of the launches before this one.
     """
@@ -101,6 +103,7 @@ class TrainState:
     step: int = 0
     best: BestEpoch | None = None
     result: dict[str, Any] = dataclasses.field(default_factory=dict)
+    evaluations_since_best: int = 0
     started: float = dataclasses.field(default_factory=time.perf_counter)
     earlier_seconds: float = 0.0
 
@@ -144,6 +147,7 @@ class TrainState:
             step=self.step,
             best=self.best,
             result=self.result,
+            evaluations_since_best=self.evaluations_since_best,
             seconds=self.seconds,
         )
 
@@ -169,6 +173,7 @@ class TrainState:
             self.scaler.load_state_dict(replicated.scaler)
         self.epoch, self.step = replicated.epoch, replicated.step
         self.best, self.result = replicated.best, replicated.result
+        self.evaluations_since_best = replicated.evaluations_since_best
         self.earlier_seconds = replicated.seconds
         self.meter.load_state_dict(rank_state.meter)
 

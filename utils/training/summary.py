@@ -7,7 +7,8 @@ from utils import __version__
 from utils.config import ResolvedConfig, flag
 from utils.data.cache import CACHED
 from utils.data.dali import DALI_VERSION
-from utils.data.manifest import describe_ignored
+from utils.data.holdout import describe_shares
+from utils.data.manifest import Manifest, describe_ignored
 from utils.data.oddities import describe_oddities
 from utils.data.splits import Splits, describe_exclusions
 from utils.errors import RunFailed
@@ -38,7 +39,7 @@ def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: C
     facts = {
         "brisk": f"{__version__}, torch {torch.__version__}, DALI {DALI_VERSION}, timm {timm.__version__}",
         "model": _describe_model(run),
-        "images": f"{len(splits['train']):,} train, {len(splits['val']):,} val, {_describe_sizes(config)}",
+        "images": f"{len(splits['train']):,} train, {_describe_val(splits['val'])}, {_describe_sizes(config)}",
         "batch": f"{run.sampler.global_batch_size} = {config.batch_size} images x {env.world_size} processes"
         f" x {config.grad_accum_steps}; {run.sampler.steps_per_epoch} steps per epoch",
         "lr": f"{lr:g} = {config.lr:g} x {run.sampler.global_batch_size} / 256, {_describe_optimizer(run)}",
@@ -57,8 +58,8 @@ def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: C
         facts["chosen"] = "; ".join(chosen)
     if skipped := describe_exclusions(splits, config.output_dir):
         facts["skipped"] = skipped
-    ignored = {split: describe_ignored(manifest) for split, manifest in splits.items()}
-    if listed := "; ".join(f"in {split}/ {what}" for split, what in ignored.items() if what):
+    ignored = {manifest.title: describe_ignored(manifest) for manifest in splits.values()}
+    if listed := "; ".join(f"in {title} {what}" for title, what in ignored.items() if what):
         facts["ignored"] = listed
     if changes := changed_flags(saved.config, config, env.world_size) if saved else []:
         facts["changed"] = ", ".join(changes)
@@ -67,11 +68,19 @@ def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: C
     odd = describe_oddities(splits, run.sampler.steps_per_epoch) if env.is_main and saved is None else []
     for line in [*([unusual] if unusual else []), *odd, *run.warnings]:
         run.log.info(f"warning: {line}")
-    if state.epoch >= config.epochs:
+    if run.ends_early:
+        run.log.info(_describe_early_end(run))
+    elif run.is_done:
         run.log.info(
             f"All {config.epochs} epochs are done. To train on, start a new run from its weights: --pretrained "
             f"{config.output_dir / BEST} --output-dir NEW"
         )
+
+
+def _describe_val(val: Manifest) -> str:
+    if val.held_out:
+        return f"{len(val):,} val ({val.title}, {describe_shares(val)})"
+    return f"{len(val):,} val" + (f" ({val.title})" if val.title not in ("", "val/") else "")
 
 
 def _describe_optimizer(run: Run) -> str:
@@ -127,6 +136,16 @@ def _describe_start(run: Run, saved: Checkpoint) -> str:
     return start
 
 
+def _describe_early_end(run: Run) -> str:
+    """Why `--patience` ends a run, and what trains on."""
+    state, given = run.state, run.config.patience
+    best = f" than the {state.best.top1:.2f} % of epoch {state.best.epoch}" if state.best else ""
+    return (
+        f"ended after epoch {state.epoch} of {run.config.epochs}: the last {state.evaluations_since_best} evaluations "
+        f"brought no better top-1{best} (--patience {given}); a higher --patience, or 0, trains on"
+    )
+
+
 def write_summary(run: Run, cpu_threads: int) -> None:
     """summary.json and the closing lines.
 
@@ -138,6 +157,8 @@ def write_summary(run: Run, cpu_threads: int) -> None:
         RunFailed: on rank 0, if the file cannot be written.
     """
     state, config = run.state, run.config
+    if run.ends_early:
+        run.log.info(_describe_early_end(run))
     totals = state.meter.totals
     summary = {
         "top1": state.result["val/top1"],

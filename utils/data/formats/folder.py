@@ -26,6 +26,7 @@ from utils.data.manifest import (
 from utils.errors import UserError
 from utils.validation import require_folder
 
+VAL_FOLDERS = ("val", "valid", "validation", "test")  # names that data sets use
 SCAN_THREADS = 16  # on a network file system a scan waits, it does not compute
 
 
@@ -104,14 +105,14 @@ def scan(data_dir: Path, split: str, skip_bad: bool = False) -> Manifest:
     ).without(bad)
 
 
-def scan_splits(data_dir: Path, skip_bad: bool = False) -> tuple[Manifest, Manifest]:
-    """Manifests of `train/` and `val/`, whose classes must agree.
+def scan_splits(data_dir: Path, skip_bad: bool = False, val_split: str = "val") -> tuple[Manifest, Manifest]:
+    """Manifests of `train/` and of the folder `val_split` beside it, whose classes must agree.
 
     Raises:
         UserError: as `scan`, and for classes that only one of the two has.
     """
-    train, val = scan(data_dir, "train", skip_bad), scan(data_dir, "val", skip_bad)
-    for here, there, split, other in ((train, val, "val", "train"), (val, train, "train", "val")):
+    train, val = scan(data_dir, "train", skip_bad), scan(data_dir, val_split, skip_bad)
+    for here, there, split, other in ((train, val, val_split, "train"), (val, train, "train", val_split)):
         only = sorted(set(here.classes) - set(there.classes))
         if only:
             names = ", ".join(map(repr, only[:3])) + (", ..." if len(only) > 3 else "")
@@ -122,12 +123,37 @@ def scan_splits(data_dir: Path, skip_bad: bool = False) -> tuple[Manifest, Manif
     return train, val
 
 
+def refuse_val_folder(data_dir: Path, val_fraction: float) -> None:
+    """Raise UserError if there is a folder of validation images, which `--val-fraction` would not use.
+
+    `test/` is none: it may be for the end of all experiments.
+    """
+    for name in VAL_FOLDERS[:-1]:
+        if os.path.isdir(data_dir / name):
+            instead = "" if name == "val" else f" and give --val-split {name}"
+            raise UserError(
+                f"--val-fraction {val_fraction:g}: --data-dir {data_dir} has {name}/, which would not be used; leave "
+                f"--val-fraction out{instead}, or move {name}/ away"
+            )
+
+
+def _missing_split(data_dir: Path, split: str) -> UserError:
+    message = f"--data-dir {data_dir}: has no {split}/ folder"
+    if split == "train":
+        return UserError(f"{message}; it must hold train/ and val/")
+    others = [name for name in VAL_FOLDERS if name != split and os.path.isdir(data_dir / name)]
+    if others:
+        found = ", ".join(f"{name}/" for name in others)
+        return UserError(f"{message}, but {found}; give --val-split {others[0]}")
+    return UserError(f"{message}; it must hold train/ and {split}/, or --val-fraction 0.1 holds out a tenth of train/")
+
+
 def _list_split(data_dir: Path, split: str) -> tuple[list[str], list[list[FileEntry]], dict[str, int]]:
     """Class names, the images of each class, and `Manifest.ignored`."""
     root = data_dir / split
     require_folder(data_dir)
     if not root.is_dir():
-        raise UserError(f"--data-dir {data_dir}: has no {split}/ folder; it must hold train/ and val/")
+        raise _missing_split(data_dir, split)
     visible = _visible(root)
     classes = sorted(entry.name for entry in visible if is_folder(entry))
     beside = [entry for entry in visible if not is_folder(entry)]
@@ -188,11 +214,12 @@ def _refuse_broken_links(entries: Iterable[os.DirEntry[str]]) -> None:
 
 
 def _refuse_nested(folder: Path) -> None:
+    split = folder.parent.parent.name
     for parent, _, names in os.walk(folder):
         if any(map(is_image, names)):
             raise UserError(
-                f"{parent}: images nested deeper than train/CLASS/IMAGE; move them up, "
-                "the folder below train/ or val/ is the class"
+                f"{parent}: images nested deeper than {split}/CLASS/IMAGE; move them up, the folder below {split}/ is "
+                "the class"
             )
 
 
