@@ -36,8 +36,6 @@ FOREIGN_FLAGS = {
     "srun": {"--kill-on-bad-exit"},
     "docker": {"--shm-size", "--ipc"},
 }
-# Flags that pages describe before the change that adds them is merged.
-COMING = {"--val-split", "--val-fraction", "--eval-every", "--patience"}
 MODEL = "test_resnet"  # instead of resnet50
 RUN = f"runs/imagenet-{MODEL}"
 
@@ -118,7 +116,7 @@ def test_a_wrong_command_is_found(text: str, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize("path", USER_PAGES, ids=name_of)
 def test_flags_between_backticks_exist(path: Path) -> None:
     ours = {name for flags in CONTRACT["flags"].values() for key in flags for name in key.split("/")}
-    known = ours | COMING | {"--help", "--version"} | set().union(*FOREIGN_FLAGS.values())
+    known = ours | {"--help", "--version"} | set().union(*FOREIGN_FLAGS.values())
     found = {flag for span in code_spans(path) for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]*", span)}
     assert found - known == set()
 
