@@ -31,8 +31,8 @@ import typer
 
 from utils.cli import REQUIRED, Program, number_option, train_flag, with_train_flags
 from utils.data.codecs import is_image
-from utils.data.formats.folder import file_listing, is_folder, stat_file, suffix_of
-from utils.data.manifest import FileEntry, describe_counts
+from utils.data.formats.folder import file_listing, is_folder, suffix_of
+from utils.data.manifest import FileEntry, describe_counts, stat_file
 from utils.distributed.signals import REPEAT_SECONDS
 from utils.errors import EXIT_DONE, EXIT_FAILED, Stopped, UserError, escape_control_chars
 from utils.files import check_writable

@@ -15,8 +15,8 @@ from torchvision.datasets import ImageFolder
 import pipelines
 from tests.conftest import resolved
 from utils.data.cache import decoded_bytes
-from utils.data.formats.folder import scan, scan_splits, stat_file
-from utils.data.manifest import NAMED, FileEntry, Manifest, describe, describe_ignored, synthetic
+from utils.data.formats.folder import scan, scan_splits
+from utils.data.manifest import NAMED, FileEntry, Manifest, describe, describe_ignored, stat_file, synthetic
 from utils.data.reader import read_image
 from utils.distributed.group import DistEnv
 from utils.errors import UserError

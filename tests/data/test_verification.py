@@ -21,8 +21,8 @@ from tests.conftest import resolved, write_images
 from utils.data import verification
 from utils.data.decode_pool import FileReport, decode_files
 from utils.data.decoding import Decoder, ImageInfo, dali_decode, decoder_of, has_end
-from utils.data.formats.folder import file_listing, file_record, scan, stat_file
-from utils.data.manifest import FileEntry
+from utils.data.formats.folder import file_listing, file_record, scan
+from utils.data.manifest import FileEntry, stat_file
 from utils.data.sampler import Sampler
 from utils.data.torch_loader import TorchImages
 from utils.data.verification import load_manifest, suspicious, verify_dataset

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import os
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +33,18 @@ class FileEntry(NamedTuple):
     size: int
     mtime: int
     bad: str | None = None
+
+
+def stat_file(path: str) -> FileEntry:
+    """Size, time and kind of a file, under its base name. It is not opened: opening a pipe waits for its writer."""
+    name = os.path.basename(path)
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        return FileEntry(name, 0, 0, f"cannot be read ({error.strerror})")
+    if not stat.S_ISREG(found.st_mode):
+        return FileEntry(name, 0, found.st_mtime_ns, "not a regular file")
+    return FileEntry(name, found.st_size, found.st_mtime_ns, None if found.st_size else "an empty file")
 
 
 class Listing(NamedTuple):

@@ -19,8 +19,7 @@ from nvidia.dali.types import BatchInfo
 
 from utils.data.decoding import END, check_end
 from utils.data.formats.base import Record
-from utils.data.formats.folder import stat_file
-from utils.data.manifest import FileEntry, Manifest
+from utils.data.manifest import FileEntry, Manifest, stat_file
 
 READ_THREADS = 4  # at least, of each reader; they mostly wait for the disk
 READ_AHEAD = 2  # batches of files, besides those that are being decoded

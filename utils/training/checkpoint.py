@@ -289,7 +289,8 @@ def save(
 ) -> str | None:
     """Write last.pt, and best.pt with the same content if `is_best`; rank 0 writes. Collective: call on every rank.
 
-    What last.pt was becomes last-1.pt, and that last-2.pt.
+    What last.pt was becomes last-1.pt, and that last-2.pt. A best.pt of another run is removed: a run that has no best
+    epoch yet has none.
 
     Args:
         state: the run.

@@ -178,8 +178,11 @@ class Run:
         if self.stop.should_stop():
             self.save()
             self.stop_here()
-        saves = config.checkpoint_steps > 0 and state.step % config.checkpoint_steps == 0
-        if self.is_evaluation_due if is_last else saves:  # the end of an epoch without evaluation saves at once
+        if is_last:
+            is_due = self.is_evaluation_due  # otherwise `end_epoch` saves at once
+        else:
+            is_due = config.checkpoint_steps > 0 and state.step % config.checkpoint_steps == 0
+        if is_due:
             self.save()
 
     def _after_first_step(self) -> None:

@@ -1,5 +1,8 @@
 """What every format gives: the images of a split, with a name for each and where its bytes are.
 
+A format is a module beside this one, as `folder.py`: a table, and a `scan` that lists a split and returns a `Manifest`.
+`utils.data.splits.read_data` calls it. Labels ascend, and names begin with the class, as `CLASS/NAME`.
+
 Only the formats and `utils.data.reader` look at a location. So a format whose images are ranges of bytes within shards
 adds a table, a kind of location and its reading. The loaders, the decode pool and the verification do not change.
 """

@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import os
-import stat
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +21,7 @@ from utils.data.manifest import (
     describe,
     describe_counts,
     files_fingerprint,
+    stat_file,
 )
 from utils.errors import UserError
 from utils.validation import require_folder
@@ -186,18 +186,6 @@ def _list_class(folder: Path) -> tuple[list[FileEntry], collections.Counter[str]
             f"{' '.join(IMAGE_SUFFIXES)}"
         )
     return sorted(listing, key=lambda entry: entry.name), others
-
-
-def stat_file(path: str) -> FileEntry:
-    """Size, time and kind of a file, under its base name. It is not opened: opening a pipe waits for its writer."""
-    name = os.path.basename(path)
-    try:
-        found = os.stat(path)
-    except OSError as error:
-        return FileEntry(name, 0, 0, f"cannot be read ({error.strerror})")
-    if not stat.S_ISREG(found.st_mode):
-        return FileEntry(name, 0, found.st_mtime_ns, "not a regular file")
-    return FileEntry(name, found.st_size, found.st_mtime_ns, None if found.st_size else "an empty file")
 
 
 def _refuse_broken_links(entries: Iterable[os.DirEntry[str]]) -> None:
