@@ -196,6 +196,8 @@ def run_pages(data: Path, root: Path) -> dict[str, str]:
     for split_name in ("train", "val"):
         write_images(root / "data" / "flowers" / split_name, (8, 8, 8), seed=3)
         (root / "data" / "flowers" / split_name / "red").rename(root / "data" / "flowers" / split_name / "rose")
+    for folder in ("birds/train", "birds/valid", "photos/train"):
+        write_images(root / "data" / folder, (8, 8, 8))
     with (root / "labels.csv").open("w") as file:
         csv.writer(file).writerows([("file", "label", "split"), (data / "train/red/red-000.jpg", "red", "train")])
     programs = list(to_run(root))
@@ -269,6 +271,7 @@ def check_outputs(root: Path, outputs: dict[str, str]) -> None:
     assert "82 files: 0 bad, 0 suspicious" in output_of(outputs, "check_dataset.py")[0]
     assert re.search(rf"{RUN} +finished", output_of(outputs, "scripts/runs.py")[0])
     assert "from scratch" in output_of(outputs, "config.json")[0]
+    assert "the held-out part of train/" in output_of(outputs, "--val-fraction")[0]
     assert "accepted changes: --mixup: 0 then, 0.2 now" in output_of(outputs, "--accept-changes")[0]
 
 
