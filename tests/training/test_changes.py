@@ -1,5 +1,6 @@
 """`--accept-changes`: a run goes on although it differs from its checkpoint, and says what that means."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -47,6 +48,7 @@ def test_a_changed_run_goes_on(data: Path, tmp_path: Path) -> None:
     assert_refused(done[4], reason, "give --name NEW")
     assert "an epoch has 10 steps instead of 5" in done[5].out
     assert steps(halved) == list(range(11, 21))
+    assert json.loads((halved / "summary.json").read_text())["timed_steps"] < 10
     before, after = (read_checkpoint(folder, name) for folder, name in ((forked, "last-1.pt"), (halved, "last.pt")))
     torch.testing.assert_close(before["model"]["fc.weight"], after["model"]["fc.weight"])
     # What has other weights.

@@ -46,9 +46,11 @@ def test_what_a_resume_depends_on(
 
 def test_changed_flags_are_logged(tmp_path: Path) -> None:
     before = resolved(lr=0.5)
-    now = resolved(lr=0.1, clip_grad=1.0, workers=3, log_steps=7, output_dir=tmp_path, time_limit=5.0)
+    now = resolved(
+        lr=0.1, clip_grad=1.0, resize_schedule="0:32", workers=3, log_steps=7, output_dir=tmp_path, time_limit=5.0
+    )
     assert changed_flags(before, resolved(lr=0.5)) == []
-    assert changed_flags(before, now) == ["--lr 0.5 -> 0.1", "--clip-grad 0.0 -> 1.0"]
+    assert changed_flags(before, now) == ["--lr 0.5 -> 0.1", "--resize-schedule off -> 0:32", "--clip-grad 0.0 -> 1.0"]
     odd, near = resolved(lr=0.1 + 0.2, clip_grad=1 / 3), resolved(lr=0.3, clip_grad=1.0)
     assert changed_flags(odd, near) == [
         "--lr 0.30000000000000004 -> 0.3",  # which six digits do not distinguish

@@ -77,10 +77,11 @@ def adapt(
         )
     before, epoch = steps_before(saved), saved.state.epoch
     if before != sampler.steps_per_epoch:
-        # The epoch under way has no place in epochs of another length: it begins anew, unless it is done.
+        # The epoch under way has no place in epochs of another length: it begins anew, unless it is done. So do the
+        # counts of steps.
         done = epoch + 1 if saved.state.step == (epoch + 1) * before else epoch
         replicated = dataclasses.replace(replicated, step=done * sampler.steps_per_epoch)
-        rank_state = dataclasses.replace(rank_state, meter=rank_state.meter | {"loss": 0.0, "images": 0})
+        rank_state = dataclasses.replace(rank_state, meter=state.meter.state_dict())
     return replicated, dataclasses.replace(rank_state, loader={}, random={})
 
 

@@ -170,7 +170,7 @@ def _format_change(old: Any, new: Any) -> str:
     """Both values; numbers have six digits, or all of them where six are the same."""
     short = [float(f"{value:.6g}") if isinstance(value, float) else value for value in (old, new)]
     before, after = short if short[0] != short[1] else (old, new)
-    return f"{before} -> {after}"
+    return f"{'off' if before == '' else before} -> {'off' if after == '' else after}"
 
 
 def library_versions() -> dict[str, str]:
