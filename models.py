@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import difflib
 import itertools
-import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from utils.distributed.collectives import sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import UserError, first_line
 from utils.network.fused_layers import swap_fused_layers
+from utils.validation import require_weights
 
 EMA_NAMES = ("state_dict_ema", "model_ema")  # of a moving average in a checkpoint, where timm looks for it
 Normalization = tuple[tuple[float, ...], tuple[float, ...]]
@@ -108,8 +108,7 @@ def read_weights(path: Path, ema: bool | None = None) -> Weights:
     Raises:
         UserError: no such file, a damaged one, or one without a moving average where that is wanted.
     """
-    if not os.path.isfile(path):  # unlike Path.is_file, False for what may not be looked at
-        raise UserError(f"--pretrained {path}: no such file; give a weights file, or no value for timm's weights")
+    require_weights(path)
     content: Any = {}
     try:
         with warnings.catch_warnings():  # torch warns of some damage before it raises

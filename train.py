@@ -156,7 +156,7 @@ def open_output(
     settings = choose_common_loader_settings(given, env, saved, listed["train"])
     config = resolve(given, listed["train"].classes, env, settings, saved)
     check_files(listed, config.data_dir, env)
-    prepare_output(config.output_dir, env)
+    prepare_output(config.output_dir, env, stack)
     if not locked:
         lock_output(config.output_dir, env, stack)
     return config, settings, saved

@@ -41,6 +41,7 @@ class RunInfo:
         folder: the output folder.
         config: content of config.json.
         metrics, events: lines of metrics.jsonl and events.jsonl.
+        summary: content of summary.json; {} if there is none.
         is_locked: whether a process is writing there.
     """
 
@@ -48,6 +49,7 @@ class RunInfo:
     config: dict[str, Any]
     metrics: list[dict[str, Any]]
     events: list[dict[str, Any]]
+    summary: dict[str, Any]
     is_locked: bool
 
     @property
@@ -56,21 +58,20 @@ class RunInfo:
         if self.is_locked:
             return "running"
         if not self.events:  # of an earlier version of Brisk
-            return "finished" if (self.folder / SUMMARY).is_file() else "unknown"
+            return "finished" if self.summary else "unknown"
         last = str(self.events[-1]["event"])
         return "died" if last == "started" else last
 
     @property
     def seconds(self) -> float:
-        """Wall time of all launches; that of a launch that died ends with its last files."""
-        written = max((path.stat().st_mtime for path in self.folder.iterdir() if path.is_file()), default=0.0)
-        now = time.time() if self.is_locked else written
-        total, started = 0.0, 0.0
-        for event in [*self.events, {"event": "end", "time": now}]:
-            if started:
-                total += max(0.0, min(event["time"], now) - started)
-            started = event["time"] if event["event"] == "started" else 0.0
-        return total
+        """Wall time of all launches, without what was lost; that of a launch that died ends with its last files."""
+        if not self.events:
+            return 0.0
+        last = self.events[-1]
+        if last["event"] != "started":
+            return float(last["seconds"])
+        written = max(path.stat().st_mtime for path in self.folder.iterdir() if path.is_file())
+        return float(last["seconds"] + max(0.0, (time.time() if self.is_locked else written) - last["time"]))
 
     def row(self) -> tuple[str, ...]:
         """The cells of the table."""
@@ -79,6 +80,8 @@ class RunInfo:
         epochs = (record["epoch"] - ("val/top1" not in record) for record in self.metrics)
         best = max((max(each["val/top1"], each.get("val/ema_top1", 0.0)) for each in evaluations), default=None)
         rates = [record["images_per_second"] for record in self.metrics if "images_per_second" in record]
+        if self.state == "finished":  # the mean instead of the last interval
+            rates.append(self.summary.get("images_per_second", 0.0))
         return (
             str(self.folder),
             self.state,
@@ -93,13 +96,26 @@ class RunInfo:
 
 def read_run(folder: Path) -> RunInfo | None:
     """The run whose output folder this is; None if it is none."""
+    config = read_object(folder / "config.json")
+    if "arch" not in config:
+        return None
+    return RunInfo(
+        folder=folder,
+        config=config,
+        metrics=read_lines(folder / METRICS),
+        events=read_lines(folder / EVENTS),
+        summary=read_object(folder / SUMMARY),
+        is_locked=is_locked(folder),
+    )
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; {} if there is none."""
     try:
-        config = json.loads((folder / "config.json").read_text())
+        found = json.loads(path.read_text())
     except (OSError, ValueError):
-        return None
-    if not isinstance(config, dict) or "arch" not in config:
-        return None
-    return RunInfo(folder, config, read_lines(folder / METRICS), read_lines(folder / EVENTS), is_locked(folder))
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

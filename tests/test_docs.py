@@ -32,7 +32,7 @@ RUN_HERE = {"train.py", "check_dataset.py", "runs.py"}  # the other scripts meas
 SEVERAL_MACHINES = {"torchrun", "srun", "sbatch"}
 # Flags in prose that are not ours, with their programs.
 FOREIGN_FLAGS = {
-    "sbatch": {"--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--signal"},
+    "sbatch": {"--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--signal", "--time"},
     "srun": {"--kill-on-bad-exit"},
     "docker": {"--shm-size", "--ipc"},
 }

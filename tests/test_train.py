@@ -68,7 +68,7 @@ def test_the_files_keep_their_contract(data: Path, tmp_path: Path) -> None:
     assert read_checkpoint(out, "best.pt")["best"]["top1"] == best
     assert summary["images_per_second"] > 0
     assert summary["timed_steps"] == 8, "all but the first interval"
-    assert "images/s and data wait cover 8 of 10 steps: not each launch's first" in done.out
+    assert "images/s and data wait cover 8 of 10 steps: without the first of each launch" in done.out
     config = json.loads((out / "config.json").read_text())
     assert_keys("config.json", config)
     assert config["arch"] == "test_resnet"

@@ -32,7 +32,7 @@ from utils.errors import (
 )
 from utils.log import emit, print_error
 from utils.recipes import read_recipe
-from utils.validation import require_folder, validate
+from utils.validation import require_folder, require_weights, validate
 
 # typer carries click under a private name; BadParameter is the public way to click's common base class.
 _USAGE_ERROR: Any = typer.BadParameter.__mro__[2]
@@ -290,6 +290,8 @@ class _Train(Program[TrainConfig]):
     def check_early(self, options: TrainConfig) -> None:
         if options.data_dir is not None:
             require_folder(options.data_dir)
+        if options.pretrained not in (None, "timm"):
+            require_weights(options.pretrained)
 
 
 def _read_config(context: typer.Context, **values: Any) -> TrainConfig:
@@ -316,11 +318,11 @@ TRAIN = _Train(
     _read_config,
     """Train an image classifier from a folder of images.
 
-torchrun --nproc_per_node=8 train.py --data-dir /data/imagenet
+python train.py --processes auto --data-dir /data/imagenet
 
-One process: python train.py --data-dir DIR. The same command again resumes where it stopped.
+One process without --processes; torchrun and srun work as well. The same command again resumes where it stopped.
 
-Exit status: 0 done, 1 failed, 2 wrong usage, 143 stopped by SIGTERM after the checkpoint was written.""",
+Exit status: 0 done, 1 failed, 2 wrong usage or a bad file, 143 stopped by a signal or --time-limit.""",
 )
 
 

@@ -96,7 +96,7 @@ class TrainConfig:
     )  # fmt: skip
     cache: Literal["auto", "none", "gpu", "host"] = _flag("auto", DATA, "Where training images stay decoded.")
     prefetch: int | None = _flag(None, DATA, "Batches that DALI prepares ahead.", MIN_1, shown=str(PREFETCH))
-    bad_files: Literal["error", "skip"] = _flag("error", DATA, "Policy for undecodable images.")
+    bad_files: Literal["error", "skip"] = _flag("error", DATA, "Policy for undecodable images.", from_checkpoint=True)
     image_size: int = _flag(
         224, DATA, "Side of the network's input, pixels.", _MIN_8,
         unit="pixels", role="fixed", from_checkpoint=True,

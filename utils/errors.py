@@ -27,13 +27,15 @@ class BadFile(UserError):
     Attributes:
         path: of the file.
         reason: why it cannot be read.
+
+    Args:
+        rank: of the process.
+        evaluates: whether the process only evaluates.
     """
 
-    def __init__(self, path: str, reason: str, rank: int) -> None:
-        super().__init__(
-            f"rank {rank}: {path}: {reason}; --bad-files skip leaves it out, and --resume auto goes on from the last "
-            "checkpoint"
-        )
+    def __init__(self, path: str, reason: str, rank: int, evaluates: bool = False) -> None:
+        then = "" if evaluates else ", and --resume auto goes on from the last checkpoint"
+        super().__init__(f"rank {rank}: {path}: {reason}; --bad-files skip leaves it out{then}")
         self.path, self.reason = path, reason
 
 

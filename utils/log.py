@@ -71,17 +71,19 @@ class Log:
 
             self._events = SummaryWriter(str(output_dir / "tensorboard"), purge_step=step + 1)
 
-    def event(self, name: str, step: int, **facts: Any) -> None:
+    def event(self, name: str, step: int, seconds: float, **facts: Any) -> None:
         """Append a line to events.jsonl: a launch has started or stopped, or the run is finished.
 
         Args:
             name: started, stopped or finished.
             step: optimizer steps that are done.
+            seconds: wall time of all launches so far, without what a launch has lost.
             facts: more of it, JSON-ready.
         """
         if not self._active:
             return
-        line = json_text({"event": name, "time": round(time.time(), 3), "step": step, **facts}) + "\n"
+        event = {"event": name, "time": round(time.time(), 3), "step": step, "seconds": round(seconds, 2)}
+        line = json_text(event | facts) + "\n"
         with contextlib.suppress(OSError), (self._path.parent / EVENTS).open("a") as file:
             file.write(line)
 

@@ -116,6 +116,19 @@ def require_data(config: TrainConfig) -> None:
         )
 
 
+def require_checkpoint(config: TrainConfig) -> None:
+    """Raise UserError unless the checkpoint that `--resume PATH` names is there."""
+    # Unlike Path.is_file, os.path.isfile is False for what may not be looked at.
+    if config.resume not in ("auto", "none") and not os.path.isfile(config.resume):
+        raise UserError(f"--resume {config.resume}: no such checkpoint; give an existing file, auto or none")
+
+
+def require_weights(path: str | Path) -> None:
+    """Raise UserError unless the file that `--pretrained FILE` names is there."""
+    if not os.path.isfile(path):
+        raise UserError(f"--pretrained {path}: no such file; give a weights file, or no value for timm's weights")
+
+
 def require_folder(data_dir: Path) -> None:
     """Raise UserError unless there is such a folder."""
     try:

@@ -196,7 +196,7 @@ def test_poll_ranks(monkeypatch: pytest.MonkeyPatch, gone: int, stopped: int) ->
     assert group.ranks[1]._poll_ranks().lost == {3: f"(process {stopped} on {here}) is stopped (SIGSTOP)"}
     group.set_address(3, gone)
     lost = group.ranks[1]._poll_ranks().lost
-    assert lost == {3: f"(process {gone} on {here}) is gone: killed, by the kernel where memory was short, or crashed"}
+    assert lost == {3: f"(process {gone} on {here}) is gone: killed (by the kernel, if memory ran out) or crashed"}
     with pytest.raises(MemoryError), group.ranks[0].guard(print):
         raise MemoryError("no room")
     status = group.ranks[1]._poll_ranks()

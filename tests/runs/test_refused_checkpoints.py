@@ -2,6 +2,7 @@
 
 import functools
 import io
+import json
 import os
 import pickle
 import shutil
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from tests.conftest import TINY, Refused
-from tests.harness import launch_series
+from tests.harness import assert_refused, launch_series
 from tests.runs.conftest import SHORT
 from utils.training.checkpoint import FORMAT
 
@@ -82,11 +83,13 @@ def test_malicious_pickle_is_not_run(refused: Refused, good: list[str], tmp_path
 
 
 def test_weights_that_do_not_fit(refused: Refused, good: list[str], tmp_path: Path) -> None:
+    """Found when the output folder has been made, which does not stay."""
     path = tmp_path / "weights.pt"
     path.write_bytes(saved({"fc.weight": torch.zeros(3, 3), "other": torch.zeros(1)}))
     refused(*good, "--pretrained", path)(
         f"--pretrained {path}:", "does not fit", "weights missing", "give the architecture of these weights"
     )
+    assert not (tmp_path / "run").exists()
 
 
 def test_folder_as_checkpoint_or_weights(refused: Refused, good: list[str], tmp_path: Path) -> None:
@@ -121,8 +124,9 @@ OTHER_RUNS: dict[str, tuple[str, ...]] = {
 @pytest.mark.parametrize("flags", OTHER_RUNS)
 def test_checkpoint_of_another_run(refused: Refused, data: Path, finished_run: Path, flags: str) -> None:
     check = refused(*SHORT, "--data-dir", data, "--output-dir", finished_run, *flags.split())
-    remedies = ("--accept-changes", "--name NEW", "--resume none --overwrite")
-    check(f"--resume {finished_run}/last.pt:", "another run", *OTHER_RUNS[flags], *remedies)
+    accept = () if flags.startswith(("--arch", "--num-classes")) else ("--accept-changes",)
+    remedies = (*accept, "--name NEW", "--resume none --overwrite")
+    check(f"--resume {finished_run}/last.pt:", "its run had other settings", *OTHER_RUNS[flags], *remedies)
 
 
 @pytest.mark.parametrize(
@@ -156,13 +160,20 @@ def test_checkpoint_of_other_files(
 
 
 def test_checkpoint_without_bad_files(refused: Refused, data: Path, tmp_path: Path) -> None:
-    """`--bad-files skip` is all that is missing."""
+    """`--bad-files skip` is all that is missing; an evaluation takes it from the checkpoint."""
     shutil.copytree(data, tmp_path / "data")
-    (tmp_path / "data" / "train" / "blue" / "text.jpg").write_text("no image")
+    for split in ("train", "val"):
+        (tmp_path / "data" / split / "blue" / "text.jpg").write_text("no image")
     (tmp_path / "data" / "train" / "blue" / "text.txt").write_text("not even by its name")
     flags = (*SHORT, "--data-dir", tmp_path / "data", "--output-dir", tmp_path / "out")
-    (done,) = launch_series((*flags, "--bad-files", "skip"))
-    assert done.status == 0, done.err
+    evaluate = ("--evaluate", "--output-dir", tmp_path / "out", "--workers", 1)
+    done, evaluated, named = launch_series(
+        (*flags, "--bad-files", "skip"), evaluate, (*evaluate, "--bad-files", "error")
+    )
+    assert [done.status, evaluated.status] == [0, 0], (done.err, evaluated.err)
+    assert json.loads((tmp_path / "out" / "evaluation.json").read_text())["count"] == 41
+    assert_refused(named, "val/blue/text.jpg: a text file, not an image; --bad-files skip leaves it out")
+    assert "--resume" not in named.err
     assert "\n ignored  in train/ 1 file .txt\n" in done.out
     check = refused(*flags, "--epochs", "2")
     check(

@@ -19,6 +19,13 @@ def _no_val(root: Path) -> None:
     shutil.rmtree(root / "val")
 
 
+def _classes_alone(root: Path) -> None:
+    shutil.rmtree(root / "val")
+    for folder in list((root / "train").iterdir()):
+        folder.rename(root / folder.name)
+    (root / "train").rmdir()
+
+
 def _train_is_a_file(root: Path) -> None:
     _no_train(root)
     (root / "train").write_text("")
@@ -84,6 +91,10 @@ def _many_empty(root: Path) -> None:
 
 TREES: list[tuple[Callable[[Path], None], tuple[str, ...]]] = [
     (_no_train, ("--data-dir {}:", "no train/ folder", "must hold train/ and val/")),
+    (
+        _classes_alone,
+        ("--data-dir {}:", "no train/ folder, but 3 folders of images (blue, green, red); move them into"),
+    ),
     (_no_val, ("--data-dir {}:", "no val/ folder", "must hold train/ and val/")),
     (_train_is_a_file, ("--data-dir {}:", "no train/ folder")),
     (_loose, ("{}/train:", "no class folders", "6 images", "put the images of each class into a folder")),

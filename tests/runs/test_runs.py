@@ -121,10 +121,15 @@ def test_a_resume_does_not_load_pretrained_weights_again(data: Path, tmp_path: P
         (*flags, "--epochs", 1, "--output-dir", fresh),
         (*flags, "--epochs", 1, "--output-dir", run, *weights),
         (*flags, "--epochs", 2, "--output-dir", fresh, *weights),
+        (*flags, "--epochs", 2, "--output-dir", fresh, "--pretrained", run / LAST),
         (*flags, "--epochs", 2, "--output-dir", run, *weights),
         (*flags, "--epochs", 3, "--output-dir", run),
     )
-    reason = f"--pretrained {fresh}/last.pt: not used, as {fresh}/last.pt is of a run that began with None"
+    reason = (
+        f"--pretrained {fresh}/last.pt: {fresh} holds the run that these weights are of; give --name NEW to train on"
+    )
+    assert_refused(done.pop(2), reason, "or leave --pretrained out to go on with this one")
+    reason = f"--pretrained {run}/last.pt: not used, as {fresh}/last.pt is of a run that began with None"
     assert_refused(done.pop(2), reason, "leave it out, or start anew: --name NEW")
     assert [run.status for run in done] == [0, 0, 0, 0], done
     for resumed in done[2:]:
@@ -220,7 +225,7 @@ def test_more_epochs_change_the_schedule(data: Path, tmp_path: Path) -> None:
     (more,) = launch_series((*flags, 13))
     assert [one.status for one in (first, same, more)] == [0, 0, 0], more.err
     assert f"resumed after all 3 epochs, step 15, from {tmp_path}/last.pt" in same.out
-    assert f"start a new run from its weights: --pretrained {tmp_path}/best.pt --output-dir NEW" in same.out
+    assert f"start a new run from its weights: --pretrained {tmp_path}/best.pt --name NEW" in same.out
     assert "warning" not in same.out
     warnings = [line for line in more.out.splitlines() if line.startswith("warning: ")]
     lines = [line for line in warnings if "the learning rate goes from" in line]

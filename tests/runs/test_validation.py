@@ -113,4 +113,4 @@ def test_the_last_epoch_is_evaluated(data: Path, tmp_path: Path) -> None:
     assert [record["epoch"] for record in read_metrics(shorter) if "val/top1" in record] == [2]
     assert json.loads((shorter / "summary.json").read_text())["epochs"] == 2
     assert (repeated.status, repeated.written) == (0, frozenset())
-    assert "All 2 epochs are done." in repeated.out
+    assert "All 2 epochs are done" in repeated.out

@@ -33,9 +33,8 @@ def test_what_a_resume_depends_on(
     assert check_fingerprint(config, splits, cpu, None) == found
     assert check_fingerprint(config, splits, cpu, checkpoint_of(config, fingerprint=found)) == found
     without = dataclasses.replace(config, ema_decay=0.0)
-    with pytest.raises(
-        UserError, match=r"another run \(--ema-decay above 0: True then, False now\); restore these, go on with them by"
-    ):
+    words = r"settings or data \(--ema-decay above 0: True then, False now\); restore these, go on with them by"
+    with pytest.raises(UserError, match=words):
         check_fingerprint(without, splits, cpu, checkpoint_of(config, fingerprint=found))
     before = checkpoint_of(config, fingerprint=found | {"files of val/": "x", "--seed": 4})
     before.record.excluded_files["train"] = ["blue/1.jpg"]

@@ -79,7 +79,7 @@ def test_totals_leave_out_the_warm_up_of_a_launch(cpu: DistEnv, clock: Clock) ->
     assert meter.totals == Totals(steps=268, images=268 * 256, seconds=67.0, wait=16.75)
     assert (meter.totals.images_per_second, meter.totals.data_wait) == (1024.0, 0.25)
     assert describe_timed(meter.totals.steps, 468) == (
-        "images/s and data wait cover 268 of 468 steps: not each launch's first, in which buffers grow\n"
+        "images/s and data wait cover 268 of 468 steps: without the first of each launch, in which buffers grow\n"
     )
     assert describe_timed(468, 468) == ""
 

@@ -177,7 +177,7 @@ def identify_bad_file(
         with contextlib.closing(decode_files(records, decoder_of(config.loader).decode, config.workers)) as reports:
             for position, report in reports:
                 if report.bad is not None:
-                    raise BadFile(records[position].name, report.bad, env.rank) from error
+                    raise BadFile(records[position].name, report.bad, env.rank, config.evaluate) from error
                 if time.monotonic() > deadline:
                     break
         raise

@@ -96,10 +96,13 @@ def create_sampler(config: ResolvedConfig, num_images: int, env: DistEnv) -> Sam
             on_all_ranks=True,
         )
     if sampler.steps_per_epoch == 0:
+        processes = f"{env.world_size} process{'es' if env.world_size > 1 else ''}"
+        accumulated = f" x {config.grad_accum_steps} batches" if config.grad_accum_steps > 1 else ""
+        most = num_images // (env.world_size * config.grad_accum_steps)
+        remedy = f"give at most {most}; {max(1, most // 10)} makes about ten steps per epoch" if most else "lower it"
         raise UserError(
-            f"--batch-size {config.batch_size}: {env.world_size} processes x {config.batch_size} images x "
-            f"{config.grad_accum_steps} batches is a global batch of {sampler.global_batch_size}, more than the "
-            f"{num_images} training images; lower it",
+            f"--batch-size {config.batch_size}: {processes} x {config.batch_size} images{accumulated} is a global "
+            f"batch of {sampler.global_batch_size}, more than the {num_images} training images; {remedy}",
             on_all_ranks=True,
         )
     return sampler

@@ -220,7 +220,7 @@ class RankMonitor:
         if machine != _machine():
             return ""
         if _has_ended(int(pid)):
-            return self._address(rank) + "is gone: killed, by the kernel where memory was short, or crashed"
+            return self._address(rank) + "is gone: killed (by the kernel, if memory ran out) or crashed"
         return self._address(rank) + "is stopped (SIGSTOP)" if _state(int(pid)) in "Tt" else ""
 
 

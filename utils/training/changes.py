@@ -26,6 +26,11 @@ def changed_names(saved: Checkpoint, fingerprint: dict[str, Any]) -> list[str]:
     return [name for name in fingerprint if before.get(name) != fingerprint[name]]
 
 
+def is_fixed(names: Sequence[str]) -> bool:
+    """Whether one of the changes decides which weights there are."""
+    return any(name in FIXED for name in names)
+
+
 def require_acceptable(saved: Checkpoint, names: Sequence[str], classes: Sequence[str]) -> None:
     """Raise UserError for changes after which the weights of the checkpoint do not fit."""
     fixed = [name for name in names if name in FIXED]

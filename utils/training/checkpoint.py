@@ -20,6 +20,7 @@ from utils.distributed.launcher import launch_ids
 from utils.errors import START_ANEW, UserError, first_line
 from utils.files import link_temporary, rename, temporary_of, write_temporary
 from utils.training.state import NETWORKS, BestEpoch, RankState, ReplicatedState, TrainState, mean_buffers
+from utils.validation import require_checkpoint
 
 LAST, BEST = "last.pt", "best.pt"
 EARLIER = ("last-1.pt", "last-2.pt")  # what last.pt was, newest first
@@ -154,10 +155,8 @@ def find_checkpoints(config: TrainConfig) -> list[Path]:
         UserError: a path was given that does not exist, or `--evaluate` has nothing to evaluate, or two things.
     """
     if config.resume not in ("auto", "none"):
-        path = Path(config.resume)
-        if not os.path.isfile(path):  # unlike Path.is_file, False for what may not be looked at
-            raise UserError(f"--resume {path}: no such checkpoint; give an existing file, auto or none")
-        return [path]
+        require_checkpoint(config)
+        return [Path(config.resume)]
     if config.resume == "none":
         return []
     names = (BEST, LAST, *EARLIER) if config.evaluate else (LAST, *EARLIER, BEST)
@@ -167,7 +166,10 @@ def find_checkpoints(config: TrainConfig) -> list[Path]:
             f"--evaluate: {paths[0]} or --pretrained {config.pretrained}? give --resume {paths[0]} or --resume none"
         )
     if config.evaluate and config.pretrained is None and not paths:
-        raise UserError(f"--evaluate: no checkpoint in --output-dir {config.output_dir}; give --resume PATH")
+        raise UserError(
+            f"--evaluate: no checkpoint in --output-dir {config.output_dir}; give --name or --output-dir of a run, or "
+            "--resume PATH"
+        )
     return paths
 
 

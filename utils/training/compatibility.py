@@ -26,6 +26,7 @@ from utils.training.changes import (
     changed_names,
     describe_consequences,
     excluded_of_run,
+    is_fixed,
     require_acceptable,
 )
 from utils.training.checkpoint import Checkpoint, RunRecord
@@ -68,9 +69,10 @@ def check_fingerprint(config: ResolvedConfig, splits: Splits, env: DistEnv, save
             forgotten = config.bad_files == "error" and any(saved.record.excluded_files.values())
             forgotten &= any(name.startswith("files of") for name in differing)
             hint = "give --bad-files skip, without whose bad files it ran, or " if forgotten else ""
+            accept = "" if is_fixed(differing) else f"go on with them by --resume {saved.path} --accept-changes, "
             raise UserError(
-                f"--resume {saved.path}: this checkpoint belongs to another run ({listed}); {hint}restore these, go on "
-                f"with them by --resume {saved.path} --accept-changes, or {START_ANEW}"
+                f"--resume {saved.path}: its run had other settings or data ({listed}); {hint}restore these, "
+                f"{accept}or {START_ANEW}"
             )
     return now
 
@@ -149,11 +151,11 @@ def resume_warnings(
     if changes:
         lines.append(f"accepted changes: {describe_changes(saved, run_record.fingerprint, splits)}")
         lines += describe_consequences(saved, state, changes, sampler)
-    else:
+    if state.step == saved.state.step:
         lines += schedule_jump(config, saved, sampler.steps_per_epoch, sampler.global_batch_size)
-        epoch, step = divmod(state.step, sampler.steps_per_epoch)
-        if step and not schedules_agree(config, saved.config, epoch):
-            lines.append("image size or policy of the epoch under way is another: its random draws begin anew")
+    epoch, step = divmod(state.step, sampler.steps_per_epoch)
+    if step and not changes and not schedules_agree(config, saved.config, epoch):
+        lines.append("image size or policy of the epoch under way is another: its random draws begin anew")
     return lines
 
 
@@ -241,9 +243,11 @@ def _describe_content(name: str, saved: Checkpoint, accepted: bool) -> str:
     Raises:
         UserError: it is not.
     """
-    what = f"{name} has another content than when {saved.path} was saved, with the same name and size"
+    what = f"{name} has another content than when it was saved, with the same name and size"
     if not accepted:
-        raise UserError(f"--resume {saved.path}: {what}; restore it, go on by --accept-changes, or {START_ANEW}")
+        raise UserError(
+            f"--resume {saved.path}: {what}; restore it, add --accept-changes to --resume {saved.path}, or {START_ANEW}"
+        )
     return f"accepted changes: {what}"
 
 
@@ -264,6 +268,6 @@ def schedule_jump(config: ResolvedConfig, saved: Checkpoint, steps_per_epoch: in
     flags = ", ".join(f"{flag(name)} {getattr(before, name):g} -> {getattr(config, name):g}" for name in changed)
     return [
         f"the learning rate goes from {last:.4g} to {now:.4g} in one step, from {last / peaks[0]:.2%} to "
-        f"{now / peaks[1]:.2%} of its peak ({flags}); --pretrained {saved.path} with another --output-dir trains on "
-        "with a schedule of its own"
+        f"{now / peaks[1]:.2%} of its peak ({flags}); --pretrained {saved.path} --name NEW trains on with a "
+        "schedule of its own"
     ]

@@ -18,8 +18,13 @@ OUTPUTS = ("config.json", METRICS, EVENTS, "last.pt", "best.pt", SUMMARY, EVALUA
 PROBE_BYTES = 100_000  # more than the small files take: a full disk is found before the run
 
 
-def prepare_output(folder: Path, env: DistEnv) -> None:
+def prepare_output(folder: Path, env: DistEnv, stack: contextlib.ExitStack | None = None) -> None:
     """Make the output folder and check that it can be written. Collective: call on every rank.
+
+    Args:
+        folder: to be made, unless it is there.
+        env: this process.
+        stack: at its end a folder that was made here is removed, if it is still empty.
 
     Raises:
         UserError: on all ranks, if rank 0 cannot write there.
@@ -29,7 +34,10 @@ def prepare_output(folder: Path, env: DistEnv) -> None:
             return
         probe = folder / ".write-test"
         try:
+            is_new = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
+            if is_new and stack is not None:
+                stack.callback(_remove_empty, folder)
             try:
                 probe.write_bytes(bytes(PROBE_BYTES))
             finally:
@@ -39,6 +47,11 @@ def prepare_output(folder: Path, env: DistEnv) -> None:
                     raise IsADirectoryError(errno.EISDIR, f"{name} in it is a folder")
         except OSError as error:
             raise UserError(f"--output-dir {folder}: cannot be written ({error.strerror}); give another") from error
+
+
+def _remove_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def lock_output(folder: Path, env: DistEnv, stack: contextlib.ExitStack) -> bool:

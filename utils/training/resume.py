@@ -129,6 +129,12 @@ def inherit_start(config: TrainConfig, saved: Checkpoint | None) -> TrainConfig:
     for name in names:
         now = getattr(config, name)
         same = _same_source(now, before[name]) if name == "pretrained" else now == before[name]
+        if name == "pretrained" and not same and now and os.path.dirname(os.path.realpath(now)) == _folder_of(saved):
+            raise UserError(
+                f"--pretrained {now}: {config.output_dir} holds the run that these weights are of; give --name NEW to "
+                "train on from them in another run, or leave --pretrained out to go on with this one",
+                on_all_ranks=True,
+            )
         if name in config.given and not same:
             raise UserError(
                 f"{flag(name)} {now}: not used, as {saved.path} is of a run that began with {before[name]}; leave "
@@ -136,6 +142,10 @@ def inherit_start(config: TrainConfig, saved: Checkpoint | None) -> TrainConfig:
                 on_all_ranks=True,
             )
     return dataclasses.replace(config, **before)
+
+
+def _folder_of(saved: Checkpoint) -> str:
+    return os.path.realpath(str(saved.path and saved.path.parent))
 
 
 def _same_source(one: str | None, other: str | None) -> bool:

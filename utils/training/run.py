@@ -288,7 +288,7 @@ class Run:
                         save_listing(self.config.output_dir, self.splits)
                     (self.config.output_dir / SUMMARY).unlink(missing_ok=True)
                     self.log.event(
-                        "started", self.state.step, host=os.uname().nodename, pid=os.getpid(),
+                        "started", self.state.step, self.state.seconds, host=os.uname().nodename, pid=os.getpid(),
                         processes=self.env.world_size,
                     )  # fmt: skip
             except OSError as error:
@@ -366,7 +366,7 @@ class Run:
             RunFailed: the last checkpoint could not be written.
         """
         self.require_saved()
-        self.log.event("stopped", self.state.step, reason=self.stop.reason)
+        self.log.event("stopped", self.state.step, self.state.seconds, reason=self.stop.reason)
         self.log.info(f"stopped by {self.stop.reason} at step {self.state.step}; {self.resume_hint} resumes here")
         if not self.stop.by_signal:
             terminate_torchrun()

@@ -68,13 +68,8 @@ def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: C
     odd = describe_oddities(splits, run.sampler.steps_per_epoch) if env.is_main and saved is None else []
     for line in [*([unusual] if unusual else []), *odd, *run.warnings]:
         run.log.info(f"warning: {line}")
-    if run.ends_early:
-        run.log.info(_describe_early_end(run))
-    elif run.is_done:
-        run.log.info(
-            f"All {config.epochs} epochs are done. To train on, start a new run from its weights: --pretrained "
-            f"{config.output_dir / BEST} --output-dir NEW"
-        )
+    if run.is_done:
+        run.log.info(_describe_early_end(run) if run.ends_early else _describe_end(run))
 
 
 def _describe_val(val: Manifest) -> str:
@@ -136,13 +131,24 @@ def _describe_start(run: Run, saved: Checkpoint) -> str:
     return start
 
 
+def _describe_end(run: Run) -> str:
+    """What trains on a run whose epochs are done."""
+    best = f", best top-1 {run.state.best.top1:.2f} %" if run.state.best else ""
+    return (
+        f"All {run.config.epochs} epochs are done{best}. To train on, start a new run from its weights: --pretrained "
+        f"{run.config.output_dir / BEST} --name NEW"
+    )
+
+
 def _describe_early_end(run: Run) -> str:
     """Why `--patience` ends a run, and what trains on."""
     state, given = run.state, run.config.patience
     best = f" than the {state.best.top1:.2f} % of epoch {state.best.epoch}" if state.best else ""
+    count = state.evaluations_since_best
+    evaluations = f"{count} evaluations" if count > 1 else "evaluation"
     return (
-        f"ended after epoch {state.epoch} of {run.config.epochs}: the last {state.evaluations_since_best} evaluations "
-        f"brought no better top-1{best} (--patience {given}); a higher --patience, or 0, trains on"
+        f"ended after epoch {state.epoch} of {run.config.epochs}: the last {evaluations} brought no better top-1{best} "
+        f"(--patience {given}); a higher --patience, or 0, trains on"
     )
 
 
@@ -177,7 +183,7 @@ def write_summary(run: Run, cpu_threads: int) -> None:
     if run.env.is_main:
         try:
             write_json(config.output_dir / SUMMARY, summary)
-            run.log.event("finished", state.step)
+            run.log.event("finished", state.step, state.seconds)
         except OSError as error:
             raise RunFailed(
                 f"--output-dir {config.output_dir}: {SUMMARY} could not be written ({error.strerror}); "
@@ -210,9 +216,8 @@ def describe_timed(timed: int, steps: int) -> str:
     """A line on how many of the run's steps images/s and data wait cover; nothing if all."""
     if timed == steps:
         return ""
-    return (
-        f"images/s and data wait cover {timed:,} of {steps:,} steps: not each launch's first, in which buffers grow\n"
-    )
+    covered = f"images/s and data wait cover {timed:,} of {steps:,} steps"
+    return f"{covered}: without the first of each launch, in which buffers grow\n"
 
 
 def describe_overflows(state: TrainState) -> str:

@@ -140,7 +140,15 @@ def refuse_val_folder(data_dir: Path, val_fraction: float) -> None:
 def _missing_split(data_dir: Path, split: str) -> UserError:
     message = f"--data-dir {data_dir}: has no {split}/ folder"
     if split == "train":
-        return UserError(f"{message}; it must hold train/ and val/")
+        folders = [Path(entry.path) for entry in _visible(data_dir) if is_folder(entry)]
+        classes = sorted(path.name for path in folders if any(is_image(file.name) for file in _visible(path)))
+        if not classes:
+            return UserError(f"{message}; it must hold train/ and val/")
+        shown = ", ".join(classes[:3]) + (", ..." if len(classes) > 3 else "")
+        return UserError(
+            f"{message}, but {len(classes)} folders of images ({shown}); move them into a folder train/, and give "
+            "--val-fraction 0.1 to hold out a tenth of it for validation"
+        )
     others = [name for name in VAL_FOLDERS if name != split and os.path.isdir(data_dir / name)]
     if others:
         found = ", ".join(f"{name}/" for name in others)
