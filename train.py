@@ -14,10 +14,11 @@ from collections.abc import Iterator, Sequence
 
 if __name__ == "__main__":  # before the imports that take seconds
     from utils.cli import TRAIN
+    from utils.data.formats.folder import check_folders
     from utils.distributed.elastic import launch_processes
     from utils.distributed.startup import show_first_line, start_program
 
-    given = start_program(TRAIN, sys.argv[1:])
+    given = start_program(TRAIN, sys.argv[1:], check_folders)
     launch_processes(given.processes, given.max_restarts, sys.argv)
     show_first_line("loading torch, DALI and timm")
 

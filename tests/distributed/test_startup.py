@@ -49,6 +49,8 @@ def test_help_version_and_mistakes_import_nothing_slow(name: str, flag: str, tmp
     ("flags", "message"),
     [
         (("--data-dir", "nowhere"), "--data-dir nowhere: no such folder; give the one that holds train/ and val/"),
+        (("--data-dir", "."), "--data-dir .: has no train/ folder; it must hold train/ and val/"),
+        (("--loader", "synthetic", "--pretrained", "x.pt"), "--pretrained x.pt: no such file; give a weights file"),
         (("--loader", "synthetic", "--lr", 0), "--lr 0.0: must be more than 0 and finite"),
         (("--config", "recipe.yaml"), "--config recipe.yaml: cannot be read (No such file or directory)"),
     ],

@@ -5,7 +5,7 @@ Imports nothing slow.
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from utils.cli import EarlyExit, Options, Program
@@ -16,7 +16,9 @@ from utils.log import emit
 from utils.progress import start_status
 
 
-def start_program(program: Program[Options], argv: Sequence[str]) -> Options:
+def start_program(
+    program: Program[Options], argv: Sequence[str], check: Callable[[Options], None] | None = None
+) -> Options:
     """Answer `--help`, `--version` and mistakes in the command line at once.
 
     Until `StopRequest` takes over, a signal ends the process with status 143.
@@ -24,6 +26,7 @@ def start_program(program: Program[Options], argv: Sequence[str]) -> Options:
     Args:
         program: whose main follows, which reads the command line again.
         argv: the words after its name.
+        check: raises UserError for more mistakes that show at once.
 
     Returns:
         The command line.
@@ -35,6 +38,8 @@ def start_program(program: Program[Options], argv: Sequence[str]) -> Options:
     try:
         options = program.parse(argv)
         program.check_early(options)
+        if check is not None:
+            check(options)
         read_launch()
     except EarlyExit as ended:
         raise SystemExit(ended.code) from None

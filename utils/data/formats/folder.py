@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from utils.config import TrainConfig
 from utils.data.codecs import IMAGE_SUFFIXES, is_image
 from utils.data.formats.base import Record
 from utils.data.manifest import (
@@ -121,6 +122,15 @@ def scan_splits(data_dir: Path, skip_bad: bool = False, val_split: str = "val") 
                 "both must hold the same class folders, or every label would be shifted"
             )
     return train, val
+
+
+def check_folders(config: TrainConfig) -> None:
+    """Raise UserError unless the folders of the splits are there, as far as the command line alone names them."""
+    if config.data_dir is None or config.evaluate:  # an evaluation may take the folder's name from its checkpoint
+        return
+    for split in ("train",) if config.val_fraction else ("train", config.val_split):
+        if not os.path.isdir(config.data_dir / split):
+            raise _missing_split(config.data_dir, split)
 
 
 def refuse_val_folder(data_dir: Path, val_fraction: float) -> None:
