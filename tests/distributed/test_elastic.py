@@ -40,7 +40,7 @@ def test_it_trains_as_torchrun_does(data: Path, tmp_path: Path) -> None:
 )
 def test_a_signal_to_it_stops_the_run(data: Path, tmp_path: Path, number: signal.Signals) -> None:
     with start(*flags(data, tmp_path / "run", "--epochs", 100000, "--processes", 2)) as started:
-        started.wait_for(lambda: "first step done" in started.out)
+        started.wait_for(lambda: "  step 2/" in started.out)  # so that both processes have done the first
         started.send(number, started.pid)
         done = started.end(60)
         started.check_nothing_left()

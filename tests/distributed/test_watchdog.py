@@ -234,6 +234,7 @@ from utils.distributed.group import process_group
 def print_error(line):
     print(line, file=sys.stderr)
 with process_group(torch.device("cpu"), 300, print_error) as env, watchdog(env, print_error):
+    torch.distributed.barrier()  # gloo's connections are made on both sides
     time.sleep(0 if env.rank else MAIN_THREAD_SECONDS + 6)
 print("done", env.rank, flush=True)
 """
