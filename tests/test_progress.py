@@ -86,7 +86,7 @@ def test_a_run_on_a_terminal(data: Path, tmp_path: Path, columns: int) -> None:
     epochs = [line for line in last if line.startswith("epoch ")]
     assert [line[:9] for line in epochs] == ["epoch 1/2", "epoch 2/2"]
     assert all("val top-1" in line and "train loss" in line for line in epochs)
-    assert max(map(len, last)) <= columns, "words are not cut"
+    assert all(len(line) <= columns or " " not in line.strip() for line in last), "long paths alone are longer"
     chosen = next(number for number, line in enumerate(last) if line.startswith("  chosen  "))
     assert columns > 80 or last[chosen + 1].startswith(" " * 10)
     assert not any("|" in line or line.endswith(" s") for line in last), last
