@@ -24,6 +24,7 @@ from utils.validation import require_checkpoint
 
 LAST, BEST = "last.pt", "best.pt"
 EARLIER = ("last-1.pt", "last-2.pt")  # what last.pt was, newest first
+IS_FOLDER = 0x10  # attribute of an entry of a ZIP archive, of which torch.load would read nothing
 FORMAT = 6  # rises with the meaning of a checkpoint or of a random stream
 
 
@@ -271,8 +272,9 @@ def _read_whole(path: Path) -> Any:
             content = torch.load(path, map_location="cpu", weights_only=True)
         with zipfile.ZipFile(path) as archive:  # torch.load does not compare the checksums that torch.save wrote
             damaged = archive.testzip()
-        if damaged is not None:
-            raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
+            folders = [info.filename for info in archive.infolist() if info.external_attr & IS_FOLDER]
+        if damaged is not None or folders:
+            raise zipfile.BadZipFile(f"wrong checksum or kind of {damaged or folders[0]}")
     except Exception as error:
         # torch's own messages are about its releases and its arguments, which are not the user's.
         reason = getattr(error, "strerror", None) or type(error).__name__
