@@ -29,7 +29,8 @@ import pipelines
 from utils.cli import TRAIN
 from utils.config import ResolvedConfig, TrainConfig
 from utils.data.sampler import create_sampler
-from utils.data.splits import Splits, check_files, read_data, select_images
+from utils.data.splits import Splits, check_files, initial_manifest, read_data, select_images
+from utils.distributed.elastic import report_status
 from utils.distributed.group import DistEnv, process_group
 from utils.distributed.launcher import read_launch
 from utils.distributed.ownership import own_process
@@ -140,7 +141,8 @@ def build(
         config=config, env=env, state=state, forward_backward=forward_backward, schedule=schedule, sampler=sampler,
         train_loader=train_loader, val_loader=val_loader, num_val=len(splits["val"]), log=log, stop=stop,
         augment=create_augment(config, network.normalization, env), amp_dtype=AMP_DTYPES[config.amp],
-        record=run_record, origin=network.origin, replaced=replaced, splits=splits,
+        record=run_record, origin=network.origin, replaced=replaced,
+        initial={name: initial_manifest(each, run_record.excluded_files[name]) for name, each in listed.items()},
         warnings=[*changed_files, *resume_warnings(config, saved, run_record, sampler, state, splits)],
         metrics_cutoff=metrics_resume_point(state, saved, replaced, config),
     )  # fmt: skip
@@ -208,6 +210,7 @@ def run(config: TrainConfig) -> None:
         del saved  # memory for the whole run otherwise
         if not built.is_finished():
             train(built)
+            built.claim_output_dir()  # where nothing was left to train
             built.require_saved()
             write_summary(built, settings.cpu_threads)
 
@@ -215,7 +218,7 @@ def run(config: TrainConfig) -> None:
 def main(argv: Sequence[str]) -> int:
     """Run the command line; returns the exit status."""
     try:
-        return TRAIN.run(argv, run, functools.partial(print_once, TRAIN))
+        return report_status(TRAIN.run(argv, run, functools.partial(print_once, TRAIN)))
     finally:
         end_status()
 

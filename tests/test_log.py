@@ -4,6 +4,7 @@ import contextlib
 import json
 import resource
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from utils.log import Log
+from utils.log import Log, emit, print_error
+from utils.progress import start_status
 
 
 def test_truncate_after_drops_later_records(tmp_path: Path) -> None:
@@ -94,3 +96,15 @@ def test_only_rank_0_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     log.close()
     assert capsys.readouterr().out == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_names_that_are_no_utf8_and_a_closed_output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    emit("warning: \udcff\udcfe.jpg")
+    assert capsys.readouterr().out == "warning: \\udcff\\udcfe.jpg\n"
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)  # as Python has it after `>&- 2>&-`
+    emit("nobody reads this")
+    print_error("train.py", "nor this")
+    assert not start_status("nor that")

@@ -218,9 +218,9 @@ class TrainConfig:
         return RUNS / (self.name or re.sub(r"[^\w.+-]+", "-", f"{data}-{self.arch}"))
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready dictionary of all fields, without the recipe that they came from, and a name for the folder."""
+        """JSON-ready dictionary of all fields, without what belongs to one launch or is in another field."""
         values = dataclasses.asdict(self)
-        del values["config"], values["given"], values["name"]
+        del values["config"], values["given"], values["name"], values["accept_changes"]
         return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
     @classmethod

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from utils.errors import escape_control_chars
 from utils.files import atomic_write_text, json_text
-from utils.progress import EpochBar, end_status, fit_terminal, wrap_for_terminal
+from utils.progress import EpochBar, end_status, fit_terminal, is_terminal, wrap_for_terminal
 
 METRICS, EVENTS, SUMMARY = "metrics.jsonl", "events.jsonl", "summary.json"
 
@@ -28,13 +28,18 @@ def emit(text: str, indent: int = 2) -> None:
         text: one line, or several.
         indent: columns before the second and further lines of one that is wrapped.
     """
+    if sys.stdout is None:  # closed by the shell
+        return
+    written = wrap_for_terminal(text.encode(errors="backslashreplace").decode(), indent)  # names that are no UTF-8
     with contextlib.suppress(OSError):
-        tqdm.write(wrap_for_terminal(text, indent), file=sys.stdout)
+        tqdm.write(written, file=sys.stdout)
         sys.stdout.flush()
 
 
 def print_error(program: str, text: str) -> None:
     """Print one line on stderr, above the progress bar: `train.py: --lr 0.0: must be more than 0 and finite`."""
+    if sys.stderr is None:
+        return
     with contextlib.suppress(OSError):
         tqdm.write(f"{program}: {escape_control_chars(text)}", file=sys.stderr)
         sys.stderr.flush()
@@ -155,7 +160,7 @@ class Log:
             evaluations: that are to come.
             loss_and_lr: as for `EpochBar`.
         """
-        if not self._active or not sys.stderr.isatty():
+        if not self._active or not is_terminal(sys.stderr):
             return
         left = self._epochs - epoch
         self._open_bar = functools.partial(

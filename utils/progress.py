@@ -5,7 +5,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from tqdm import tqdm
 
@@ -20,9 +20,14 @@ _status: "_Status | None" = None
 # Lines
 
 
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether `sys.stdout` or `sys.stderr` is a terminal; each is None if the shell has closed it."""
+    return stream is not None and stream.isatty()
+
+
 def _columns() -> int | None:
     """Of the terminal that standard output is; None if it is none."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    return shutil.get_terminal_size().columns if is_terminal(sys.stdout) else None
 
 
 def wrap_for_terminal(text: str, indent: int) -> str:
@@ -79,7 +84,7 @@ def start_status(text: str) -> bool:
     Only a program's main calls this. Then `show_status` has an effect, until `end_status`.
     """
     global _status
-    if sys.stderr.isatty():
+    if is_terminal(sys.stderr):
         _status = _Status(text)
     return _status is not None
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.conftest import TINY
 from tests.harness import launch, read_checkpoint, read_losses, start
+from utils.distributed.elastic import _status_of_all
 
 pytestmark = pytest.mark.dist
 FIRST_LINES = "starting the processes\nloading torch, DALI and timm\n"
@@ -52,8 +53,9 @@ def test_a_signal_to_it_stops_the_run(data: Path, tmp_path: Path, number: signal
 
 def test_a_mistake_that_its_processes_find_is_one_line(tmp_path: Path) -> None:
     done = launch(
-        "--processes", 2, "--loader", "synthetic", "--arch", "no_such_network", "--output-dir", tmp_path / "run"
-    )
+        "--processes", 2, "--max-restarts", 1, "--loader", "synthetic", "--arch", "no_such_network",
+        "--output-dir", tmp_path / "run",
+    )  # fmt: skip
     assert (done.status, done.out) == (2, FIRST_LINES)
     assert done.err.startswith("train.py: --arch no_such_network: ")
     assert done.err.count("\n") == 1
@@ -78,3 +80,32 @@ def test_auto_without_gpus_is_one_process(data: Path, tmp_path: Path) -> None:
     done = launch(*flags(data, tmp_path, *others), env={"CUDA_VISIBLE_DEVICES": ""})
     assert (done.status, done.err) == (0, "")
     assert json.loads((tmp_path / "summary.json").read_text())["world_size"] == 1
+
+
+@pytest.mark.parametrize(
+    ("statuses", "expected"), [({143}, 143), ({143, 1}, 1), ({143, 2}, 2), ({1, 2}, 2), ({-9}, 1), ({1}, 1)]
+)
+def test_the_status_of_all(statuses: set[int], expected: int) -> None:
+    assert _status_of_all(statuses) == expected
+
+
+@pytest.mark.slow
+def test_the_time_limit_of_several_processes_is_143(data: Path, tmp_path: Path) -> None:
+    """Torch ends the process that leaves later by a signal."""
+    for number in range(3):
+        others = ("--processes", 2, "--epochs", 100000, "--time-limit", 0.1)
+        done = launch(*flags(data, tmp_path / str(number), *others))
+        assert (done.status, done.err) == (143, ""), number
+
+
+@pytest.mark.slow
+def test_nohup_goes_on_when_the_terminal_is_closed(data: Path, tmp_path: Path) -> None:
+    others = ("--processes", 2, "--epochs", 100000)
+    with start(*flags(data, tmp_path / "run", *others), prefix=["nohup"]) as started:
+        started.wait_for(lambda: "  step 2/" in started.out)
+        for pid in (started.pid, *started.ranks().values()):
+            os.kill(pid, signal.SIGHUP)
+        steps = started.out.count("  step ")
+        started.wait_for(lambda: started.out.count("  step ") > steps + 20)
+        started.send(signal.SIGTERM, started.pid)
+        assert started.end(60).status == 143

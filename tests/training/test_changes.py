@@ -77,7 +77,25 @@ def test_the_epoch_under_way(data: Path, tmp_path: Path) -> None:
     )
     assert [run.status for run in done] == [143, 143, 143, 0], done
     assert "an epoch has 10 steps instead of 5, and the epoch under way begins anew" in done[1].out
+    assert "the same command with --resume auto and without --accept-changes resumes here" in done[1].out
     assert steps(longer) == [1]
     assert "the epoch under way goes on in another order, with some images twice and others not at all" in done[2].out
     assert "image size or policy of the epoch under way is another: its random draws begin anew" in done[3].out
     assert steps(cut) == [1, 2, 3, 4, 5]
+
+
+def test_between_two_parts_of_a_schedule_and_on_synthetic_data(data: Path, tmp_path: Path) -> None:
+    """A checkpoint there holds no state of a loader; synthetic data has no files to count."""
+    flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--output-dir", tmp_path / "scheduled", "--epochs")
+    synthetic = (*TINY, "--loader", "synthetic", "--batch-size", 8, "--time-limit", 0.001, "--output-dir")
+    accept = ("--resume", tmp_path / "synthetic" / "last.pt", "--accept-changes", "--mixup", 0.2)
+    done = launch_series(
+        (*flags, 1, "--resize-schedule", "1:48"),
+        (*flags, 2),
+        (*synthetic, tmp_path / "synthetic"),
+        (*synthetic, tmp_path / "mixed", *accept),
+    )
+    assert [run.status for run in done] == [0, 0, 143, 143], done
+    assert steps(tmp_path / "scheduled") == list(range(1, 11))
+    assert steps(tmp_path / "mixed") == [2]
+    assert "accept_changes" not in json.loads((tmp_path / "mixed" / "config.json").read_text())

@@ -11,6 +11,7 @@ from typing import Any, Self
 from tqdm import tqdm
 
 from utils.log import emit
+from utils.progress import is_terminal
 
 BAR = "{desc}  {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt}{postfix}"
 
@@ -54,7 +55,7 @@ class Progress:
         self._total = len(names) * (windows + 1)
         self._started = 0.0
         self._bar: tqdm[Any] | None = None
-        if sys.stderr.isatty():
+        if is_terminal(sys.stderr):
             self._bar = tqdm(total=self._total, bar_format=BAR, leave=False, dynamic_ncols=True)
 
     def __enter__(self) -> Self:

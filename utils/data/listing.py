@@ -1,6 +1,7 @@
 """listing.zip in the output folder: names and sizes of the files that a run began with, to say later what differs."""
 
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def load_listing(folder: Path, split: str) -> dict[str, int]:
             names = archive.read(f"{split}.names").split(b"\0")[:-1]
             sizes = np.frombuffer(archive.read(f"{split}.sizes"), dtype=np.int64).tolist()
         return {name.decode(errors="surrogateescape"): size for name, size in zip(names, sizes, strict=True)}
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile):
+    except (OSError, KeyError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error):  # any damage
         return {}
 
 

@@ -1,17 +1,22 @@
 """`train.py --processes N`: starts the processes of this machine with torch's elastic launcher, as torchrun does."""
 
+import contextlib
 import logging
 import os
 import signal
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-from utils.distributed.launcher import read_launch
+from utils.distributed.launcher import read_launch, terminate_torchrun
 from utils.distributed.startup import show_first_line
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR
 from utils.progress import end_status
 
+SIGNALS = "SIGTERM,SIGINT"  # on which torch's launcher ends its processes
+STATUSES = "BRISK_STATUSES"  # variable of the environment: folder with the exit status of each rank
 SHUTDOWN_TIMEOUT = 120  # seconds for the processes to save and end, before they are killed
 
 
@@ -53,6 +58,8 @@ def _run_elastic(processes: int, max_restarts: int, argv: Sequence[str]) -> int:
 
     logging.disable()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun, which warns of it
+    # Not SIGHUP, so that nohup works. Where this process dies of another signal, its processes save and end.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = SIGNALS
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_TIMEOUT))
     signal.signal(signal.SIGUSR1, _pass_on)
     end_status()  # the processes have their own
@@ -64,16 +71,40 @@ def _run_elastic(processes: int, max_restarts: int, argv: Sequence[str]) -> int:
         f"--max-restarts={max_restarts}",
         *argv,
     ]
-    try:
-        run(parse_args(words))  # type: ignore[no-untyped-call]
-    except ChildFailedError as failed:
-        statuses = {failure.exitcode for failure in failed.failures.values()}
-        if EXIT_USER_ERROR in statuses:
-            return EXIT_USER_ERROR
-        return EXIT_STOPPED if statuses == {EXIT_STOPPED} else EXIT_FAILED
-    except SignalException:
-        return EXIT_STOPPED
+    arguments = parse_args(words)  # type: ignore[no-untyped-call]
+    arguments.signals_to_handle = SIGNALS
+    with tempfile.TemporaryDirectory(prefix="brisk-") as folder:
+        os.environ[STATUSES] = folder
+        try:
+            run(arguments)  # type: ignore[no-untyped-call]
+        except ChildFailedError as failed:
+            statuses = {failure.exitcode for failure in failed.failures.values()}
+            # torch ends processes that take longer to leave than the first by a signal.
+            return _status_of_all(statuses - {-signal.SIGTERM, -signal.SIGKILL} or statuses)
+        except SignalException:
+            return _status_of_all({int(path.read_text()) for path in Path(folder).iterdir()} or {EXIT_STOPPED})
     return EXIT_DONE
+
+
+def _status_of_all(statuses: set[int]) -> int:
+    """The exit status that stands for those of all processes."""
+    if EXIT_USER_ERROR in statuses:
+        return EXIT_USER_ERROR
+    return EXIT_STOPPED if statuses == {EXIT_STOPPED} else EXIT_FAILED
+
+
+def report_status(status: int) -> int:
+    """Tell the launcher of this process, if it is ours, the exit status, which torch's does not say after a signal.
+
+    After a mistake of the user's the launcher ends, as a restart would meet it again.
+    """
+    folder = os.environ.get(STATUSES)
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            Path(folder, str(read_launch().rank)).write_text(str(status))
+        if status == EXIT_USER_ERROR:
+            terminate_torchrun()
+    return status
 
 
 def _pass_on(number: int, frame: FrameType | None) -> None:

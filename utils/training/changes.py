@@ -44,7 +44,10 @@ def require_acceptable(saved: Checkpoint, names: Sequence[str], classes: Sequenc
 
 def steps_before(saved: Checkpoint) -> int:
     """Optimizer steps per epoch of the run that wrote a checkpoint."""
-    return len(saved.record.files["train"]["mtimes"]) // saved_layout(saved).global_batch_size
+    num_images = len(saved.record.files["train"]["mtimes"])
+    if not num_images:  # synthetic data: synthetic-IMAGES-CLASSES
+        num_images = int(saved.record.fingerprint["files of train/"].split("-")[1])
+    return num_images // saved_layout(saved).global_batch_size
 
 
 def require_other_folder(saved: Checkpoint, output_dir: os.PathLike[str], steps_per_epoch: int) -> None:
@@ -80,6 +83,8 @@ def adapt(
         rank_state = dataclasses.replace(
             rank_state, buffers=rank_state.buffers | {AVERAGE: rank_state.buffers[NETWORK]}
         )
+    if any(name in VALIDATION for name in names):
+        replicated = dataclasses.replace(replicated, evaluations_since_best=0)
     before, epoch = steps_before(saved), saved.state.epoch
     if before != sampler.steps_per_epoch:
         # The epoch under way has no place in epochs of another length: it begins anew, unless it is done. So do the

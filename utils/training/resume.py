@@ -21,7 +21,16 @@ from utils.network.parallel import warm_up_ddp_buckets
 from utils.seed import seed_process, set_random_state
 from utils.training.batch_layout import layout_of, saved_layout
 from utils.training.changes import adapt, changed_names, require_other_folder
-from utils.training.checkpoint import BEST, Checkpoint, best_is_missing, find_checkpoints, load_newest, not_continued
+from utils.training.checkpoint import (
+    BEST,
+    LAST,
+    Checkpoint,
+    best_is_missing,
+    find_checkpoints,
+    load,
+    load_newest,
+    not_continued,
+)
 from utils.training.output import EVALUATION
 from utils.training.state import TrainState, reshard
 from utils.validation import require_data, validate
@@ -217,7 +226,15 @@ def restore(
         seed_process(config.seed, state.env.rank, state.step)
         return None
     set_random_state(rank_state.random, state.env.device)
-    return rank_state.loader if schedules_agree(config, saved.config, epoch) else None
+    # A checkpoint between two parts of a schedule has no state of a loader.
+    return (rank_state.loader or None) if schedules_agree(config, saved.config, epoch) else None
+
+
+def _holds_run(folder: Path, run: str) -> bool:
+    """Whether last.pt in the folder is of that run."""
+    with contextlib.suppress(UserError):
+        return os.path.isfile(folder / LAST) and load(folder / LAST).record.run == run
+    return False
 
 
 def metrics_resume_point(
@@ -231,7 +248,9 @@ def metrics_resume_point(
     folder = config.output_dir
     here, best = broadcast(
         (
-            saved is None or os.path.realpath(str(saved.path and saved.path.parent)) == os.path.realpath(folder),
+            saved is None
+            or _folder_of(saved) == os.path.realpath(folder)
+            or (folder / LAST not in replaced and _holds_run(folder, saved.record.run)),
             not best_is_missing(folder) and folder / BEST not in replaced,
         ),
         state.env,

@@ -56,7 +56,7 @@ class Run:
         warnings: of a resume, for the user.
         metrics_cutoff: until `claim_output_dir`: epochs and steps up to which metrics.jsonl is kept.
         replaced: files of the output folder that `claim_output_dir` removes.
-        splits: the images.
+        initial: the images that the run began with.
         seconds_to_first_step: of this launch, from the start of the process; None before it.
         last_save_error: why the last save failed; known to rank 0 alone.
     """
@@ -79,7 +79,7 @@ class Run:
     warnings: list[str]
     metrics_cutoff: tuple[int, int] | None
     replaced: list[Path]
-    splits: Splits
+    initial: Splits
     seconds_to_first_step: float | None = None
     last_save_error: str | None = None
 
@@ -88,7 +88,8 @@ class Run:
         """What resumes this run."""
         if self.config.resume == "auto":
             return "the same command"
-        without = " and without --overwrite" if self.config.overwrite else ""
+        given = {"--overwrite": self.config.overwrite, "--accept-changes": self.config.accept_changes}
+        without = "".join(f" and without {name}" for name, is_given in given.items() if is_given)
         return f"the same command with --resume auto{without}"
 
     @property
@@ -129,7 +130,7 @@ class Run:
         Raises:
             Stopped: the ranks agreed to stop between two epochs.
         """
-        if not self.is_done and self.state.epoch >= self.config.epochs and self.state.step == self.epoch_start:
+        if not self.is_done and self.state.epoch >= self.config.epochs:
             self.state.epoch -= 1  # the last one since a resume with fewer --epochs: its evaluation is left
         while not self.is_done:
             yield self.state.epoch
@@ -140,7 +141,7 @@ class Run:
 
     def remaining_steps(self) -> Iterator[int]:
         """Steps, from 0, of the epoch under way that are not done; none where a resume goes on with its end."""
-        if self.state.step == self.epoch_end:
+        if self.state.step >= self.epoch_end:  # beyond it after a resume with fewer --epochs
             return
         self.state.model.train()
         if self.seconds_to_first_step is None:
@@ -285,7 +286,7 @@ class Run:
                     self.config.save(self.config.output_dir / "config.json")
                     # A new run, one from another folder, or accepted changes.
                     if self.metrics_cutoff in ((0, 0), (-1, -1)) or self.config.accept_changes:
-                        save_listing(self.config.output_dir, self.splits)
+                        save_listing(self.config.output_dir, self.initial)
                     (self.config.output_dir / SUMMARY).unlink(missing_ok=True)
                     self.log.event(
                         "started", self.state.step, self.state.seconds, host=os.uname().nodename, pid=os.getpid(),

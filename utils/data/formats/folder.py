@@ -1,6 +1,7 @@
 """Data in folders, train/CLASS/*.jpg and val/CLASS/*.jpg: lists them and makes the manifest."""
 
 import collections
+import contextlib
 import dataclasses
 import os
 from collections.abc import Iterable, Sequence
@@ -151,7 +152,7 @@ def _missing_split(data_dir: Path, split: str) -> UserError:
     message = f"--data-dir {data_dir}: has no {split}/ folder"
     if split == "train":
         folders = [Path(entry.path) for entry in _visible(data_dir) if is_folder(entry)]
-        classes = sorted(path.name for path in folders if any(is_image(file.name) for file in _visible(path)))
+        classes = sorted(path.name for path in folders if _has_images(path))
         if not classes:
             return UserError(f"{message}; it must hold train/ and val/")
         shown = ", ".join(classes[:3]) + (", ..." if len(classes) > 3 else "")
@@ -164,6 +165,12 @@ def _missing_split(data_dir: Path, split: str) -> UserError:
         found = ", ".join(f"{name}/" for name in others)
         return UserError(f"{message}, but {found}; give --val-split {others[0]}")
     return UserError(f"{message}; it must hold train/ and {split}/, or --val-fraction 0.1 holds out a tenth of train/")
+
+
+def _has_images(folder: Path) -> bool:
+    with contextlib.suppress(OSError):  # as lost+found, which is no class
+        return any(is_image(entry.name) for entry in _visible(folder))
+    return False
 
 
 def _list_split(data_dir: Path, split: str) -> tuple[list[str], list[list[FileEntry]], dict[str, int]]:
