@@ -137,6 +137,17 @@ def test_a_resume_does_not_load_pretrained_weights_again(data: Path, tmp_path: P
     assert read_checkpoint(run)["config"]["pretrained"] == str(fresh / LAST)
 
 
+def test_a_run_goes_on_from_a_copy_of_its_checkpoint(data: Path, tmp_path: Path) -> None:
+    """Elsewhere, with its metrics and its best epoch."""
+    flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--output-dir", tmp_path / "run", "--eval-every", 3)
+    (first,) = launch_series((*flags, "--epochs", 1))
+    shutil.copy(tmp_path / "run" / LAST, tmp_path / "copy.pt")
+    (second,) = launch_series((*flags, "--epochs", 9, "--time-limit", 0.001, "--resume", tmp_path / "copy.pt"))
+    assert [first.status, second.status] == [0, 143], (first.err, second.err)
+    assert read_checkpoint(tmp_path / "run", BEST)["step"] == 5
+    assert [record["step"] for record in read_metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 5, 6]
+
+
 @pytest.fixture(scope="module")
 def two_epochs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Output folder of a run of two epochs of five steps; not to be changed."""

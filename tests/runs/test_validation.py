@@ -82,12 +82,24 @@ def test_evaluations_that_end_a_run(data: Path, tmp_path: Path, capsys: pytest.C
     assert read_checkpoint(whole, "best.pt")["step"] == 10
 
     within, before = (folder_at(whole, name, tmp_path / name) for name in (EARLIER[1], EARLIER[0]))
-    unchanged, in_epoch, at_end, further = launch_series(
+    # From step 28, in the sixth epoch: with fewer epochs what there is is evaluated. Other validation counts anew.
+    cut, sized = (folder_at(whole, name, tmp_path / f"{name} again") for name in (EARLIER[1], LAST))
+    accept = ("--resume", sized / LAST, "--accept-changes", "--val-resize", 40)
+    over = tmp_path / "over"
+    unchanged, in_epoch, at_end, further, fewer, anew, elsewhere = launch_series(
         (*flags, "--patience", 2, "--output-dir", whole),
         (*flags, "--patience", 2, "--output-dir", within),
         (*flags, "--patience", 2, "--output-dir", before),
         (*flags, "--patience", 3, "--epochs", 7, "--output-dir", before),
+        (*flags, "--patience", 2, "--epochs", 5, "--output-dir", cut),
+        (*flags, "--patience", 1, *accept, "--output-dir", sized),
+        (*flags, "--patience", 2, "--output-dir", over, "--resume", whole / LAST),
     )
+    assert [run.status for run in (fewer, anew, elsewhere)] == [0, 0, 0], (fewer.err, anew.err, elsewhere.err)
+    assert json.loads((cut / "summary.json").read_text())["epochs"] == 5
+    assert read_checkpoint(cut)["step"] == 28
+    assert "ended after epoch 8 of 9: the last evaluation brought no better top-1" in anew.out
+    assert json.loads((over / "config.json").read_text())["patience"] == 2
     assert (unchanged.status, unchanged.written) == (0, frozenset())
     assert unchanged.out.count(reason) == 1
     assert [in_epoch.status, at_end.status, further.status] == [0, 0, 0], (in_epoch.err, at_end.err, further.err)
