@@ -65,6 +65,8 @@ class RunInfo:
     @property
     def seconds(self) -> float:
         """Wall time of all launches, without what was lost; that of a launch that died ends with its last files."""
+        if self.state == "finished":
+            return float(self.summary.get("seconds", 0.0))
         if not self.events:
             return 0.0
         last = self.events[-1]
