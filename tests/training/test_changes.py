@@ -90,7 +90,7 @@ def test_between_two_parts_of_a_schedule_and_on_synthetic_data(data: Path, tmp_p
     synthetic = (*TINY, "--loader", "synthetic", "--batch-size", 8, "--time-limit", 0.001, "--output-dir")
     accept = ("--resume", tmp_path / "synthetic" / "last.pt", "--accept-changes", "--mixup", 0.2)
     done = launch_series(
-        (*flags, 1, "--resize-schedule", "1:48"),
+        (*flags, 1, "--resize-schedule", "0:48,1:32"),
         (*flags, 2),
         (*synthetic, tmp_path / "synthetic"),
         (*synthetic, tmp_path / "mixed", *accept),

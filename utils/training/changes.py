@@ -15,7 +15,6 @@ from utils.training.state import NETWORKS, RankState, ReplicatedState, TrainStat
 FIXED = ("--arch", "--num-classes", "classes")  # decide which weights there are, so that none can be taken over
 ORDER = ("--seed", "files of train/", "global batch")
 VALIDATION = ("files of val/", "--image-size", "--val-resize")
-SETTINGS = ("--momentum", "--weight-decay")  # of the optimizer
 EMA = "--ema-decay above 0"
 NETWORK, AVERAGE = NETWORKS
 
