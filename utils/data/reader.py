@@ -7,6 +7,7 @@ request_of(record)       an image by reference, for a DALI server in another pro
 requested_images()       for the bytes
 """
 
+import io
 import os
 from collections.abc import Callable, Iterable
 from typing import Any, BinaryIO
@@ -30,7 +31,10 @@ DONT_USE_MMAP = True
 
 def stat_image(record: Record) -> FileEntry:
     """Size, time of change, and what is wrong with an image as far as that shows without opening it."""
-    return stat_file(record.location)
+    location = record.location
+    if isinstance(location, str):
+        return stat_file(location)
+    return stat_file(location.path)._replace(name=record.name, size=sum(length for _, length in location.ranges))
 
 
 def open_image(record: Record) -> BinaryIO:
@@ -39,7 +43,15 @@ def open_image(record: Record) -> BinaryIO:
     Raises:
         OSError: it cannot be opened.
     """
-    return open(record.location, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
+    location = record.location
+    if isinstance(location, str):
+        return open(location, "rb", opener=_open_at_once)
+    with open(location.path, "rb", opener=_open_at_once) as shard:
+        return io.BytesIO(b"".join(os.pread(shard.fileno(), length, offset) for offset, length in location.ranges))
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def read_image(record: Record) -> bytes:
@@ -132,6 +144,7 @@ def request_of(record: Record) -> NDArray[np.uint8]:
         if file.read() != END:
             file.seek(0)
             check_end(file.read())
+    assert isinstance(record.location, str)
     return np.frombuffer(os.fsencode(record.location), dtype=np.uint8)
 
 
