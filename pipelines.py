@@ -133,9 +133,9 @@ def train_pipeline(source: Callable[[BatchInfo], Any], config: ResolvedConfig, d
 
 
 @dali.pipeline_def(exec_dynamic=True, enable_conditionals=True)  # type: ignore[untyped-decorator]
-def proxy_pipeline(config: ResolvedConfig, device: str) -> Any:
+def proxy_pipeline(config: ResolvedConfig, manifest: Manifest, device: str) -> Any:
     """The images of `train_pipeline`, for a DALI server that torch's DataLoader workers send requests to."""
-    return _train_images(requested_images(), config, device)
+    return _train_images(requested_images(manifest), config, device)
 
 
 @dali.pipeline_def(exec_dynamic=True)  # type: ignore[untyped-decorator]

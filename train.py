@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 
 if __name__ == "__main__":  # before the imports that take seconds
     from utils.cli import TRAIN
-    from utils.data.formats.folder import check_folders
+    from utils.data.formats.sources import check_source
     from utils.distributed.elastic import launch_processes
     from utils.distributed.startup import show_first_line, start_program
 
-    given = start_program(TRAIN, sys.argv[1:], check_folders)
+    given = start_program(TRAIN, sys.argv[1:], check_source)
     launch_processes(given.processes, given.max_restarts, sys.argv)
     show_first_line("loading torch, DALI and timm")
 
@@ -196,10 +196,11 @@ def run(config: TrainConfig) -> None:
         return
     check_optimizer(config.optimizer, read_launch().world_size)
     models.check_arch(config.arch)
-    show_status("listing the images")
-    listed = read_data(config)
     show_status("preparing the run")
     with processes(config) as (env, stack, stop):
+        show_status("listing the images")
+        listed = read_data(config, env)
+        show_status("preparing the run")
         resolved, settings, saved = open_output(config, listed, env, stack)
         listed, splits = select_images(resolved, listed, env, saved.initial_files if saved else None)
         if resolved.compile:

@@ -69,7 +69,7 @@ class TrainConfig:
     """
 
     data_dir: Path | None = _flag(
-        None, FIRST, "Folder with train/ and val/, one folder of images per class.", shown=False, from_checkpoint=True
+        None, FIRST, "Folder with train/CLASS/ and val/CLASS/, or with shards.", shown=False, from_checkpoint=True
     )
     output_dir: Path = _flag(  # None stands for the default, which __post_init__ sets
         None, FIRST, "Where checkpoints, metrics and the summary go.", shown="runs/DATA-ARCH"
@@ -107,6 +107,16 @@ class TrainConfig:
     )  # fmt: skip
     val_split: str = _flag(
         "val", DATA, "Folder of the validation images, beside train/.", role="logged", from_checkpoint=True
+    )
+    train_data: str | None = _flag(
+        None, DATA, "Names of the training shards, below --data-dir.", shown="found", metavar="GLOB", role="logged"
+    )
+    val_data: str | None = _flag(
+        None, DATA, "Names of the validation shards.", shown="found", metavar="GLOB", role="logged",
+        from_checkpoint=True,
+    )  # fmt: skip
+    class_names: Path | None = _flag(
+        None, DATA, "File with a class name a line, of shards without them.", shown=False, from_checkpoint=True
     )
     val_fraction: float = _flag(
         0.0, DATA, "Share of train/ to validate on; 0 is off.", _BELOW_1,
@@ -227,7 +237,7 @@ class TrainConfig:
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Undo of `to_dict`: unknown names are ignored, absent ones get their defaults."""
         known = {field.name: value for field in flag_fields() if (value := values.get(field.name)) is not None}
-        known |= {name: Path(known[name]) for name in ("data_dir", "output_dir") if name in known}
+        known |= {name: Path(known[name]) for name in ("data_dir", "output_dir", "class_names") if name in known}
         return cls(**known)
 
     def save(self, path: Path) -> None:

@@ -38,7 +38,7 @@ def test_held_out_images_of_a_run_with_bad_files(tmp_path: Path, cpu: DistEnv) -
     bad, *_ = sorted(path.relative_to(root / "train") for path in (root / "train" / "blue").iterdir())
     repaired = spoil(root / "train" / bad)
     config = resolved(data_dir=root, output_dir=out, loader="torch", bad_files="skip", val_fraction=0.3)
-    listed, begun = select_images(config, read_data(config), cpu, None)
+    listed, begun = select_images(config, read_data(config, cpu), cpu, None)
     assert names(listed) == names(begun)
     assert len(begun["train"]) + len(begun["val"]) == 40
     assert [list(manifest.bad) for manifest in begun.values()] == [[str(bad)], []]
@@ -49,7 +49,7 @@ def test_held_out_images_of_a_run_with_bad_files(tmp_path: Path, cpu: DistEnv) -
     turned = {split: manifest.name(0) for split, manifest in begun.items()}
     for name in turned.values():
         spoil(root / "train" / name)  # which gives it another digest
-    _, later = select_images(config, read_data(config), cpu, initial_of(begun, config))
+    _, later = select_images(config, read_data(config, cpu), cpu, initial_of(begun, config))
     assert [manifest.fingerprint for manifest in later.values()] == [each.fingerprint for each in begun.values()]
     assert later["train"].replacements == {turned["train"]: begun["train"].name(1)}
     assert later["val"].names() == begun["val"].names()[1:]
@@ -58,7 +58,7 @@ def test_held_out_images_of_a_run_with_bad_files(tmp_path: Path, cpu: DistEnv) -
     assert f"1 of {len(begun['val'])} held-out files (blue 1)" in described
 
     evaluated = dataclasses.replace(config, evaluate=True)
-    _, images = select_images(evaluated, read_data(evaluated), cpu, initial_of(begun, config))
+    _, images = select_images(evaluated, read_data(evaluated, cpu), cpu, initial_of(begun, config))
     assert names(images) == {"val": begun["val"].names()[1:]}
 
 
@@ -69,17 +69,17 @@ def test_held_out_images_without_the_listing(tmp_path: Path, cpu: DistEnv) -> No
     (root / "val").rename(root / "test")
     out.mkdir()
     config = resolved(data_dir=root, output_dir=out, val_fraction=0.3)
-    _, begun = select_images(config, read_data(config), cpu, None)
+    _, begun = select_images(config, read_data(config, cpu), cpu, None)
     initial = initial_of(begun, config)
     save_listing(out, {"train": begun["val"], "val": begun["train"]})
     assert initial.val_names() == []
-    assert names(select_images(config, read_data(config), cpu, initial)[1]) == names(begun)
+    assert names(select_images(config, read_data(config, cpu), cpu, initial)[1]) == names(begun)
     (out / LISTING).unlink()
-    assert names(select_images(config, read_data(config), cpu, initial)[1]) == names(begun)
+    assert names(select_images(config, read_data(config, cpu), cpu, initial)[1]) == names(begun)
     other = dataclasses.replace(config, val_fraction=0.5)
     save_listing(out, begun)
     assert initial.val_names() == begun["val"].names()
-    found = names(select_images(other, read_data(other), cpu, initial)[1])
+    found = names(select_images(other, read_data(other, cpu), cpu, initial)[1])
     assert set(found["val"]) > set(begun["val"].names()), "another fraction is not the listing's"
 
 
@@ -89,7 +89,7 @@ def test_the_folder_that_a_flag_names(tmp_path: Path, cpu: DistEnv) -> None:
     (root / "valid" / "notes.txt").touch()
     config = resolved(data_dir=root, output_dir=tmp_path, val_split="valid", loader="torch", bad_files="skip")
     spoil(root / "valid" / "red" / "red-000.jpg")
-    _, splits = select_images(config, read_data(config), cpu, None)
+    _, splits = select_images(config, read_data(config, cpu), cpu, None)
     assert (splits["val"].root, splits["val"].title, len(splits["val"])) == (root / "valid", "valid/", 40)
     assert describe_exclusions(splits, tmp_path).startswith("1 of 41 valid files (red 1): ")
     assert '"path": "valid/red/red-000.jpg"' in (tmp_path / "bad_files.json").read_text()

@@ -3,13 +3,11 @@
 import contextlib
 import hashlib
 import itertools
-import multiprocessing
 import os
 import re
-import signal
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from typing import NamedTuple
 
@@ -22,9 +20,8 @@ from utils.data.decoding import DecodeError, ImageInfo, decoder_of
 from utils.data.formats.base import Record
 from utils.data.manifest import Manifest
 from utils.data.reader import READ_AHEAD, read_image, stat_image
-from utils.data.workers import safe_fork
+from utils.data.workers import process_pool
 from utils.distributed.group import DistEnv
-from utils.distributed.process import exit_with_parent
 from utils.errors import BadFile
 
 CHUNK = 8  # images that a process gets at once
@@ -68,7 +65,7 @@ def decode_files(records: Iterable[Record], decode: _Decode, workers: int) -> Ge
     chunk = list(itertools.islice(numbered, CHUNK))
     while chunk:
         lost: list[_Chunk] = []
-        with _pool(workers) as pool:
+        with process_pool(workers) as pool:
             running: dict[Future[_Reports], _Chunk] = {}
             while running or (chunk and not lost):
                 while chunk and not lost and len(running) < 2 * workers:
@@ -89,7 +86,7 @@ def decode_files(records: Iterable[Record], decode: _Decode, workers: int) -> Ge
 
 
 def _decode_alone(image: tuple[int, Record], decode: _Decode) -> _Reports:
-    with _pool(1) as pool:
+    with process_pool(1) as pool:
         try:
             return pool.submit(_decode_chunk, [image], decode).result()
         except BrokenProcessPool:
@@ -97,28 +94,6 @@ def _decode_alone(image: tuple[int, Record], decode: _Decode) -> _Reports:
             found = stat_image(record)
             reason = "its decoding ends the process (a crash, or no memory left)"
             return [(position, FileReport(found.size, found.mtime, reason))]
-
-
-@contextlib.contextmanager
-def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    # Forked: a fresh interpreter would import the trainer for seconds.
-    fork = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(workers, fork, _start_worker, (os.getpid(),)) as pool:
-        with safe_fork():
-            pool.submit(os.getpid)  # all processes start with the first task
-        try:
-            yield pool
-        finally:
-            pool.shutdown(cancel_futures=True)  # a verification that is stopped must not wait for all that is queued
-
-
-def _start_worker(parent: int) -> None:
-    exit_with_parent(signal.SIGKILL, parent)  # or it would wait for work for ever
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent ends its workers
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    messages = os.memfd_create("messages")
-    os.dup2(messages, 2)  # decoders print there, past Python
-    os.close(messages)
 
 
 def _decode_chunk(chunk: _Chunk, decode: _Decode) -> _Reports:

@@ -77,6 +77,7 @@ class Manifest:
         replacements: those of `bad` that another file replaces, and which.
         ignored: what is not an image of a class, by suffix or as `NO_CLASS` or `NO_SUFFIX`, and how many.
         held_out: whether these are the images of train/ that `--val-fraction` holds out.
+        source: format of the data, for messages.
     """
 
     root: Path | None
@@ -90,6 +91,7 @@ class Manifest:
     replacements: Mapping[str, str] = dataclasses.field(default_factory=dict)
     ignored: Mapping[str, int] = dataclasses.field(default_factory=dict)
     held_out: bool = False
+    source: str = ""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -229,4 +231,4 @@ def synthetic(num_images: int, num_classes: int) -> Manifest:
     """A manifest of images that exist on no disk, for measuring the training step alone."""
     labels = np.arange(num_images, dtype=np.int64) % num_classes
     classes = tuple(str(index) for index in range(num_classes))
-    return Manifest(None, classes, labels, f"synthetic-{num_images}-{num_classes}")
+    return Manifest(None, classes, labels, f"synthetic-{num_images}-{num_classes}", source="synthetic images")

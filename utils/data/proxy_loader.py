@@ -17,6 +17,7 @@ from utils.data.decode_pool import identify_bad_file
 from utils.data.manifest import Manifest
 from utils.data.reader import request_of
 from utils.data.sampler import Sampler
+from utils.data.shard_reader import ShardFiles
 from utils.data.workers import BatchSampler, label_tensor, safe_fork, shutdown_workers, worker_options
 from utils.distributed.group import DistEnv
 from utils.seed import Stream, derive_seed
@@ -26,11 +27,11 @@ class _ProxyImages(torch.utils.data.Dataset[tuple[Any, Tensor]]):
     """Requests for images, handed to the DALI server by each worker, and labels: int64 ()."""
 
     def __init__(self, manifest: Manifest, proxy: Any) -> None:
-        self.manifest, self.proxy = manifest, proxy
+        self.manifest, self.proxy, self.shards = manifest, proxy, ShardFiles()
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[Any, Tensor]:
         index, _ = key
-        return self.proxy(request_of(self.manifest.record(index))), label_tensor(self.manifest, index)
+        return self.proxy(request_of(self.manifest.record(index), self.shards)), label_tensor(self.manifest, index)
 
 
 class ProxyTrainLoader:
@@ -78,7 +79,7 @@ class ProxyTrainLoader:
     def _epoch_pipeline(self, epoch: int, batch: int) -> Any:
         seed = derive_seed(Stream.PROXY, self._config.seed, self._env.rank, epoch, batch)
         options = pipeline_options(self._config, self._env) | {"seed": seed}
-        pipeline = self._create_pipeline(self._config, dali_device(self._env), **options)
+        pipeline = self._create_pipeline(self._config, self._manifest, dali_device(self._env), **options)
         remove_generated_files()
         return pipeline
 

@@ -1,16 +1,16 @@
-"""Reads encoded images: the only module that opens image files.
+"""Reads encoded images: with `shard_reader.py` the only module that opens image files.
 
 read_image(record)       all bytes of one image
 open_image(record)       a file of them, to read a header
 BatchReader(...)         batches of them for DALI's pipelines, read ahead
 request_of(record)       an image by reference, for a DALI server in another process; its pipeline calls
-requested_images()       for the bytes
+requested_images(...)    for the bytes
 """
 
 import io
 import os
 from collections.abc import Callable, Iterable
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import nvidia.dali as dali
@@ -19,8 +19,10 @@ from nvidia.dali import fn, types
 from nvidia.dali.types import BatchInfo
 
 from utils.data.decoding import END, check_end
-from utils.data.formats.base import Record
+from utils.data.formats.base import FilesTable, Record, Span
+from utils.data.formats.shards import ShardTable
 from utils.data.manifest import FileEntry, Manifest, stat_file
+from utils.data.shard_reader import ShardBatches, ShardFiles
 
 READ_THREADS = 4  # at least, of each reader; they mostly wait for the disk
 READ_AHEAD = 2  # batches of files, besides those that are being decoded
@@ -37,38 +39,38 @@ def stat_image(record: Record) -> FileEntry:
     return stat_file(location.path)._replace(name=record.name, size=sum(length for _, length in location.ranges))
 
 
-def open_image(record: Record) -> BinaryIO:
+def open_image(record: Record, shards: ShardFiles | None = None) -> BinaryIO:
     """The bytes of an image as a file, for what needs only some of them. Never waits for the writer of a pipe.
+
+    Args:
+        record: the image.
+        shards: keeps shards open between calls.
 
     Raises:
         OSError: it cannot be opened.
     """
     location = record.location
-    if isinstance(location, str):
-        return open(location, "rb", opener=_open_at_once)
-    with open(location.path, "rb", opener=_open_at_once) as shard:
-        return io.BytesIO(b"".join(os.pread(shard.fileno(), length, offset) for offset, length in location.ranges))
+    if isinstance(location, Span):
+        return io.BytesIO((shards or ShardFiles()).read(location))
+    return open(location, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
 
 
-def _open_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)
-
-
-def read_image(record: Record) -> bytes:
-    """All bytes of an image.
+def read_image(record: Record, shards: ShardFiles | None = None) -> bytes:
+    """All bytes of an image; `shards` as for `open_image`.
 
     Raises:
         OSError: it cannot be read.
     """
-    with open_image(record) as file:
+    with open_image(record, shards) as file:
         return file.read()
 
 
 class BatchReader:
-    """Source of encoded images for DALI's pipelines. A separate pipeline reads ahead; each call returns a batch.
+    """Source of encoded images for DALI's pipelines, which reads ahead; each call returns a batch.
 
     The operators of one pipeline share its threads. Files read there wait behind the decoding of the batch before,
-    which cost a fifth of the images per second on an H100 (docs/internals/experiments.md).
+    which cost a fifth of the images per second on an H100 (docs/internals/experiments.md). So files are read by a
+    pipeline of their own, and shards by threads of their own.
 
     Args:
         manifest: the images.
@@ -90,15 +92,24 @@ class BatchReader:
         first: int = 0,
     ) -> None:
         self._next = first
-        self._pipeline = read_pipeline(
+        threads = max(READ_THREADS, threads // 2)
+        ahead = READ_AHEAD + prefetch  # a slow file must not hold up the training thread
+        table = manifest.table()
+        self._read: Callable[[int], tuple[Any, Any, Iterable[int]]]
+        if isinstance(table, ShardTable):
+            batches = ShardBatches(table, indices, threads=threads, read_ahead=ahead, prefetch=prefetch, first=first)
+            self._read = lambda position: _from_shards(batches, manifest.labels[indices(position), None], position)
+            return
+        pipeline = read_pipeline(
             lambda info: _located(manifest, indices(first + info.iteration)),
             batch_size=batch_size,
-            num_threads=max(READ_THREADS, threads // 2),
+            num_threads=threads,
             device_id=None,
             seed=0,  # draws nothing
-            prefetch_queue_depth=READ_AHEAD + prefetch,  # a slow file must not hold up the training thread
+            prefetch_queue_depth=ahead,
         )
-        self._pipeline.build()
+        pipeline.build()
+        self._read = lambda position: _from_files(*pipeline.run())
 
     def read(self, position: int) -> tuple[Any, Any]:
         """Bytes and targets of the batch at `position`, which must be the next.
@@ -106,16 +117,33 @@ class BatchReader:
         Raises:
             DecodeError: a JPEG or PNG was cut off. Decoders on a GPU do not notice a cut JPEG. Those on the CPU
                 notice it only if a crop reaches the missing part.
+            OSError: a shard cannot be read.
         """
         assert position == self._next, f"batch {position} requested, {self._next} is next"
         self._next += 1
-        images, targets, tails = self._pipeline.run()
-        suspects: Iterable[int] = range(len(images))
-        if tails.is_dense_tensor():  # else an image is shorter than its tail would be
-            suspects = np.flatnonzero((tails.as_array() != tuple(END)).any(axis=1))
+        images, targets, suspects = self._read(position)
         for index in suspects:
-            check_end(images.at(int(index)).tobytes())
+            image = images[index] if isinstance(images, list) else images.at(int(index))
+            check_end(image.tobytes())
         return images, targets
+
+
+def _from_files(images: Any, targets: Any, tails: Any) -> tuple[Any, Any, Iterable[int]]:
+    """A batch of `read_pipeline`, and which of its images do not end as a JPEG does."""
+    if not tails.is_dense_tensor():  # an image is shorter than its tail would be
+        return images, targets, range(len(images))
+    return images, targets, np.flatnonzero((tails.as_array() != tuple(END)).any(axis=1))
+
+
+def _from_shards(
+    batches: ShardBatches, targets: NDArray[np.int64], position: int
+) -> tuple[list[NDArray[np.uint8]], NDArray[np.int64], Iterable[int]]:
+    """As `_from_files`, of shards; the images are views of a buffer."""
+    buffer, ends = batches.read(position)
+    starts = np.concatenate([[0], ends[:-1]])
+    images = [buffer[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
+    has_end = (ends - starts >= len(END)) & (buffer[ends - 2] == END[0]) & (buffer[ends - 1] == END[1])
+    return images, targets, np.flatnonzero(~has_end)
 
 
 def encoded_images(source: Callable[[BatchInfo], Any]) -> tuple[Any, Any]:
@@ -132,25 +160,29 @@ def encoded_images(source: Callable[[BatchInfo], Any]) -> tuple[Any, Any]:
     return images, targets
 
 
-def request_of(record: Record) -> NDArray[np.uint8]:
-    """An image by reference: uint8 (length,), from which `requested_images` reads it.
+def request_of(record: Record, shards: ShardFiles) -> NDArray[np.uint8]:
+    """What a DALI server needs to read an image, uint8 (length,): the path of a file, or the bytes from a shard.
 
     Raises:
         OSError: it cannot be read.
         DecodeError: a JPEG or PNG was cut off; see `BatchReader.read`.
     """
-    with open_image(record) as file:
-        file.seek(-len(END), os.SEEK_END)
+    location = record.location
+    with open_image(record, shards) as file:
+        file.seek(-min(len(END), file.seek(0, os.SEEK_END)), os.SEEK_END)
         if file.read() != END:
             file.seek(0)
             check_end(file.read())
-    assert isinstance(record.location, str)
-    return np.frombuffer(os.fsencode(record.location), dtype=np.uint8)
+        if isinstance(location, Span):
+            file.seek(0)
+            return np.frombuffer(file.read(), dtype=np.uint8)
+    return np.frombuffer(os.fsencode(location), dtype=np.uint8)
 
 
-def requested_images() -> Any:
+def requested_images(manifest: Manifest) -> Any:
     """Graph op: the encoded images whose requests a DALI server is given."""
-    return _read_files(fn.external_source(name="requests", no_copy=True))
+    requests = fn.external_source(name="requests", no_copy=True)
+    return requests if isinstance(manifest.table(), ShardTable) else _read_files(requests)
 
 
 def _located(manifest: Manifest, indices: NDArray[np.int64]) -> tuple[NDArray[Any], ...]:
@@ -158,7 +190,7 @@ def _located(manifest: Manifest, indices: NDArray[np.int64]) -> tuple[NDArray[An
 
     One indexing operation gives them, without a Python object per image.
     """
-    locations = manifest.table().locations(indices)
+    locations = cast(FilesTable, manifest.table()).locations(indices)
     table = locations.view(np.uint8).reshape(len(locations), locations.itemsize)
     return table, np.char.str_len(locations).astype(np.int32)[:, None], manifest.labels[indices, None]
 

@@ -13,11 +13,14 @@ from utils.data import manifest as dataset
 from utils.data.decoding import decoder_of
 from utils.data.formats import folder
 from utils.data.formats.base import Record
+from utils.data.formats.index import read_shards
+from utils.data.formats.shards import create_manifests
+from utils.data.formats.sources import Source, find_source, read_class_names, required_splits
 from utils.data.holdout import check_classes, choose_by_content, choose_by_name, divide
 from utils.data.listing import load_listing
 from utils.data.manifest import FileEntry, Listing, Manifest, files_fingerprint
 from utils.data.verification import BAD_FILES, bad_files, verify_dataset
-from utils.distributed.collectives import all_gather_object, broadcast
+from utils.distributed.collectives import all_gather_object, broadcast, sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
 
@@ -26,16 +29,39 @@ SYNTHETIC_TRAIN, SYNTHETIC_VAL, SYNTHETIC_CLASSES = 128_000, 5_000, 1_000  # of 
 Splits = dict[str, Manifest]  # by the name of the split
 
 
-def read_data(config: TrainConfig) -> Splits:
-    """List the images of the run: both splits, with `--evaluate` val alone; without --data-dir synthetic ones.
+def read_data(config: TrainConfig, env: DistEnv) -> Splits:
+    """List the images of the run. Collective: call on every rank.
 
-    With `--val-fraction` it is train alone, which `select_images` divides.
+    Returns:
+        Both splits, with `--evaluate` val alone; without --data-dir synthetic ones. With `--val-fraction` it is train
+        alone, which `select_images` divides.
+
+    Raises:
+        UserError: on all ranks: data is missing, damaged, or of no known format.
     """
-    names = ("val",) if config.evaluate else SPLITS
+    splits = required_splits(config)
     if config.data_dir is None:
         sizes = {"train": SYNTHETIC_TRAIN, "val": SYNTHETIC_VAL}
+        names = ("val",) if config.evaluate else SPLITS
         return {name: dataset.synthetic(sizes[name], config.num_classes or SYNTHETIC_CLASSES) for name in names}
+    listed: Splits = {}
+    with sync_errors(env):
+        source = find_source(config, splits)
+        if source.format is None:
+            listed = _read_folders(config)
+    if source.format is not None:
+        listed = _read_shards(config, source, splits, env)
+    if config.val_fraction:
+        with sync_errors(env):
+            check_classes(listed["train"], config.val_fraction)  # before all files are read
+    return listed
+
+
+def _read_folders(config: TrainConfig) -> Splits:
+    assert config.data_dir is not None, "synthetic data is not read"
     skip_bad = config.bad_files == "skip"
+    if config.class_names is not None:
+        raise UserError(f"--class-names {config.class_names}: the class folders name the classes; leave it out")
     if config.val_fraction:
         if config.val_split != "val":
             raise UserError(
@@ -44,12 +70,28 @@ def read_data(config: TrainConfig) -> Splits:
             )
         if not config.evaluate:
             folder.refuse_val_folder(config.data_dir, config.val_fraction)
-        train = folder.scan(config.data_dir, "train", skip_bad)
-        check_classes(train, config.val_fraction)  # before all files are read
-        return {"train": train}
+        return {"train": folder.scan(config.data_dir, "train", skip_bad)}
     if config.evaluate:
         return {"val": folder.scan(config.data_dir, config.val_split, skip_bad)}
-    return dict(zip(names, folder.scan_splits(config.data_dir, skip_bad, config.val_split), strict=True))
+    return dict(zip(SPLITS, folder.scan_splits(config.data_dir, skip_bad, config.val_split), strict=True))
+
+
+def _read_shards(config: TrainConfig, source: Source, splits: Sequence[str], env: DistEnv) -> Splits:
+    assert source.format is not None, "class folders have no shards"
+    workers = config.workers or max(1, len(os.sched_getaffinity(0)) // env.local_world_size)
+    read = [
+        read_shards(split, source.format, source.shards[split], config.output_dir, workers, env) for split in splits
+    ]
+    listed: Splits = {}
+    with sync_errors(env):
+        if config.val_fraction and "val" in source.shards and not config.evaluate:
+            raise UserError(
+                f"--val-fraction {config.val_fraction:g}: --data-dir {config.data_dir} has shards of val "
+                f"({source.shards['val'][0].name}, ...), which would not be used; leave --val-fraction out"
+            )
+        names, names_from = read_class_names(config.class_names, source)
+        listed = create_manifests(read, names, names_from, source.format.NAME, config.bad_files == "skip")
+    return listed
 
 
 @dataclasses.dataclass(frozen=True)

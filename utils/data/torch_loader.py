@@ -20,6 +20,7 @@ from utils.data.manifest import Manifest
 from utils.data.policies import RATIO, torchvision_policy
 from utils.data.reader import open_image
 from utils.data.sampler import Sampler, shard
+from utils.data.shard_reader import ShardFiles
 from utils.data.workers import BatchSampler, label_tensor, safe_fork, shutdown_workers, to_device, worker_options
 from utils.distributed.group import DistEnv
 from utils.seed import Stream, seed_sequence
@@ -32,12 +33,13 @@ class TorchImages(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
     """
 
     def __init__(self, config: ResolvedConfig, manifest: Manifest, train: bool) -> None:
-        self.manifest, self.seed = manifest, config.seed if train else None
+        self.manifest, self.shards = manifest, ShardFiles()
+        self.seed = config.seed if train else None
         self.transform = torch_train_transform(config) if train else torch_val_transform(config)
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, Tensor]:
         index, epoch = key
-        with open_image(self.manifest.record(index)) as file, Image.open(file) as opened:
+        with open_image(self.manifest.record(index), self.shards) as file, Image.open(file) as opened:
             image = upright_rgb(opened)
         if self.seed is None:
             return self.transform(image), label_tensor(self.manifest, index)

@@ -98,7 +98,7 @@ def evaluate_checkpoint(config: TrainConfig, env: DistEnv) -> None:
                 before = TrainConfig.from_dict(weights.settings)
                 config, notes = settings_of_checkpoint(config, before, weights.source, env)
         require_data(config)
-        listed = read_data(config)
+    listed = read_data(config, env)
     manifest = next(iter(listed.values()))  # of train, if `--val-fraction` divides it
     settings = choose_common_loader_settings(config, env, saved, manifest)
     resolved = resolve(config, manifest.classes, env, settings, saved)

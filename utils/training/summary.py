@@ -7,6 +7,7 @@ from utils import __version__
 from utils.config import ResolvedConfig, flag
 from utils.data.cache import CACHED
 from utils.data.dali import DALI_VERSION
+from utils.data.formats.shards import ShardTable
 from utils.data.holdout import describe_shares
 from utils.data.manifest import Manifest, describe_ignored
 from utils.data.oddities import describe_oddities
@@ -39,6 +40,7 @@ def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: C
     facts = {
         "brisk": f"{__version__}, torch {torch.__version__}, DALI {DALI_VERSION}, timm {timm.__version__}",
         "model": _describe_model(run),
+        "data": _describe_data(splits),
         "images": f"{len(splits['train']):,} train, {_describe_val(splits['val'])}, {_describe_sizes(config)}",
         "batch": f"{run.sampler.global_batch_size} = {config.batch_size} images x {env.world_size} processes"
         f" x {config.grad_accum_steps}; {run.sampler.steps_per_epoch} steps per epoch",
@@ -70,6 +72,15 @@ def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: C
         run.log.info(f"warning: {line}")
     if run.is_done:
         run.log.info(_describe_early_end(run) if run.ends_early else _describe_end(run))
+
+
+def _describe_data(splits: Splits) -> str:
+    """Format, shards and classes."""
+    train, val = splits["train"], splits["val"]
+    tables = [each.images for each in (train, val) if isinstance(each.images, ShardTable)]
+    counts = [f"{len(table.shards):,}" for table in tables]
+    shards = f", {' + '.join(counts[:1] if val.held_out else counts)} shards" if counts else ""
+    return f"{train.source}{shards}, {len(train.classes):,} classes"
 
 
 def _describe_val(val: Manifest) -> str:

@@ -61,6 +61,9 @@ class ShardFormat(Protocol):
 
     NAME: str  # in messages, such as "WebDataset tars"
 
+    def is_shard(self, name: str) -> bool:
+        """Whether a file or folder of this name, without its folder, can be a shard of this format."""
+
     def find(self, data_dir: Path) -> dict[str, list[Path]]:
         """The shards of each split, "train" and "val", sorted; {} if the folder does not hold this format.
 
@@ -92,8 +95,12 @@ class ImageTable(Protocol):
     def record(self, index: int) -> Record:
         """One image."""
 
-    def locations(self, indices: NDArray[np.int64]) -> NDArray[np.bytes_]:
-        """Locations of a batch in the file system's encoding: (len(indices),)."""
-
     def select(self, indices: NDArray[np.int64]) -> Self:
         """The table of these images, in this order."""
+
+
+class FilesTable(ImageTable, Protocol):
+    """Images that are files of their own."""
+
+    def locations(self, indices: NDArray[np.int64]) -> NDArray[np.bytes_]:
+        """Paths of a batch in the file system's encoding: (len(indices),)."""

@@ -104,6 +104,7 @@ def scan(data_dir: Path, split: str, skip_bad: bool = False) -> Manifest:
         sizes=sizes,
         mtimes=np.array([entry.mtime for entry in entries], dtype=np.int64),
         ignored=ignored,
+        source="class folders",
     ).without(bad)
 
 

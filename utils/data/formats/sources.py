@@ -1,0 +1,143 @@
+"""Which format a data set has, found out from the names of its files."""
+
+import dataclasses
+import glob
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import cast
+
+from utils.config import TrainConfig
+from utils.data.formats import folder, webdataset
+from utils.data.formats.base import ShardFormat
+from utils.data.formats.naming import VAL_NAMES
+from utils.errors import UserError
+from utils.validation import require_folder
+
+FORMATS = cast(tuple[ShardFormat, ...], (webdataset,))
+GLOBS = {"train": "train_data", "val": "val_data"}  # the fields that name a split's shards
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The data of a run.
+
+    Attributes:
+        format: of the shards; None for class folders.
+        shards: of each split.
+    """
+
+    format: ShardFormat | None
+    shards: Mapping[str, Sequence[Path]] = dataclasses.field(default_factory=dict)
+
+
+def find_source(config: TrainConfig, splits: Sequence[str]) -> Source:
+    """The data that `--data-dir`, `--train-data` and `--val-data` name. Opens no file.
+
+    Args:
+        config: with `data_dir`.
+        splits: that are needed: train and val, or one of them.
+
+    Raises:
+        UserError: there is no such folder, shards of a split are missing, or formats are mixed.
+    """
+    assert config.data_dir is not None, "synthetic data has no files"
+    require_folder(config.data_dir)
+    given = {split: pattern for split in splits if (pattern := getattr(config, GLOBS[split]))}
+    if not given and has_class_folders(config.data_dir, splits, config.val_split):
+        return Source(None)
+    found = [Source(each, shards) for each in FORMATS if (shards := _find(each, config.data_dir, given))]
+    if not found:
+        if given:
+            split, pattern = next(iter(given.items()))
+            raise UserError(f"--{split}-data {pattern}: no file of that name is a shard; {_known_formats()}")
+        return Source(None)
+    if len(found) > 1:
+        one, other = (f"{source.format.NAME} ({_first(source.shards)}, ...)" for source in found[:2] if source.format)
+        raise UserError(
+            f"--data-dir {config.data_dir}: holds {one} and {other}; name the shards of one format by --train-data and "
+            "--val-data"
+        )
+    _require_splits(found[0], config, splits)
+    return found[0]
+
+
+def check_source(config: TrainConfig) -> None:
+    """Raise UserError unless the data is there, as far as the command line alone names it."""
+    if config.data_dir is None or config.evaluate:  # an evaluation may take the names from its checkpoint
+        return
+    if find_source(config, required_splits(config)).format is None:
+        folder.check_folders(config)
+
+
+def required_splits(config: TrainConfig) -> tuple[str, ...]:
+    """The splits that a run reads; with `--val-fraction` train alone, which it divides."""
+    if config.val_fraction:
+        return ("train",)
+    return ("val",) if config.evaluate else ("train", "val")
+
+
+def has_class_folders(data_dir: Path, splits: Sequence[str], val_split: str) -> bool:
+    """Whether the first of the splits is a folder that holds folders."""
+    root = data_dir / (splits[0] if splits[0] == "train" else val_split)
+    try:
+        with os.scandir(root) as entries:
+            return any(folder.is_folder(entry) for entry in entries if not entry.name.startswith("."))
+    except OSError:  # which the listing explains
+        return False
+
+
+def read_class_names(file: Path | None, source: Source) -> tuple[tuple[str, ...] | None, str]:
+    """Class names in label order, None where nothing gives them, and where they are from.
+
+    Args:
+        file: of `--class-names`.
+        source: of shards.
+
+    Raises:
+        UserError: the file cannot be read, or names a class twice or none.
+    """
+    assert source.format is not None, "class folders name the classes"
+    if file is None:
+        return source.format.class_names(next(iter(source.shards.values()))), "the data's list of classes"
+    try:
+        names = tuple(line.strip() for line in file.read_text().splitlines())
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise UserError(f"--class-names {file}: cannot be read ({reason}); give a file with a name a line") from None
+    for number, name in enumerate(names, start=1):
+        if not name or "/" in name or name in names[: number - 1]:
+            what = f"names {name} twice" if name in names[: number - 1] and name else f"has {name!r} as a name"
+            raise UserError(
+                f"--class-names {file}: {what} (line {number}); give each class a name of its own without /"
+            )
+    return names, f"--class-names {file}"
+
+
+def _find(source: ShardFormat, data_dir: Path, given: Mapping[str, str]) -> dict[str, list[Path]]:
+    """The shards of each split that are of this format."""
+    found = source.find(data_dir) if len(given) < len(GLOBS) else {}
+    for split, pattern in given.items():
+        paths = [Path(path) for path in sorted(glob.glob(pattern, root_dir=data_dir))]
+        found[split] = [data_dir / path for path in paths if source.is_shard(path.name)]
+    return {split: shards for split, shards in found.items() if shards}
+
+
+def _require_splits(source: Source, config: TrainConfig, splits: Sequence[str]) -> None:
+    for split in splits:
+        if split not in source.shards and source.format is not None:
+            names = " or ".join(("train",) if split == "train" else VAL_NAMES)
+            remedy = "" if split == "train" else ", or --val-fraction 0.1 holds out a tenth of train"
+            there = f"{source.format.NAME} ({_first(source.shards)}, ...)"
+            raise UserError(
+                f"--data-dir {config.data_dir}: holds {there}, but none of {split}; give a name with {names} to its "
+                f"shards, or name them by --{split}-data{remedy}"
+            )
+
+
+def _first(shards: Mapping[str, Sequence[Path]]) -> str:
+    return next(iter(shards.values()))[0].name
+
+
+def _known_formats() -> str:
+    return f"known are {', '.join(each.NAME for each in FORMATS)}"
