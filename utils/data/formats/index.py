@@ -199,7 +199,7 @@ def _save(split: str, known: Mapping[str, IndexedShard], source: ShardFormat, fo
 def _load(path: Path, source: ShardFormat) -> dict[str, IndexedShard]:
     """What an index knows, by the shard's name; {} if there is none that can be used."""
     try:
-        with np.load(path, allow_pickle=False) as saved:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as saved:
             if int(saved["version"]) != VERSION or str(saved["format"]) != source.NAME:
                 return {}
             names = list(map(os.fsdecode, _unpack(saved["names"])))

@@ -32,6 +32,8 @@ def read_members(shard: Path, descriptor: int, start: int = 0, end: int | None =
     """
     total = os.fstat(descriptor).st_size if end is None else end
     at, window_at, window = start, start, b""
+    if method := _COMPRESSED.get(os.pread(descriptor, 2, start)):
+        raise UserError(f"{shard}: compressed ({method}); images in it cannot be addressed, decompress it first")
     name = ""  # from an extended header, for the next member
     size: int | None = None
     while at + BLOCK <= total:
@@ -44,7 +46,7 @@ def read_members(shard: Path, descriptor: int, start: int = 0, end: int | None =
             if not any(header):
                 return  # two blocks of zeros end a tar; some writers leave the second out
             if not _is_old_header(header):
-                raise UserError(_unreadable(shard, header, at))
+                raise UserError(_unreadable(shard, at))
         kind, offset = header[156:157], at + BLOCK
         stored = size if size is not None and kind in b"\007" else _number(shard, header[124:136], at)
         if offset + stored > total:
@@ -120,7 +122,5 @@ def _cut(shard: Path, at: int) -> UserError:
     return UserError(f"{shard}: cut off in the member at byte {at:,}; copy or write it again")
 
 
-def _unreadable(shard: Path, header: bytes, at: int) -> str:
-    if at == 0 and (method := _COMPRESSED.get(header[:2])):
-        return f"{shard}: compressed ({method}); images in it cannot be addressed, decompress it first"
+def _unreadable(shard: Path, at: int) -> str:
     return f"{shard}: {'not a tar' if at == 0 else f'damaged at byte {at:,}'}; copy or write it again"

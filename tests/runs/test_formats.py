@@ -1,0 +1,101 @@
+"""Runs on shards: the same bits as on the folder of the same files, over resumes and other numbers of processes."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import TINY, assert_same_run
+from tests.harness import assert_refused, launch, launch_series, read_checkpoint, read_metrics
+from tests.shards import write_webdataset
+
+WRITERS: dict[str, Callable[[Path, Path], Path]] = {"webdataset": write_webdataset}
+FLAGS = (*TINY, "--batch-size", "8", "--epochs", "2", "--checkpoint-steps", "3")
+
+
+@pytest.fixture(scope="module")
+def shards(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The data set `data` in every format."""
+    return {name: write(data, tmp_path_factory.mktemp(name) / "data") for name, write in WRITERS.items()}
+
+
+@pytest.fixture(scope="module")
+def on_folder(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The output of a run on class folders, by loader."""
+    folders = {loader: tmp_path_factory.mktemp("folder") / loader for loader in ("dali", "torch")}
+    for done in launch_series(
+        *(("--data-dir", data, *FLAGS, "--loader", loader, "--output-dir", run) for loader, run in folders.items())
+    ):
+        assert done.status == 0, done.err
+    return folders
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("loader", ["dali", "torch"])
+def test_the_same_bits_over_a_stop_in_mid_epoch(
+    shards: dict[str, Path], on_folder: dict[str, Path], tmp_path: Path, name: str, loader: str
+) -> None:
+    flags = ("--data-dir", shards[name], *FLAGS, "--loader", loader, "--output-dir", tmp_path)
+    stopped, resumed = launch_series((*flags, "--time-limit", 0.001), flags)
+    assert stopped.status == 143, stopped.err
+    assert read_checkpoint(tmp_path, "last.pt")["step"] == 10
+    assert resumed.status == 0, resumed.err
+    assert "resumed at epoch 1, step 1," in resumed.out
+    assert_same_run(on_folder[loader], tmp_path, without=["files"])  # times of change
+
+
+@pytest.mark.dist
+def test_two_processes_index_together_and_see_each_image_once(data: Path, tmp_path: Path) -> None:
+    """1 -> 2 -> 1 processes on shards, as on the folder."""
+    root = write_webdataset(data, tmp_path / "data", per_shard=7)
+    runs = {"shards": root, "folder": data}
+    for name, source in runs.items():
+        flags = ("--data-dir", source, *TINY, "--output-dir", tmp_path / name, "--loader", "torch")
+        first = launch(*flags, "--epochs", 1, "--batch-size", 8)
+        second = launch(*flags, "--epochs", 2, processes=2)
+        third = launch(*flags, "--epochs", 3)
+        assert [done.status for done in (first, second, third)] == [0, 0, 0], second.err
+        assert [record["val/count"] for record in read_metrics(tmp_path / name) if "val/count" in record] == [41] * 3
+    assert_same_run(tmp_path / "folder", tmp_path / "shards", without=["files"])
+
+
+@pytest.mark.dist
+def test_a_shard_that_only_one_rank_can_read_ends_all(data: Path, tmp_path: Path) -> None:
+    root = write_webdataset(data, tmp_path / "data")
+    cut = root / "train-0001.tar"
+    os.truncate(cut, cut.stat().st_size // 2)
+    done = launch("--data-dir", root, *TINY, "--output-dir", tmp_path / "run", "--batch-size", 4, processes=2)
+    assert_refused(done, f"{cut}: cut off in the member at byte ", "; copy or write it again", processes=2)
+
+
+def test_a_bad_record_is_named_or_excluded(data: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(data, folder)
+    bad = sorted((folder / "train" / "green").iterdir())[3]
+    bad.write_bytes(bad.read_bytes()[:300])
+    root = write_webdataset(folder, tmp_path / "data")
+    flags = ("--data-dir", root, *TINY, "--batch-size", 8, "--epochs", 1)
+    named, excluded = launch_series(
+        (*flags, "--output-dir", tmp_path / "named"),
+        (*flags, "--output-dir", tmp_path / "excluded", "--bad-files", "skip"),
+    )
+    assert named.status == 2
+    assert f"train-0001.tar:{bad.name}: " in named.err
+    assert excluded.status == 0, excluded.err
+    assert "1 of 41 train files (green 1)" in excluded.out
+    assert f"train/green/{bad.name}" in (tmp_path / "excluded" / "bad_files.json").read_text()
+
+
+def test_a_run_goes_on_from_folder_to_shards(
+    data: Path, shards: dict[str, Path], on_folder: dict[str, Path], tmp_path: Path
+) -> None:
+    """The names and sizes of the images are the same, so their order is, too."""
+    run = tmp_path / "run"
+    flags = (*FLAGS, "--output-dir", run)
+    stopped, resumed = launch_series(
+        ("--data-dir", data, *flags, "--time-limit", 0.001), ("--data-dir", shards["webdataset"], *flags)
+    )
+    assert [stopped.status, resumed.status] == [143, 0], resumed.err
+    assert_same_run(on_folder["dali"], run, without=["files"])
