@@ -9,9 +9,13 @@ import pytest
 
 from tests.conftest import TINY, assert_same_run
 from tests.harness import assert_refused, launch, launch_series, read_checkpoint, read_metrics
-from tests.shards import write_webdataset
+from tests.shards import write_recordio, write_tfrecord, write_webdataset
 
-WRITERS: dict[str, Callable[[Path, Path], Path]] = {"webdataset": write_webdataset}
+WRITERS: dict[str, Callable[[Path, Path], Path]] = {
+    "webdataset": write_webdataset,
+    "tfrecord": write_tfrecord,
+    "recordio": write_recordio,
+}
 FLAGS = (*TINY, "--batch-size", "8", "--epochs", "2", "--checkpoint-steps", "3")
 
 
@@ -37,7 +41,8 @@ def on_folder(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 def test_the_same_bits_over_a_stop_in_mid_epoch(
     shards: dict[str, Path], on_folder: dict[str, Path], tmp_path: Path, name: str, loader: str
 ) -> None:
-    flags = ("--data-dir", shards[name], *FLAGS, "--loader", loader, "--output-dir", tmp_path)
+    names = ("--class-names", shards[name] / "names.txt") if name == "recordio" else ()
+    flags = ("--data-dir", shards[name], *names, *FLAGS, "--loader", loader, "--output-dir", tmp_path)
     stopped, resumed = launch_series((*flags, "--time-limit", 0.001), flags)
     assert stopped.status == 143, stopped.err
     assert read_checkpoint(tmp_path, "last.pt")["step"] == 10

@@ -264,7 +264,7 @@ def _unique_names(
 ) -> NDArray[np.bytes_]:
     """`CLASS/NAME` of each image: (num_images,)."""
     keys = shards.index.keys
-    folders = np.array([os.fsencode(f"{name}/") for name in classes])[labels]
+    folders = np.array([os.fsencode(name.replace("/", "_") + "/") for name in classes])[labels]
     files = np.array([key.rpartition(b"/")[2] for key in keys.tolist()])
     sources = np.array([os.fsencode(f"{_shard_name(path)}:") for path in shards.paths])
     for candidates in (lambda: files, lambda: keys, lambda: np.strings.add(sources[numbers], keys)):

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import cast
 
 from utils.config import TrainConfig
-from utils.data.formats import folder, webdataset
+from utils.data.formats import folder, recordio, tfrecord, webdataset
 from utils.data.formats.base import ShardFormat
 from utils.data.formats.naming import VAL_NAMES
 from utils.errors import UserError
 from utils.validation import require_folder
 
-FORMATS = cast(tuple[ShardFormat, ...], (webdataset,))
+FORMATS = cast(tuple[ShardFormat, ...], (webdataset, tfrecord, recordio))
 GLOBS = {"train": "train_data", "val": "val_data"}  # the fields that name a split's shards
 
 
