@@ -42,7 +42,7 @@ def datum(image: bytes | None, label: int | None, shape: tuple[int, ...] = (), f
 def write(path: Path, values: Mapping[str, bytes], as_file: bool = False) -> Path:
     """A database as a folder, or as a file; returns its file."""
     with lmdb.open(str(path), map_size=1 << 26, subdir=not as_file, lock=False) as environment:
-        with environment.begin(write=True) as transaction:
+        with lmdb.Transaction(environment, write=True) as transaction:
             for key, value in values.items():
                 transaction.put(os.fsencode(key), value)
         environment.sync(True)
@@ -65,7 +65,8 @@ def test_records_are_those_that_dali_reads(tmp_path: Path) -> None:
 
     @dali.pipeline_def(batch_size=len(IMAGES), num_threads=1, device_id=None)  # type: ignore[untyped-decorator]
     def reader() -> tuple[object, ...]:
-        return tuple(fn.readers.caffe(path=str(shard.parent)))
+        images, labels = fn.readers.caffe(path=str(shard.parent))  # type: ignore[misc]
+        return images, labels
 
     images, labels = reader().run()
     assert [entry.key for entry in entries] == sorted(IMAGES)
@@ -86,7 +87,7 @@ def test_values_in_leaf_pages_and_in_overflow_pages(tmp_path: Path) -> None:
 def test_many_pages_and_deleted_records(tmp_path: Path) -> None:
     content = {f"{number:05}": os.urandom(100 + number % 3000) for number in range(3000)}
     shard = write(tmp_path / "val_lmdb", {key: datum(image, int(key) % 7) for key, image in content.items()})
-    with lmdb.open(str(shard.parent), map_size=1 << 26) as environment, environment.begin(write=True) as transaction:
+    with lmdb.open(str(shard.parent), map_size=1 << 26) as environment, lmdb.Transaction(environment, write=True) as transaction:
         for key in sorted(content)[::3]:
             assert transaction.delete(key.encode())
             del content[key]
@@ -214,7 +215,10 @@ def test_names_of_databases(tmp_path: Path) -> None:
     assert found("train.lmdb", "valid.lmdb", "test.lmdb") == {"train": ["train.lmdb"], "val": ["valid.lmdb"]}
     assert found("ilsvrc12_train_lmdb/data.mdb") == {"train": ["ilsvrc12_train_lmdb/data.mdb"]}
     assert found("train.lmdb/data.mdb", "val.lmdb") == {"train": ["train.lmdb/data.mdb"], "val": ["val.lmdb"]}
-    assert found("train/data.mdb", "train/lock.mdb", "val/data.mdb") == {"train": ["train/data.mdb"], "val": ["val/data.mdb"]}
+    assert found("train/data.mdb", "train/lock.mdb", "val/data.mdb") == {
+        "train": ["train/data.mdb"],
+        "val": ["val/data.mdb"],
+    }
     assert found("train/cat.jpg", "trainlmdb/data.mdb", "other_lmdb/data.mdb", "train_lmdb/cat.jpg") == {}
     assert lmdb_database.find(tmp_path / "gone") == {}
     with pytest.raises(UserError, match=r"data.mdb and .*data.mdb are both of train; move one"):

@@ -63,9 +63,9 @@ def find(data_dir: Path) -> dict[str, list[Path]]:
             folders.setdefault(split, []).append(path / DATA)
     val = next((name for name in VAL_NAMES if name in folders), "val")
     for split, databases in (("train", folders.get("train", [])), ("val", folders.get(val, []))):
-        together = [*found.get(split, []), *databases]
-        if databases and len(together) > 1:
-            raise UserError(f"{together[0]} and {together[1]} are both of {split}; move one of the two away")
+        candidates = [*found.get(split, []), *databases]
+        if databases and len(candidates) > 1:
+            raise UserError(f"{candidates[0]} and {candidates[1]} are both of {split}; move one of the two away")
         if databases:
             found[split] = databases
     return found
@@ -94,7 +94,7 @@ def scan(shard: Path) -> Iterator[Entry]:
                 str(shard), map_size=max(size, 1), subdir=False, readonly=True, lock=False, readahead=False
             ) as environment:
                 _check_length(shard, size, (environment.info()["last_pgno"] + 1) * environment.stat()["psize"])
-                with environment.begin(buffers=True) as transaction:
+                with lmdb.Transaction(environment, buffers=True) as transaction:
                     yield from _entries(shard, file.fileno(), size, transaction.cursor())
         except lmdb.Error as error:
             raise UserError(f"{shard}: no readable LMDB database ({error}); copy it anew") from None
