@@ -87,7 +87,10 @@ def test_values_in_leaf_pages_and_in_overflow_pages(tmp_path: Path) -> None:
 def test_many_pages_and_deleted_records(tmp_path: Path) -> None:
     content = {f"{number:05}": os.urandom(100 + number % 3000) for number in range(3000)}
     shard = write(tmp_path / "val_lmdb", {key: datum(image, int(key) % 7) for key, image in content.items()})
-    with lmdb.open(str(shard.parent), map_size=1 << 26) as environment, lmdb.Transaction(environment, write=True) as transaction:
+    with (
+        lmdb.open(str(shard.parent), map_size=1 << 26) as environment,
+        lmdb.Transaction(environment, write=True) as transaction,
+    ):
         for key in sorted(content)[::3]:
             assert transaction.delete(key.encode())
             del content[key]
