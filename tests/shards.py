@@ -1,11 +1,30 @@
 """Writes a data set of class folders in other formats, with the library of each format."""
 
+import io
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import lmdb
+import numpy as np
 import webdataset
+from scipy.io import savemat
 from tfrecord.writer import TFRecordWriter
 
+from tests.data.formats import test_lmdb_database as caffe
 from tests.data.formats import test_recordio as recordio
+
+
+def write_tar(path: Path, members: dict[str, bytes], format: int = tarfile.PAX_FORMAT) -> Path:
+    with tarfile.open(path, "w", format=format) as tar:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return path
 
 
 def write_webdataset(folder: Path, target: Path, per_shard: int = 10) -> Path:
@@ -43,7 +62,7 @@ def write_tfrecord(folder: Path, target: Path) -> Path:
 
 
 def write_recordio(folder: Path, target: Path) -> Path:
-    """`train.rec` and `val.rec` with their indexes, as MXNet's im2rec writes them; the names of classes are in names.txt."""
+    """`train.rec` and `val.rec` with their indexes, as im2rec writes them; the classes are in names.txt."""
     target.mkdir(parents=True)
     classes = sorted(path.name for path in (folder / "train").iterdir())
     for split in ("train", "val"):
@@ -55,3 +74,60 @@ def write_recordio(folder: Path, target: Path) -> Path:
         recordio.write(target / f"{split}.rec", images)
     (target / "names.txt").write_text("".join(f"{name}\n" for name in classes))
     return target
+
+
+def write_lmdb(folder: Path, target: Path) -> Path:
+    """`train_lmdb` and `val_lmdb` as Caffe's convert_imageset writes them; the classes are in names.txt."""
+    target.mkdir(parents=True)
+    classes = sorted(path.name for path in (folder / "train").iterdir())
+    (target / "names.txt").write_text("".join(f"{name}\n" for name in classes))
+    for split in ("train", "val"):
+        with (
+            lmdb.open(str(target / f"{split}_lmdb"), map_size=1 << 26) as database,
+            database.begin(write=True) as transaction,
+        ):
+            for number, path in enumerate(sorted((folder / split).glob("*/*"))):
+                key = f"{number:08}_{path.parent.name}/{path.name}"
+                transaction.put(key.encode(), caffe.datum(path.read_bytes(), classes.index(path.parent.name)))
+    return target
+
+
+def write_arrow(folder: Path, target: Path) -> Path:
+    """What `datasets` saves of the folder, written in a process of its own."""
+    program = (
+        "import sys, datasets; loaded = datasets.load_dataset('imagefolder', data_dir=sys.argv[1], "
+        "cache_dir=sys.argv[2]); loaded.save_to_disk(sys.argv[3], num_shards={'train': 3, 'validation': 2})"
+    )
+    subprocess.run([sys.executable, "-c", program, folder, target.parent / "cache", target], check=True)
+    return target
+
+
+def write_ilsvrc(folder: Path, target: Path) -> Path:
+    """The downloads of ImageNet, of a folder with its names of validation images."""
+    target.mkdir(parents=True)
+    classes = sorted(path.name for path in (folder / "train").iterdir())
+    inner = {}
+    for name in classes:
+        files = {path.name: path.read_bytes() for path in sorted((folder / "train" / name).iterdir())}
+        inner[f"{name}.tar"] = write_tar(target / "inner.tar", files, tarfile.USTAR_FORMAT).read_bytes()
+    (target / "inner.tar").unlink()
+    write_tar(target / "ILSVRC2012_img_train.tar", inner, tarfile.USTAR_FORMAT)
+    val = sorted((folder / "val").glob("*/*"), key=lambda path: path.name)
+    write_tar(target / "ILSVRC2012_img_val.tar", {path.name: path.read_bytes() for path in val})
+    numbers = {name: number for number, name in enumerate(reversed(classes), start=1)}  # not the order of the names
+    write_devkit(target / "devkit", numbers, [path.parent.name for path in val])
+    with tarfile.open(target / "ILSVRC2012_devkit_t12.tar.gz", "w:gz") as tar:
+        tar.add(target / "devkit", "ILSVRC2012_devkit_t12/data")
+    shutil.rmtree(target / "devkit")
+    return target
+
+
+def write_devkit(folder: Path, numbers: Mapping[str, int], labels: Sequence[str]) -> None:
+    """The two files of ImageNet's devkit that have the labels of the validation images."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = "".join(f"{numbers[name]}\n" for name in labels)
+    (folder / "ILSVRC2012_validation_ground_truth.txt").write_text(lines)
+    rows = [(float(number), name, "words", 0.0) for name, number in numbers.items()]
+    rows.append((float(len(rows) + 1), "n00", "all", float(len(rows))))
+    fields = [("ILSVRC2012_ID", "O"), ("WNID", "O"), ("words", "O"), ("num_children", "O")]
+    savemat(folder / "meta.mat", {"synsets": np.array(rows, dtype=fields).reshape(-1, 1)})

@@ -48,7 +48,7 @@ def read_data(config: TrainConfig, env: DistEnv) -> Splits:
     with sync_errors(env):
         source = find_source(config, splits)
         if source.format is None:
-            listed = _read_folders(config)
+            listed = _read_folders(dataclasses.replace(config, data_dir=source.data_dir))
     if source.format is not None:
         listed = _read_shards(config, source, splits, env)
     if config.val_fraction:

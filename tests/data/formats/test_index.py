@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.data.formats.test_webdataset import write_tar
-from tests.shards import write_webdataset
+from tests.shards import write_tar, write_webdataset
 from utils.data.formats import webdataset
 from utils.data.formats.index import index_path, read_shards
 from utils.data.formats.shards import Shards, create_manifests
@@ -48,10 +47,10 @@ def test_the_images_of_the_folder(data: Path, tmp_path: Path, cpu: DistEnv) -> N
 def test_only_changed_shards_are_read_again(data: Path, tmp_path: Path, cpu: DistEnv) -> None:
     root = write_webdataset(data, tmp_path / "data")
     before = manifests(read(root, tmp_path, cpu, ("train",)))["train"]
-    changed, kept = root / "train-0001.tar", root / "train-0002.tar"
-    status = kept.stat()
-    kept.write_bytes(bytes(status.st_size))  # which reading would find
-    os.utime(kept, ns=(status.st_atime_ns, status.st_mtime_ns))
+    changed, unchanged = root / "train-0001.tar", root / "train-0002.tar"
+    status = unchanged.stat()
+    unchanged.write_bytes(bytes(status.st_size))  # which reading would find
+    os.utime(unchanged, ns=(status.st_atime_ns, status.st_mtime_ns))
     write_tar(changed, {"new.jpg": b"x", "new.cls": b"1"})
     after = manifests(read(root, tmp_path, cpu, ("train",)))["train"]
     assert len(after) == len(before) - 10 + 1

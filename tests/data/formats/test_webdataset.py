@@ -1,7 +1,6 @@
 """WebDataset tars, of the library and of tar programs, against Python's tarfile; and damaged ones."""
 
 import gzip
-import io
 import os
 import tarfile
 from collections.abc import Callable
@@ -9,21 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.shards import write_webdataset
+from tests.shards import write_tar, write_webdataset
 from utils.data.formats import webdataset
 from utils.data.formats.tar_members import read_members
 from utils.errors import UserError
 
 LONG = "folder-" * 20 + "/" + "name-" * 30 + "0001"
-
-
-def write_tar(path: Path, members: dict[str, bytes], format: int = tarfile.PAX_FORMAT) -> Path:
-    with tarfile.open(path, "w", format=format) as tar:
-        for name, content in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-    return path
 
 
 def test_a_library_s_shards(data: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ CLS_LOC = ("", "CLS-LOC", "Data/CLS-LOC", "ILSVRC/Data/CLS-LOC")  # in what Kagg
 _SOLUTION = "LOC_val_solution.csv"
 _GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 _DEVKIT = ("", "data", "ILSVRC2012_devkit_t12/data", "devkit/data")  # folders that may hold it, and meta.mat
+DEVKIT_FILES = (_GROUND_TRUTH, "meta.mat")
 _VAL_IMAGE = re.compile(r"ILSVRC2012_val_(\d{8})\.jpe?g", re.IGNORECASE)
 _SHOWN = 3  # names in a message
 
@@ -85,11 +86,29 @@ def _from_csv(path: Path, folder: Path, images: list[str], classes: tuple[str, .
 
 
 def _from_devkit(devkit: Path, folder: Path, images: list[str], classes: tuple[str, ...]) -> Labels:
-    """Line i is the ILSVRC2012_ID of the i-th image, and meta.mat has the class of each ID."""
+    labels = devkit_labels(devkit, folder, images)
+    numbered = [(int(name.split("_")[2].partition(".")[0]), wnid) for name, wnid in labels]
+    _check_classes(devkit / _GROUND_TRUTH, numbered, classes)
+    return labels
+
+
+def devkit_labels(devkit: Path, folder: Path, images: list[str]) -> Labels:
+    """The class of each of ImageNet's validation images, a WordNet ID, from the devkit.
+
+    Line i of the ground truth is the ILSVRC2012_ID of the i-th image, and meta.mat has the class of each ID.
+
+    Args:
+        devkit: folder of both files.
+        folder: of the images, for messages.
+        images: names of the files.
+
+    Raises:
+        UserError: an image has no label, or the devkit is damaged.
+    """
     path = devkit / _GROUND_TRUTH
     wnids = _read_meta(devkit / "meta.mat")
     lines = path.read_text(errors="replace").split()
-    found: list[tuple[int, str]] = []
+    found: Labels = []
     for name in images:
         match = _VAL_IMAGE.fullmatch(name)
         number = int(match[1]) if match else 0
@@ -99,13 +118,12 @@ def _from_devkit(devkit: Path, folder: Path, images: list[str], classes: tuple[s
                 "and so on; remove the file or give it that name"
             )
         try:
-            found.append((number, wnids[int(lines[number - 1])]))
+            found.append((name, wnids[int(lines[number - 1])]))
         except (ValueError, KeyError):
             raise UserError(
                 f"{path}: line {number} is {lines[number - 1]!r}, not an ID of meta.mat; copy the devkit anew"
             ) from None
-    _check_classes(path, found, classes)
-    return [(name, wnid) for name, (_, wnid) in zip(images, found, strict=True)]
+    return found
 
 
 def _read_meta(path: Path) -> dict[int, str]:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from utils.config import TrainConfig
 from utils.data.codecs import IMAGE_SUFFIXES, is_image
 from utils.data.formats.base import Record
+from utils.data.formats.flat import label_flat
 from utils.data.manifest import (
     NO_CLASS,
     NO_SUFFIX,
@@ -34,22 +35,26 @@ SCAN_THREADS = 16  # on a network file system a scan waits, it does not compute
 
 @dataclasses.dataclass(frozen=True)
 class FileTable:
-    """`ImageTable` of images that are files of their own below the folder `root`."""
+    """`FilesTable` of images below the folder `root`: in class folders, or all in it, if it is flat."""
 
     root: Path
     names: NDArray[np.bytes_]
+    is_flat: bool = False
 
     def record(self, index: int) -> Record:
         """The file as messages name it and as it is opened: the same path."""
-        return file_record(os.path.join(self.root, os.fsdecode(self.names[index])))
+        return file_record(os.fsdecode(self.locations(np.array([index]))[0]))
 
     def locations(self, indices: NDArray[np.int64]) -> NDArray[np.bytes_]:
         """Paths of a batch: (len(indices),)."""
-        return np.char.add(os.fsencode(os.path.join(self.root, "")), self.names[indices])
+        names = self.names[indices]
+        if self.is_flat:
+            names = np.array([name.partition(b"/")[2] for name in names.tolist()])
+        return np.char.add(os.fsencode(os.path.join(self.root, "")), names)
 
     def select(self, indices: NDArray[np.int64]) -> "FileTable":
         """The table of these files, in this order."""
-        return FileTable(self.root, self.names[indices])
+        return dataclasses.replace(self, names=self.names[indices])
 
 
 def file_record(path: str) -> Record:
@@ -74,7 +79,7 @@ def scan(data_dir: Path, split: str, skip_bad: bool = False) -> Manifest:
     """
     root = data_dir / split
     try:
-        classes, listings, ignored = _list_split(data_dir, split)
+        classes, listings, ignored = _list_flat(data_dir, split) or _list_split(data_dir, split)
     except OSError as error:
         raise UserError(
             f"{error.filename}: cannot be read ({error.strerror}); remove it or check its permissions"
@@ -87,24 +92,26 @@ def scan(data_dir: Path, split: str, skip_bad: bool = False) -> Manifest:
     labels = np.repeat(np.arange(len(classes), dtype=np.int64), [len(listing) for listing in listings])
     del listings  # memory, of millions of files
     bad = {entry.name: entry.bad for entry in entries if entry.bad is not None}
+    names = np.array([os.fsencode(entry.name) for entry in entries])
+    images = FileTable(root.absolute(), names, not os.path.isdir(root / classes[0]))
     if bad and not skip_bad:
-        described = describe({os.path.join(root, name): reason for name, reason in bad.items()})
+        paths = {name: os.path.join(root, os.path.basename(name) if images.is_flat else name) for name in bad}
+        described = describe({paths[name]: reason for name, reason in bad.items()})
         raise UserError(
             f"{described}; delete or replace {'it' if len(bad) == 1 else 'them'}, or exclude all bad files with "
             "--bad-files skip"
         )
-    names = np.array([os.fsencode(entry.name) for entry in entries])
     sizes = np.array([entry.size for entry in entries], dtype=np.int64)
     return Manifest(
         root=root.absolute(),
         classes=tuple(classes),
         labels=labels,
         fingerprint=files_fingerprint(names, sizes),
-        images=FileTable(root.absolute(), names),
+        images=images,
         sizes=sizes,
         mtimes=np.array([entry.mtime for entry in entries], dtype=np.int64),
         ignored=ignored,
-        source="class folders",
+        source="flat folder" if images.is_flat else "class folders",
     ).without(bad)
 
 
@@ -172,6 +179,22 @@ def _has_images(folder: Path) -> bool:
     with contextlib.suppress(OSError):  # as lost+found, which is no class
         return any(is_image(entry.name) for entry in _visible(folder))
     return False
+
+
+def _list_flat(data_dir: Path, split: str) -> tuple[list[str], list[list[FileEntry]], dict[str, int]] | None:
+    """As `_list_split`, of validation images in one folder whose labels are in a file; None if it is none."""
+    root = data_dir / split
+    if split == "train" or not root.is_dir() or any(map(is_folder, _visible(root))):
+        return None
+    train = data_dir / "train"
+    classes = sorted(entry.name for entry in _visible(train) if is_folder(entry)) if train.is_dir() else []
+    labels = label_flat(root, tuple(classes))
+    if labels is None:
+        return None
+    listings: dict[str, list[FileEntry]] = {name: [] for name in classes}
+    for name, label in labels:
+        listings[label].append(stat_file(os.path.join(root, name)))
+    return [name for name in classes if listings[name]], [listing for listing in listings.values() if listing], {}
 
 
 def _list_split(data_dir: Path, split: str) -> tuple[list[str], list[list[FileEntry]], dict[str, int]]:

@@ -1,5 +1,6 @@
 """Which format a data set has, found out from the names of its files."""
 
+import contextlib
 import dataclasses
 import glob
 import os
@@ -8,13 +9,15 @@ from pathlib import Path
 from typing import cast
 
 from utils.config import TrainConfig
-from utils.data.formats import folder, recordio, tfrecord, webdataset
+from utils.data.formats import arrow_cache, folder, ilsvrc, lmdb_database, recordio, tfrecord, webdataset
 from utils.data.formats.base import ShardFormat
+from utils.data.formats.flat import find_cls_loc
 from utils.data.formats.naming import VAL_NAMES
+from utils.data.formats.refused import refuse_unreadable
 from utils.errors import UserError
 from utils.validation import require_folder
 
-FORMATS = cast(tuple[ShardFormat, ...], (webdataset, tfrecord, recordio))
+FORMATS = cast(tuple[ShardFormat, ...], (ilsvrc, webdataset, tfrecord, recordio, lmdb_database, arrow_cache))
 GLOBS = {"train": "train_data", "val": "val_data"}  # the fields that name a split's shards
 
 
@@ -24,10 +27,12 @@ class Source:
 
     Attributes:
         format: of the shards; None for class folders.
+        data_dir: that holds train/, of class folders.
         shards: of each split.
     """
 
     format: ShardFormat | None
+    data_dir: Path
     shards: Mapping[str, Sequence[Path]] = dataclasses.field(default_factory=dict)
 
 
@@ -43,15 +48,19 @@ def find_source(config: TrainConfig, splits: Sequence[str]) -> Source:
     """
     assert config.data_dir is not None, "synthetic data has no files"
     require_folder(config.data_dir)
+    class_folders = Source(None, find_cls_loc(config.data_dir) or config.data_dir)
     given = {split: pattern for split in splits if (pattern := getattr(config, GLOBS[split]))}
-    if not given and has_class_folders(config.data_dir, splits, config.val_split):
-        return Source(None)
-    found = [Source(each, shards) for each in FORMATS if (shards := _find(each, config.data_dir, given))]
+    if not given and has_class_folders(class_folders.data_dir, config.val_split):
+        return class_folders
+    found = [
+        Source(each, config.data_dir, shards) for each in FORMATS if (shards := _find(each, config.data_dir, given))
+    ]
     if not found:
         if given:
             split, pattern = next(iter(given.items()))
             raise UserError(f"--{split}-data {pattern}: no file of that name is a shard; {_known_formats()}")
-        return Source(None)
+        refuse_unreadable(config.data_dir)
+        return class_folders
     if len(found) > 1:
         one, other = (f"{source.format.NAME} ({_first(source.shards)}, ...)" for source in found[:2] if source.format)
         raise UserError(
@@ -66,8 +75,9 @@ def check_source(config: TrainConfig) -> None:
     """Raise UserError unless the data is there, as far as the command line alone names it."""
     if config.data_dir is None or config.evaluate:  # an evaluation may take the names from its checkpoint
         return
-    if find_source(config, required_splits(config)).format is None:
-        folder.check_folders(config)
+    source = find_source(config, required_splits(config))
+    if source.format is None:
+        folder.check_folders(dataclasses.replace(config, data_dir=source.data_dir))
 
 
 def required_splits(config: TrainConfig) -> tuple[str, ...]:
@@ -77,14 +87,13 @@ def required_splits(config: TrainConfig) -> tuple[str, ...]:
     return ("val",) if config.evaluate else ("train", "val")
 
 
-def has_class_folders(data_dir: Path, splits: Sequence[str], val_split: str) -> bool:
-    """Whether the first of the splits is a folder that holds folders."""
-    root = data_dir / (splits[0] if splits[0] == "train" else val_split)
-    try:
-        with os.scandir(root) as entries:
-            return any(folder.is_folder(entry) for entry in entries if not entry.name.startswith("."))
-    except OSError:  # which the listing explains
-        return False
+def has_class_folders(data_dir: Path, val_split: str) -> bool:
+    """Whether train/ or the folder of the validation images holds folders."""
+    for root in (data_dir / "train", data_dir / val_split):
+        with contextlib.suppress(OSError), os.scandir(root) as entries:  # the listing explains an error
+            if any(folder.is_folder(entry) for entry in entries if not entry.name.startswith(".")):
+                return True
+    return False
 
 
 def read_class_names(file: Path | None, source: Source) -> tuple[tuple[str, ...] | None, str]:
@@ -99,7 +108,8 @@ def read_class_names(file: Path | None, source: Source) -> tuple[tuple[str, ...]
     """
     assert source.format is not None, "class folders name the classes"
     if file is None:
-        return source.format.class_names(next(iter(source.shards.values()))), "the data's list of classes"
+        shards = [path for paths in source.shards.values() for path in paths]
+        return source.format.class_names(shards), "the data's list of classes"
     try:
         names = tuple(line.strip() for line in file.read_text().splitlines())
     except (OSError, UnicodeDecodeError) as error:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from utils.data.codecs import is_image
+from utils.data.formats import ilsvrc
 from utils.data.formats.base import Entry
 from utils.data.formats.naming import find_shards
 from utils.data.formats.tar_members import Member, read_members, read_small
@@ -27,7 +28,7 @@ class _Sample(NamedTuple):
 
 def is_shard(name: str) -> bool:
     """See `ShardFormat`."""
-    return name.endswith(".tar")
+    return name.endswith(".tar") and not ilsvrc.is_shard(name)
 
 
 def find(data_dir: Path) -> dict[str, list[Path]]:
