@@ -3,6 +3,7 @@
     train = create_train_loader(config, manifest, sampler, env, first_batch, state)
     batch = next(train)                 # endless; train.state() continues after this batch, bit for bit
     for batch in create_val_loader(config, manifest, env): ...   # every image once over all ranks
+    with Feed(data_dir, "train") as feed: ...                    # the same without a run: docs/python.md
 
 Every loader reads the images that `Sampler` names. So all have the same order, on any number of ranks, and can start
 at any batch of a run. They differ in what decodes: DALI (`dali`), a DALI server behind torch's DataLoader workers
@@ -36,6 +37,7 @@ from utils.data.dali import (
     run_pipeline,
 )
 from utils.data.decode_pool import identify_bad_file
+from utils.data.feed import BaseFeed
 from utils.data.manifest import Manifest
 from utils.data.policies import RATIO, apply_policy
 from utils.data.proxy_loader import ProxyTrainLoader
@@ -88,6 +90,16 @@ def create_val_loader(config: ResolvedConfig, manifest: Manifest, env: DistEnv) 
     if config.loader == "torch":
         return TorchValLoader(config, manifest, env)
     return DaliValLoader(config, manifest, env)
+
+
+class Feed(BaseFeed):
+    """The batches of a split for a training loop of your own: `with Feed(data_dir, "train", batch_size=256) as feed`.
+
+    `for images, targets in feed` is one epoch: uint8 (N, 3, H, W) and int64 (N,) on the device. `help(Feed)` has all
+    options; docs/python.md explains them.
+    """
+
+    create_train_loader, create_val_loader = create_train_loader, create_val_loader
 
 
 def _random_crops(source: Any, config: ResolvedConfig, device: str) -> Any:

@@ -29,6 +29,7 @@ import pipelines
 from utils.cli import TRAIN
 from utils.config import ResolvedConfig, TrainConfig
 from utils.data.sampler import create_sampler
+from utils.data.settings import LoaderSettings
 from utils.data.splits import Splits, check_files, initial_manifest, read_data, select_images
 from utils.distributed.elastic import report_status
 from utils.distributed.group import DistEnv, process_group
@@ -44,7 +45,7 @@ from utils.network.gradients import AMP_DTYPES, capture_stream, on_stream
 from utils.network.parallel import average_buffers, create_forward_backward, distribute
 from utils.progress import end_status, show_status
 from utils.seed import seed_process, seed_weights
-from utils.training.autotune import LoaderSettings, choose_common_loader_settings, resolve
+from utils.training.autotune import choose_common_loader_settings, resolve
 from utils.training.checkpoint import Checkpoint
 from utils.training.compatibility import check_fingerprint, create_record, resume_warnings
 from utils.training.evaluate import evaluate, evaluate_checkpoint

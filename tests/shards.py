@@ -8,7 +8,6 @@ import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import lmdb
 import numpy as np
 import webdataset
 from scipy.io import savemat
@@ -82,13 +81,11 @@ def write_lmdb(folder: Path, target: Path) -> Path:
     classes = sorted(path.name for path in (folder / "train").iterdir())
     (target / "names.txt").write_text("".join(f"{name}\n" for name in classes))
     for split in ("train", "val"):
-        with (
-            lmdb.open(str(target / f"{split}_lmdb"), map_size=1 << 26) as database,
-            database.begin(write=True) as transaction,
-        ):
-            for number, path in enumerate(sorted((folder / split).glob("*/*"))):
-                key = f"{number:08}_{path.parent.name}/{path.name}"
-                transaction.put(key.encode(), caffe.datum(path.read_bytes(), classes.index(path.parent.name)))
+        values = {}
+        for number, path in enumerate(sorted((folder / split).glob("*/*"))):
+            key = f"{number:08}_{path.parent.name}/{path.name}"
+            values[key] = caffe.datum(path.read_bytes(), classes.index(path.parent.name))
+        caffe.write(target / f"{split}_lmdb", values)
     return target
 
 

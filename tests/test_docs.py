@@ -220,7 +220,7 @@ def to_run(root: Path) -> Iterator[tuple[str, str, list[str]]]:
     for block in BLOCKS:
         if block.language == "python":
             words = [f"{RUN}/best.pt", f"{root}/data/imagenet/val/red/red-001.jpg"]
-            yield block.where, block.text.replace("resnet50", MODEL), words
+            yield block.where, block.text.replace("resnet50", MODEL).replace('"/data/', f'"{root}/data/'), words
         for command in commands(block) if block.language == "bash" else ():
             program, words = split(command.words)
             if not command.is_run or program not in RUN_HERE or command.words[0] in SEVERAL_MACHINES:

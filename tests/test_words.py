@@ -91,7 +91,7 @@ IDENTIFIERS = {
     "sharing": "contention",
     "sentences": "format_verdict",
 }
-PREFIXES = {"LEAST_": "MIN_", "Feed": "LoaderSettings"}
+PREFIXES = {"LEAST_": "MIN_", "FeedSettings": "LoaderSettings"}
 # Pattern in prose, help and messages -> what is written now.
 PHRASES = {
     r"\bA collective\.": "Collective: call on every rank.",

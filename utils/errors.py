@@ -27,16 +27,17 @@ class BadFile(UserError):
     Attributes:
         path: of the file.
         reason: why it cannot be read.
+        rank: of the process.
 
     Args:
-        rank: of the process.
         evaluates: whether the process only evaluates.
+        remedy: what the user can do; "" for the flags of train.py.
     """
 
-    def __init__(self, path: str, reason: str, rank: int, evaluates: bool = False) -> None:
+    def __init__(self, path: str, reason: str, rank: int, evaluates: bool = False, remedy: str = "") -> None:
         then = "" if evaluates else ", and --resume auto goes on from the last checkpoint"
-        super().__init__(f"rank {rank}: {path}: {reason}; --bad-files skip leaves it out{then}")
-        self.path, self.reason = path, reason
+        super().__init__(f"rank {rank}: {path}: {reason}; {remedy or f'--bad-files skip leaves it out{then}'}")
+        self.path, self.reason, self.rank = path, reason, rank
 
 
 class RunFailed(Exception):

@@ -14,7 +14,7 @@ from tests import damage
 from tests.conftest import TINY, assert_same, write_data
 from tests.contract import assert_keys
 from tests.harness import error_line, launch, launch_and_end, read_checkpoint, read_losses, read_metrics
-from utils.training.machine import nvlink_between
+from utils.distributed.machine import nvlink_between
 
 pytestmark = pytest.mark.gpu
 

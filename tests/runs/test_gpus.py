@@ -11,7 +11,7 @@ import torch
 
 from tests.conftest import TINY, assert_same_run, write_data
 from tests.harness import launch, launch_and_end, read_checkpoint, read_losses, read_metrics, start
-from utils.training.machine import nvlink_between
+from utils.distributed.machine import nvlink_between
 
 pytestmark = [pytest.mark.gpu, pytest.mark.gpus, pytest.mark.dist]
 

@@ -24,11 +24,11 @@ from utils.data.manifest import Manifest
 from utils.data.policies import RATIO
 from utils.data.reader import READ_THREADS, open_image, read_image
 from utils.data.sampler import Sampler
+from utils.data.settings import choose_loader_settings
 from utils.data.workers import safe_fork
+from utils.distributed.machine import inspect_machine
 from utils.network.augment import BatchAugment
 from utils.network.gradients import AMP_DTYPES
-from utils.training.autotune import choose_loader_settings
-from utils.training.machine import inspect_machine
 from utils.training.run import Run
 
 TrainStep = Callable[[Run], None]  # of train.py

@@ -21,12 +21,13 @@ from utils.config import BATCH_SIZE, ResolvedConfig, TrainConfig
 from utils.data.cache import decoded_bytes
 from utils.data.dali import DALI_VERSION
 from utils.data.manifest import Manifest
+from utils.data.settings import choose_loader_settings
 from utils.data.splits import Splits
 from utils.distributed.group import DistEnv
+from utils.distributed.machine import inspect_machine
 from utils.distributed.stop import StopRequest
 from utils.network.compiler import enable_compile_cache
-from utils.training.autotune import choose_loader_settings, resolve
-from utils.training.machine import inspect_machine
+from utils.training.autotune import resolve
 from utils.training.output import prepare_output
 from utils.training.run import Run
 

@@ -1,13 +1,14 @@
-"""Helpers of all DALI pipelines: device, options, outputs as torch tensors, removal of generated files."""
+"""Helpers of all DALI pipelines: device, options, outputs as torch tensors, what they leave in memory and on disk."""
 
 import contextlib
+import gc
 import os
 import sys
 from typing import Any
 
 import nvidia.dali as dali
 import torch
-from nvidia.dali import types
+from nvidia.dali import backend, types
 from torch.utils.dlpack import from_dlpack
 
 from utils.config import ResolvedConfig
@@ -57,6 +58,12 @@ def run_pipeline(pipeline: Any, device: torch.device) -> Batch:
 def pipeline_outputs(pipeline: Any, device: torch.device) -> Any:
     """Run `pipeline` once. On CUDA its outputs are ordered on the current stream."""
     return pipeline.run(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else pipeline.run()
+
+
+def release_memory() -> None:
+    """End the threads of pipelines that nothing uses any more, and give back the memory that DALI keeps for others."""
+    gc.collect()  # operators with a Python source are in reference cycles
+    backend.ReleaseUnusedMemory()  # type: ignore[attr-defined]
 
 
 def remove_generated_files() -> None:

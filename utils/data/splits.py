@@ -29,8 +29,13 @@ SYNTHETIC_TRAIN, SYNTHETIC_VAL, SYNTHETIC_CLASSES = 128_000, 5_000, 1_000  # of 
 Splits = dict[str, Manifest]  # by the name of the split
 
 
-def read_data(config: TrainConfig, env: DistEnv) -> Splits:
+def read_data(config: TrainConfig, env: DistEnv, splits: Sequence[str] = ()) -> Splits:
     """List the images of the run. Collective: call on every rank.
+
+    Args:
+        config: with `data_dir`, or None for synthetic data.
+        env: this process.
+        splits: train, val or both; () for those that the run needs.
 
     Returns:
         Both splits, with `--evaluate` val alone; without --data-dir synthetic ones. With `--val-fraction` it is train
@@ -39,7 +44,7 @@ def read_data(config: TrainConfig, env: DistEnv) -> Splits:
     Raises:
         UserError: on all ranks: data is missing, damaged, or of no known format.
     """
-    splits = required_splits(config)
+    splits = splits or required_splits(config)
     if config.data_dir is None:
         sizes = {"train": SYNTHETIC_TRAIN, "val": SYNTHETIC_VAL}
         names = ("val",) if config.evaluate else SPLITS
@@ -48,7 +53,7 @@ def read_data(config: TrainConfig, env: DistEnv) -> Splits:
     with sync_errors(env):
         source = find_source(config, splits)
         if source.format is None:
-            listed = _read_folders(dataclasses.replace(config, data_dir=source.data_dir))
+            listed = _read_folders(dataclasses.replace(config, data_dir=source.data_dir), splits)
     if source.format is not None:
         listed = _read_shards(config, source, splits, env)
     if config.val_fraction:
@@ -57,7 +62,7 @@ def read_data(config: TrainConfig, env: DistEnv) -> Splits:
     return listed
 
 
-def _read_folders(config: TrainConfig) -> Splits:
+def _read_folders(config: TrainConfig, splits: Sequence[str]) -> Splits:
     assert config.data_dir is not None, "synthetic data is not read"
     skip_bad = config.bad_files == "skip"
     if config.class_names is not None:
@@ -71,8 +76,9 @@ def _read_folders(config: TrainConfig) -> Splits:
         if not config.evaluate:
             folder.refuse_val_folder(config.data_dir, config.val_fraction)
         return {"train": folder.scan(config.data_dir, "train", skip_bad)}
-    if config.evaluate:
-        return {"val": folder.scan(config.data_dir, config.val_split, skip_bad)}
+    if len(splits) == 1:
+        name = "train" if splits[0] == "train" else config.val_split
+        return {splits[0]: folder.scan(config.data_dir, name, skip_bad)}
     return dict(zip(SPLITS, folder.scan_splits(config.data_dir, skip_bad, config.val_split), strict=True))
 
 

@@ -2,39 +2,24 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from utils.config import PREFETCH, ResolvedConfig, TrainConfig
+from utils.config import ResolvedConfig, TrainConfig
 from utils.data.cache import decoded_bytes
 from utils.data.manifest import Manifest
+from utils.data.settings import BY_DALI, LoaderSettings, check_cache_fits, choose_loader_settings
 from utils.data.workers import check_sockets
 from utils.distributed.collectives import all_gather_object, raise_on_all_ranks, sync_errors
 from utils.distributed.group import DistEnv
+from utils.distributed.machine import all_pairs_nvlink, inspect_machine
 from utils.errors import START_ANEW, UserError
 from utils.training.batch_layout import choose_batch_size, describe_processes
 from utils.training.checkpoint import Checkpoint
-from utils.training.machine import Machine, all_pairs_nvlink, inspect_machine
 from utils.training.optim import resolve_optimizer
 
-SMALL = 1 / 8  # of the free memory: decoded images that take no more are cached by default, on the CPU
-LARGEST = 0.8  # of the free memory, for the cache
-BY_DALI = ("dali", "proxy")  # loaders whose images DALI decodes; the others have no use for --decode and its like
 BY_WORKERS = ("proxy", "torch")  # loaders that run torch's DataLoader
-
-
-@dataclasses.dataclass(frozen=True)
-class LoaderSettings:
-    """Settings of the input pipeline; `reasons` is for the user, by flag. `workers` may be fewer than `cpu_threads`."""
-
-    cpu_threads: int
-    workers: int
-    decode: Literal["fused", "full"]
-    hw_decoder_load: float
-    cache: Literal["none", "gpu", "host"]
-    prefetch: int
-    reasons: dict[str, str]
 
 
 def choose_common_loader_settings(
@@ -69,68 +54,11 @@ def choose_common_loader_settings(
     remedy = "use --cache none"
     if saved and "cache" in open_names:
         remedy = f"its checkpoint was trained so: resume where they fit, or {START_ANEW}"
-    raise_on_all_ranks(_check_cache_fits(choice.cache, machine, decoded, remedy), env)
+    raise_on_all_ranks(check_cache_fits(choice.cache, machine, decoded, remedy), env)
     shown = {name: reasons[name] for name in open_names if name in reasons and config.loader in BY_DALI}
     if reason := describe_processes(config, env.world_size):
         shown["processes"] = reason
     return dataclasses.replace(choice, reasons=choice.reasons | shown)
-
-
-def choose_loader_settings(config: TrainConfig, machine: Machine, decoded: int) -> LoaderSettings:
-    """Fill in what the user left open; measured on an H100, see docs/performance.md.
-
-    Args:
-        config: as the user gave it.
-        machine: of this process.
-        decoded: bytes of all training images, decoded; 0 if they cannot be cached.
-    """
-    reasons = {}
-    workers = config.workers
-    if workers is None:
-        workers, reasons["workers"] = machine.cpu_threads, "this process's share of the CPU threads"
-    cache: Literal["none", "gpu", "host"] = "none"
-    if config.cache != "auto":
-        cache = config.cache
-    elif config.decode != "fused" and decoded and not machine.gpu:
-        cache = "host" if decoded <= SMALL * machine.host_memory else "none"
-        free = _gigabytes(machine.host_memory)
-        reasons["cache"] = f"decoded, the training images take {_gigabytes(decoded)}; {free} are free"
-    decode: Literal["fused", "full"] = "fused"
-    if config.decode != "auto":
-        decode = config.decode
-    elif cache != "none":
-        decode, reasons["decode"] = "full", "whole images are cached"
-    elif not machine.gpu:
-        reasons["decode"] = "the CPU decodes no more than the crop"
-    elif not machine.jpeg_engines:
-        reasons["decode"] = "no hardware decoder"
-    else:
-        decode, reasons["decode"] = "full", f"{machine.jpeg_engines} hardware decoders, which need whole images"
-    load = config.hw_decoder_load
-    if load is None:
-        load = 0.65 if decode == "fused" else 0.9
-        if machine.jpeg_engines:
-            reasons["hw_decoder_load"] = f"for {decode} decoding"
-    if config.loader not in BY_DALI:
-        reasons = {name: reason for name, reason in reasons.items() if name == "workers"}
-    prefetch = PREFETCH if config.prefetch is None else config.prefetch
-    return LoaderSettings(machine.cpu_threads, workers, decode, load, cache, prefetch, reasons)
-
-
-def _check_cache_fits(cache: str, machine: Machine, decoded: int, remedy: str) -> UserError | None:
-    memory = {"none": None, "gpu": machine.gpu_memory, "host": machine.host_memory}[cache]
-    if memory is None or decoded <= LARGEST * memory:
-        return None
-    if cache == "gpu" and not machine.gpu:
-        return UserError(f"--cache gpu without a GPU: there is none to cache images on; {remedy}")
-    return UserError(
-        f"--cache {cache}: decoded, the training images take {_gigabytes(decoded)}, and {_gigabytes(memory)} are free "
-        f"for each process; {remedy}"
-    )
-
-
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:.{1 if size >= 1e8 else 3}f} GB"
 
 
 def resolve(

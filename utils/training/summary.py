@@ -11,11 +11,11 @@ from utils.data.formats.shards import ShardTable
 from utils.data.holdout import describe_shares
 from utils.data.manifest import Manifest, describe_ignored
 from utils.data.oddities import describe_oddities
+from utils.data.settings import LoaderSettings
 from utils.data.splits import Splits, describe_exclusions
 from utils.errors import RunFailed
 from utils.files import write_json
 from utils.log import SUMMARY
-from utils.training.autotune import LoaderSettings
 from utils.training.batch_layout import layout_of, saved_layout
 from utils.training.checkpoint import BEST, Checkpoint
 from utils.training.compatibility import changed_flags

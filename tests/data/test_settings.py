@@ -1,0 +1,58 @@
+"""Loader settings that are chosen from the machine and the size of the images."""
+
+from typing import Any
+
+import pytest
+
+from utils.config import TrainConfig
+from utils.data.settings import choose_loader_settings
+from utils.distributed.machine import Machine
+
+GB = 10**9
+
+
+def machine(cpu_threads: int, gpu: bool, jpeg_engines: int) -> Machine:
+    return Machine(cpu_threads, gpu, jpeg_engines, gpu_memory=80 * GB if gpu else 0, host_memory=160 * GB)
+
+
+@pytest.mark.parametrize(
+    ("there", "decode", "load", "prefetch", "because"),
+    [
+        (machine(16, gpu=False, jpeg_engines=0), "fused", 0.65, 6, "CPU"),
+        (machine(16, gpu=True, jpeg_engines=0), "fused", 0.65, 6, "no hardware decoder"),
+        (machine(16, gpu=True, jpeg_engines=7), "full", 0.9, 6, "7 hardware decoders"),
+    ],
+)
+def test_choice_by_machine(there: Machine, decode: str, load: float, prefetch: int, because: str) -> None:
+    choice = choose_loader_settings(TrainConfig(), there, 0)
+    assert (choice.workers, choice.decode, choice.hw_decoder_load, choice.prefetch) == (
+        there.cpu_threads,
+        decode,
+        load,
+        prefetch,
+    )
+    assert because in choice.reasons["decode"]
+    assert "share" in choice.reasons["workers"]
+
+
+def test_flags_win_over_the_machine_and_give_no_reason() -> None:
+    config = TrainConfig(workers=3, decode="fused", hw_decoder_load=0.25, prefetch=7)
+    choice = choose_loader_settings(config, machine(16, gpu=True, jpeg_engines=7), 0)
+    assert (choice.workers, choice.decode, choice.hw_decoder_load, choice.prefetch) == (3, "fused", 0.25, 7)
+    assert choice.reasons == {}
+    assert choose_loader_settings(TrainConfig(workers=3), machine(16, gpu=True, jpeg_engines=7), 0).decode == "full"
+
+
+@pytest.mark.parametrize(("decoded", "cache"), [(20 * GB, "host"), (20 * GB + 1, "none")])
+def test_small_images_are_kept_decoded_on_the_cpu(decoded: int, cache: str) -> None:
+    choice = choose_loader_settings(TrainConfig(), machine(16, gpu=False, jpeg_engines=0), decoded)
+    assert (choice.cache, choice.decode) == (cache, "fused" if cache == "none" else "full")
+    assert "take 20.0 GB; 160.0 GB are free" in choice.reasons["cache"]
+    assert choose_loader_settings(TrainConfig(), machine(16, gpu=True, jpeg_engines=7), decoded).cache == "none"
+
+
+@pytest.mark.parametrize("values", [{"decode": "fused"}, {"cache": "none"}])
+def test_images_are_not_kept_against_a_flag(values: dict[str, Any]) -> None:
+    choice = choose_loader_settings(TrainConfig(**values), machine(16, gpu=False, jpeg_engines=0), 1)
+    assert choice.cache == "none"
+    assert "cache" not in choice.reasons

@@ -1,0 +1,83 @@
+"""Settings of the input pipeline that the user left open, chosen from the machine and the size of the images."""
+
+import dataclasses
+from typing import Literal
+
+from utils.config import PREFETCH, TrainConfig
+from utils.distributed.machine import Machine
+from utils.errors import UserError
+
+SMALL = 1 / 8  # of the free memory: decoded images that take no more are cached by default, on the CPU
+LARGEST = 0.8  # of the free memory, for the cache
+BY_DALI = ("dali", "proxy")  # loaders whose images DALI decodes; the others have no use for --decode and its like
+
+
+@dataclasses.dataclass(frozen=True)
+class LoaderSettings:
+    """Settings of the input pipeline; `reasons` is for the user, by flag. `workers` may be fewer than `cpu_threads`."""
+
+    cpu_threads: int
+    workers: int
+    decode: Literal["fused", "full"]
+    hw_decoder_load: float
+    cache: Literal["none", "gpu", "host"]
+    prefetch: int
+    reasons: dict[str, str]
+
+
+def choose_loader_settings(config: TrainConfig, machine: Machine, decoded: int) -> LoaderSettings:
+    """Fill in what the user left open; measured on an H100, see docs/performance.md.
+
+    Args:
+        config: as the user gave it.
+        machine: of this process.
+        decoded: bytes of all training images, decoded; 0 if they cannot be cached.
+    """
+    reasons = {}
+    workers = config.workers
+    if workers is None:
+        workers, reasons["workers"] = machine.cpu_threads, "this process's share of the CPU threads"
+    cache: Literal["none", "gpu", "host"] = "none"
+    if config.cache != "auto":
+        cache = config.cache
+    elif config.decode != "fused" and decoded and not machine.gpu:
+        cache = "host" if decoded <= SMALL * machine.host_memory else "none"
+        free = _gigabytes(machine.host_memory)
+        reasons["cache"] = f"decoded, the training images take {_gigabytes(decoded)}; {free} are free"
+    decode: Literal["fused", "full"] = "fused"
+    if config.decode != "auto":
+        decode = config.decode
+    elif cache != "none":
+        decode, reasons["decode"] = "full", "whole images are cached"
+    elif not machine.gpu:
+        reasons["decode"] = "the CPU decodes no more than the crop"
+    elif not machine.jpeg_engines:
+        reasons["decode"] = "no hardware decoder"
+    else:
+        decode, reasons["decode"] = "full", f"{machine.jpeg_engines} hardware decoders, which need whole images"
+    load = config.hw_decoder_load
+    if load is None:
+        load = 0.65 if decode == "fused" else 0.9
+        if machine.jpeg_engines:
+            reasons["hw_decoder_load"] = f"for {decode} decoding"
+    if config.loader not in BY_DALI:
+        reasons = {name: reason for name, reason in reasons.items() if name == "workers"}
+    prefetch = PREFETCH if config.prefetch is None else config.prefetch
+    return LoaderSettings(machine.cpu_threads, workers, decode, load, cache, prefetch, reasons)
+
+
+def check_cache_fits(cache: str, machine: Machine, decoded: int, remedy: str) -> UserError | None:
+    """What is wrong with caching `decoded` bytes of images where `--cache` says; None for nothing."""
+    memory = {"none": None, "gpu": machine.gpu_memory, "host": machine.host_memory}[cache]
+    if memory is None or decoded <= LARGEST * memory:
+        return None
+    if cache == "gpu" and not machine.gpu:
+        return UserError(f"--cache gpu without a GPU: there is none to cache images on; {remedy}")
+    return UserError(
+        f"--cache {cache}: decoded, the training images take {_gigabytes(decoded)}, and {_gigabytes(memory)} are free "
+        f"for each process; {remedy}"
+    )
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.{1 if size >= 1e8 else 3}f} GB"
