@@ -46,6 +46,7 @@ from utils.data.sampler import Sampler, shard
 from utils.data.scheduled_loader import ScheduledTrainLoader
 from utils.data.synthetic import SyntheticTrainLoader, SyntheticValLoader
 from utils.data.torch_loader import TorchTrainLoader, TorchValLoader
+from utils.data.user_code import apply_transform, explain_failure
 from utils.distributed.group import DistEnv
 from utils.seed import Stream, derive_seed
 
@@ -131,12 +132,13 @@ def _random_crops(source: Any, config: ResolvedConfig, device: str) -> Any:
 
 
 def _train_images(source: Any, config: ResolvedConfig, device: str) -> Any:
-    return apply_policy(_random_crops(source, config, device), config.augment, config.image_size)
+    images = apply_transform(_random_crops(source, config, device), config, device)
+    return apply_policy(images, config.augment, config.image_size)
 
 
 @dali.pipeline_def(exec_dynamic=True, enable_checkpointing=True, enable_conditionals=True)  # type: ignore[untyped-decorator]
 def train_pipeline(source: Callable[[BatchInfo], Any], config: ResolvedConfig, device: str) -> Any:
-    """Random crop, flip and auto-augment of the images in `source`: uint8 NHWC images, int64 (N, 1) targets.
+    """Random crop, flip, `--transform` and auto-augment of `source`: uint8 NHWC images, int64 (N, 1) targets.
 
     `source` gives encoded images, as `BatchReader`, or decoded ones, as `ImageCache`, by `config.cache`.
     """
@@ -203,6 +205,7 @@ class DaliTrainLoader:
         self._position = first_batch - self._origin  # batches since the origin
         self._device = env.device
         self._identify_bad_file = functools.partial(identify_bad_file, config, manifest, env)
+        self._explain_failure = functools.partial(explain_failure, config, env.rank)
         self._sampler = sampler
         self._cache = ImageCache(config, manifest, env) if config.cache in CACHED else None
         blobs = [None] * NUM_PIPELINES if state is None else state["dali"]
@@ -257,7 +260,8 @@ class DaliTrainLoader:
 
     def __next__(self) -> Batch:
         pipeline = self._pipelines[self._position % NUM_PIPELINES]
-        with self._identify_bad_file(map(self._sampler.indices, itertools.count(self._origin + self._position))):
+        upcoming = map(self._sampler.indices, itertools.count(self._origin + self._position))
+        with self._explain_failure(), self._identify_bad_file(upcoming):
             batch = run_pipeline(pipeline, self._device)
         self._position += 1
         return batch

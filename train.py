@@ -31,6 +31,7 @@ from utils.config import ResolvedConfig, TrainConfig
 from utils.data.sampler import create_sampler
 from utils.data.settings import LoaderSettings
 from utils.data.splits import Splits, check_files, initial_manifest, read_data, select_images
+from utils.data.user_code import check_user_code
 from utils.distributed.elastic import report_status
 from utils.distributed.group import DistEnv, process_group
 from utils.distributed.launcher import read_launch
@@ -160,6 +161,7 @@ def open_output(
     settings = choose_common_loader_settings(given, env, saved, listed["train"])
     config = resolve(given, listed["train"].classes, env, settings, saved)
     check_files(listed, config.data_dir, env)
+    check_user_code(config, env)
     prepare_output(config.output_dir, env, stack)
     if not locked:
         lock_output(config.output_dir, env, stack)

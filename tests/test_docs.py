@@ -75,7 +75,7 @@ def check_command(words: Sequence[str]) -> None:
     program, flags = split(words)
     if program:
         BY_NAME[program].parse(flags)
-    elif words[0].startswith("scripts/"):
+    elif words[0].startswith(("scripts/", "examples/")):
         assert (ROOT / words[0]).is_file()
     else:
         assert words[0] in FOREIGN, words
@@ -140,7 +140,7 @@ def test_links_lead_to_headings(path: Path) -> None:
         assert not anchor or anchor in anchors(page), target
 
 
-PATHS = r"(?:utils|scripts|tests|configs|docs)/[\w./*-]*\w"
+PATHS = r"(?:utils|scripts|tests|configs|docs|examples)/[\w./*-]*\w"
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
@@ -188,7 +188,7 @@ with open("results", "w") as file:
 
 def run_pages(data: Path, root: Path) -> dict[str, str]:
     """Run the pages' commands in the folder `root`; returns the output of each by page and line."""
-    for name in ("configs", "scripts"):
+    for name in ("configs", "examples", "scripts"):
         (root / name).symlink_to(ROOT / name)
     (root / "data").mkdir()
     for name in ("imagenet", "imagenet-v2"):

@@ -32,7 +32,7 @@ from utils.errors import (
 )
 from utils.log import emit, print_error
 from utils.recipes import read_recipe
-from utils.validation import require_folder, require_weights, validate
+from utils.validation import require_folder, require_user_code, require_weights, validate
 
 # typer carries click under a private name; BadParameter is the public way to click's common base class.
 _USAGE_ERROR: Any = typer.BadParameter.__mro__[2]
@@ -292,6 +292,8 @@ class _Train(Program[TrainConfig]):
             require_folder(options.data_dir)
         if options.pretrained not in (None, "timm"):
             require_weights(options.pretrained)
+        if not options.evaluate:
+            require_user_code(options)
 
 
 def _read_config(context: typer.Context, **values: Any) -> TrainConfig:

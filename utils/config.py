@@ -128,6 +128,8 @@ class TrainConfig:
     augment: Literal["none", "autoaugment", "randaugment", "trivialaugment"] = _flag(
         "none", DATA, "torchvision's policy, with any loader, after crop and flip.", role="fixed"
     )
+    transform: str | None = _flag(None, DATA, "Your DALI graph, before --augment.", shown="off", metavar="FILE.py:NAME")
+    dali_plugin: str | None = _flag(None, DATA, "Compiled operators for --transform.", shown="off", metavar="LIB.so")
     resize_schedule: str = _flag(
         "", DATA, "Training sizes from epochs on, as 0:128,10:192; --image-size evaluates.",
         shown="off", metavar="EPOCH:PX,...", role="logged",

@@ -22,6 +22,7 @@ def validate(config: TrainConfig) -> None:
     _check_sources(config)
     _check_val_images(config)
     _check_cache(config)
+    _check_user_code(config)
     _check_device(config)
 
 
@@ -94,6 +95,20 @@ def _check_cache(config: TrainConfig) -> None:
         raise UserError("--cache gpu with --device cpu: there is no GPU to keep images on; use --cache host")
 
 
+def _check_user_code(config: TrainConfig) -> None:
+    """Whether users' own code has a place in the loader's work."""
+    if config.dali_plugin is not None and config.transform is None:
+        raise UserError(f"--dali-plugin {config.dali_plugin} without --transform: nothing uses it; give --transform")
+    if config.transform is None:
+        return
+    split_transform(config.transform)
+    if config.loader not in ("dali", "proxy") and not config.evaluate:
+        raise UserError(
+            f"--transform {config.transform} with --loader {config.loader}: it is made of DALI's operators; use "
+            "--loader dali or proxy"
+        )
+
+
 def _check_device(config: TrainConfig) -> None:
     """What needs a GPU, and what a CUDA graph excludes."""
     if config.cuda_graph and config.device == "cpu":
@@ -127,6 +142,26 @@ def require_weights(path: str | Path) -> None:
     """Raise UserError unless the file that `--pretrained FILE` names is there."""
     if not os.path.isfile(path):
         raise UserError(f"--pretrained {path}: no such file; give a weights file, or no value for timm's weights")
+
+
+def split_transform(text: str) -> tuple[str, str]:
+    """`--transform FILE.py:NAME` -> path and name of the function.
+
+    Raises:
+        UserError: one of them is missing.
+    """
+    path, _, name = text.rpartition(":")
+    if not path or not name.isidentifier():
+        raise UserError(f"--transform {text}: must be FILE.py:NAME, such as examples/transform.py:grayscale")
+    return path, name
+
+
+def require_user_code(config: TrainConfig) -> None:
+    """Raise UserError unless the files that `--transform` and `--dali-plugin` name are there."""
+    if config.transform is not None and not os.path.isfile(path := split_transform(config.transform)[0]):
+        raise UserError(f"--transform {config.transform}: no such file {path}; give FILE.py:NAME")
+    if config.dali_plugin is not None and not os.path.isfile(config.dali_plugin):
+        raise UserError(f"--dali-plugin {config.dali_plugin}: no such file; give a compiled library of operators")
 
 
 def require_folder(data_dir: Path) -> None:

@@ -18,6 +18,7 @@ from utils.data.manifest import Manifest
 from utils.data.reader import request_of
 from utils.data.sampler import Sampler
 from utils.data.shard_reader import ShardFiles
+from utils.data.user_code import explain_failure
 from utils.data.workers import BatchSampler, label_tensor, safe_fork, shutdown_workers, worker_options
 from utils.distributed.group import DistEnv
 from utils.seed import Stream, derive_seed
@@ -59,7 +60,8 @@ class ProxyTrainLoader:
 
     def __next__(self) -> Batch:
         upcoming = map(self._sampler.indices, itertools.count(self._next))
-        with identify_bad_file(self._config, self._manifest, self._env, upcoming):
+        explained = explain_failure(self._config, self._env.rank)
+        with explained, identify_bad_file(self._config, self._manifest, self._env, upcoming):
             batch = next(self._batches)
         self._next += 1
         return batch

@@ -17,6 +17,7 @@ from utils.data.listing import describe_difference, load_listing
 from utils.data.sampler import Sampler
 from utils.data.scheduled_loader import schedules_agree
 from utils.data.splits import Splits, initial_manifest
+from utils.data.user_code import code_identity
 from utils.data.verification import compare_contents, content_digests, load_digests
 from utils.distributed.collectives import broadcast, sync_errors
 from utils.distributed.group import DistEnv
@@ -40,6 +41,7 @@ def run_fingerprint(config: ResolvedConfig, splits: Splits, env: DistEnv) -> dic
     """What must be the same for a resume to be exact, each under the name that a refusal gives it."""
     uses_dali = config.loader in ("dali", "proxy")
     flags = {flag(name): getattr(config, name) for name in flags_with_role("fixed")}
+    flags |= code_identity(config)
     return flags | {
         "--decode": config.decode if uses_dali else None,
         "--cache": config.cache if config.loader == "dali" else None,
