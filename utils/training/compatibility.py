@@ -21,6 +21,7 @@ from utils.data.verification import compare_contents, content_digests, load_dige
 from utils.distributed.collectives import broadcast, sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import START_ANEW, UserError
+from utils.training.autotune import BY_DALI
 from utils.training.batch_layout import layout_of
 from utils.training.changes import (
     changed_names,
@@ -38,7 +39,7 @@ LR_JUMP = 0.01  # share of the learning rate by which a resume may change it wit
 
 def run_fingerprint(config: ResolvedConfig, splits: Splits, env: DistEnv) -> dict[str, Any]:
     """What must be the same for a resume to be exact, each under the name that a refusal gives it."""
-    uses_dali = config.loader in ("dali", "proxy")
+    uses_dali = config.loader in BY_DALI
     flags = {flag(name): getattr(config, name) for name in flags_with_role("fixed")}
     return flags | {
         "--decode": config.decode if uses_dali else None,

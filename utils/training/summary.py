@@ -14,7 +14,7 @@ from utils.data.splits import Splits, describe_exclusions
 from utils.errors import RunFailed
 from utils.files import write_json
 from utils.log import SUMMARY
-from utils.training.autotune import LoaderSettings
+from utils.training.autotune import BY_DALI, LoaderSettings
 from utils.training.batch_layout import layout_of, saved_layout
 from utils.training.checkpoint import BEST, Checkpoint
 from utils.training.compatibility import changed_flags
@@ -110,7 +110,7 @@ def _describe_device(run: Run) -> str:
 
 def _describe_loader(config: ResolvedConfig) -> str:
     loader: str = config.loader
-    if config.loader in ("dali", "proxy"):
+    if config.loader in BY_DALI:
         how = f"images cached ({config.cache})" if config.cache in CACHED else f"{config.decode} decode"
         loader = f"{loader}, {how}, {config.prefetch} batches ahead"
     return f"{loader}, {config.workers} CPU threads per process"
