@@ -5,9 +5,10 @@
     for batch in create_val_loader(config, manifest, env): ...   # every image once over all ranks
     with Feed(data_dir, "train") as feed: ...                    # the same without a run: docs/python.md
 
-Every loader reads the images that `Sampler` names. So all have the same order, on any number of ranks, and can start
-at any batch of a run. They differ in what decodes: DALI (`dali`), a DALI server behind torch's DataLoader workers
-(`proxy`), Pillow and torchvision in those workers (`torch`), or nothing (`synthetic`).
+Every loader but `stock` reads the images that `Sampler` names. So they have the same order, on any number of ranks, and
+can start at any batch of a run. They differ in what decodes: DALI (`dali`), a DALI server behind torch's DataLoader
+workers (`proxy`), Pillow and torchvision in those workers (`torch`), or nothing (`synthetic`). `stock` is DALI's own
+reader and iterator: the same number of batches per epoch, in DALI's order.
 """
 
 import dataclasses
@@ -44,6 +45,7 @@ from utils.data.proxy_loader import ProxyTrainLoader
 from utils.data.reader import BatchReader, encoded_images, requested_images
 from utils.data.sampler import Sampler, shard
 from utils.data.scheduled_loader import ScheduledTrainLoader
+from utils.data.stock_loader import StockTrainLoader, StockValLoader, read_files
 from utils.data.synthetic import SyntheticTrainLoader, SyntheticValLoader
 from utils.data.torch_loader import TorchTrainLoader, TorchValLoader
 from utils.data.user_code import apply_transform, explain_failure
@@ -77,6 +79,8 @@ def create_train_loader(
             return TorchTrainLoader(config, manifest, sampler, env, first_batch)
         if config.loader == "proxy":
             return ProxyTrainLoader(config, manifest, sampler, env, first_batch, proxy_pipeline)
+        if config.loader == "stock":
+            return StockTrainLoader(config, manifest, sampler, env, first_batch, state, stock_train_pipeline)
         return DaliTrainLoader(config, manifest, sampler, env, first_batch, state)
 
     if config.resize_schedule or config.augment_schedule:
@@ -90,6 +94,8 @@ def create_val_loader(config: ResolvedConfig, manifest: Manifest, env: DistEnv) 
         return SyntheticValLoader(config, manifest, env)
     if config.loader == "torch":
         return TorchValLoader(config, manifest, env)
+    if config.loader == "stock":
+        return StockValLoader(config, manifest, env, stock_val_pipeline)
     return DaliValLoader(config, manifest, env)
 
 
@@ -152,10 +158,8 @@ def proxy_pipeline(config: ResolvedConfig, manifest: Manifest, device: str) -> A
     return _train_images(requested_images(manifest), config, device)
 
 
-@dali.pipeline_def(exec_dynamic=True)  # type: ignore[untyped-decorator]
-def val_pipeline(source: Callable[[BatchInfo], Any], config: ResolvedConfig, device: str) -> Any:
-    """Resize of the shorter side and centre crop, in torchvision's exact geometry: uint8 NHWC, int64 (N, 1)."""
-    jpegs, targets = encoded_images(source)
+def _val_images(jpegs: Any, config: ResolvedConfig, device: str) -> Any:
+    """Resize of the shorter side and centre crop, in torchvision's exact geometry: uint8 HWC."""
     images = fn.decoders.image(
         jpegs,
         device="mixed" if device == "gpu" else "cpu",
@@ -176,7 +180,40 @@ def val_pipeline(source: Callable[[BatchInfo], Any], config: ResolvedConfig, dev
     anchor = fn.stack(_half_to_even(height - config.image_size), _half_to_even(width - config.image_size))
     size = [config.image_size, config.image_size]
     images = fn.slice(images, anchor, size, axis_names="HW", normalized_anchor=False, normalized_shape=False)
-    return images, on_device(targets, device)
+    return images
+
+
+@dali.pipeline_def(exec_dynamic=True)  # type: ignore[untyped-decorator]
+def val_pipeline(source: Callable[[BatchInfo], Any], config: ResolvedConfig, device: str) -> Any:
+    """Resize of the shorter side and centre crop, in torchvision's exact geometry: uint8 NHWC, int64 (N, 1)."""
+    jpegs, targets = encoded_images(source)
+    return _val_images(jpegs, config, device), on_device(targets, device)
+
+
+@dali.pipeline_def(exec_dynamic=True, enable_checkpointing=True, enable_conditionals=True)  # type: ignore[untyped-decorator]
+def stock_train_pipeline(reader: dict[str, Any], config: ResolvedConfig, device: str) -> Any:
+    """The graph of NVIDIA's examples, from files to uint8 NHWC images and int64 (N, 1) targets.
+
+    `crop_mirror_normalize` only mirrors: the training step normalises, and takes uint8 from every loader.
+    """
+    jpegs, targets = read_files(reader, device)
+    crop: dict[str, Any] = {"random_area": [config.crop_scale, 1.0], "random_aspect_ratio": list(RATIO)}
+    resize: dict[str, Any] = {"size": [config.image_size] * 2, "interp_type": types.INTERP_LINEAR, "antialias": True}
+    decoder = decoder_options(config.hw_decoder_load, device)
+    if config.decode == "fused":
+        images = fn.resize(fn.decoders.image_random_crop(jpegs, **crop, **decoder), **resize)
+    else:
+        images = fn.random_resized_crop(fn.decoders.image(jpegs, **decoder), **crop, **resize)
+    images = apply_policy(images, config.augment, config.image_size)
+    mirror = fn.random.coin_flip(probability=config.hflip)
+    return fn.crop_mirror_normalize(images, dtype=types.UINT8, output_layout="HWC", mirror=mirror), targets
+
+
+@dali.pipeline_def(exec_dynamic=True)  # type: ignore[untyped-decorator]
+def stock_val_pipeline(reader: dict[str, Any], config: ResolvedConfig, device: str) -> Any:
+    """The images of `val_pipeline`, of the files that `reader` names."""
+    jpegs, targets = read_files(reader, device)
+    return _val_images(jpegs, config, device), targets
 
 
 def _half_to_even(margin: Any) -> Any:

@@ -27,7 +27,7 @@ def config_for(**values: Any) -> ResolvedConfig:
     return dataclasses.replace(BASE, **values)
 
 
-@pytest.mark.parametrize("loader", ["dali", "proxy", "torch", "synthetic"])
+@pytest.mark.parametrize("loader", ["dali", "stock", "proxy", "torch", "synthetic"])
 def test_batches_have_the_promised_form(data: Path, cpu: DistEnv, loader: str) -> None:
     train, val = scan_splits(data)
     config = config_for(loader=loader)

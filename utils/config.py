@@ -86,7 +86,7 @@ class TrainConfig:
         shown="by optimizer; 0.256 for sgd", role="logged",
     )  # fmt: skip
 
-    loader: Literal["dali", "proxy", "torch", "synthetic"] = _flag(
+    loader: Literal["dali", "stock", "proxy", "torch", "synthetic"] = _flag(
         "dali", DATA, "Data-loading backend.", role="fixed", from_checkpoint=True
     )
     decode: Literal["auto", "fused", "full"] = _flag("auto", DATA, "What DALI decodes: the crop alone or all.")

@@ -84,6 +84,16 @@ def test_files_are_read_by_as_many_as_torch_reads_with(opened: Callable[..., tup
         assert len(multiprocessing.active_children()) == 2, "torch's worker, and another that reads"
 
 
+def test_files_are_read_by_one_as_by_dalis_own_reader(opened: Callable[..., tuple[Run, Manifest]]) -> None:
+    """Which begins at the start of an epoch, wherever the others begin."""
+    run, manifest = opened(workers=2)
+    with contextlib.ExitStack() as stack:
+        (loader,), files = open_loaders(("stock",), run, manifest, stack)
+        assert files.readers == 1
+        assert len(next(loader.stream).targets) == run.config.batch_size
+    open_loader("stock", run, manifest, first_batch=3).stream.close()
+
+
 def pool_threads() -> int:
     """Threads in the pools of all DALI pipelines of this process."""
     gc.collect()  # those without references
@@ -93,7 +103,7 @@ def pool_threads() -> int:
 def test_a_loader_that_fails_does_not_hide(opened: Callable[..., tuple[Run, Manifest]], tmp_path: Path) -> None:
     run, manifest = opened()
     broken = dataclasses.replace(manifest, images=FileTable(tmp_path / "gone", manifest.table().names))
-    for name in ("dali-fused", "torch"):
+    for name in ("dali-fused", "stock", "torch"):
         with pytest.raises(Exception, match="gone"):
             open_loader(name, run, broken)
 
@@ -112,3 +122,4 @@ def test_each_loader_has_the_flags_that_train_would_choose(opened: Callable[...,
     assert full.hw_decoder_load == run.config.hw_decoder_load
     assert fused.hw_decoder_load == opened(decode="fused")[0].config.hw_decoder_load != full.hw_decoder_load
     assert torch_loader == dataclasses.replace(run.config, loader="torch")
+    assert config_of_loader("stock", run) == dataclasses.replace(run.config, loader="stock")

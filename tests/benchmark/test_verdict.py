@@ -150,6 +150,7 @@ def test_hardware_decoders_limit_whatever_their_threads_do() -> None:
         ("dali-full", 7, "decoder"),
         ("dali-full", 0, "cpu threads"),
         ("dali-fused", 7, "cpu threads"),
+        ("stock", 7, "decoder"),
     ):
         found = diagnose(measurements(loader(name, 300, 290, cores_busy=8), jpeg_engines=engines))
         assert found.limit == limit, (name, engines)
@@ -217,6 +218,9 @@ def test_the_fastest_loader_of_the_trainer_is_advised() -> None:
     dali, torch, timm = loader("dali-full", 900, 500), loader("torch", 900, 800), loader("timm", 900, 900)
     assert diagnose(measurements(dali, torch, timm)).advice[0].startswith("Train with --loader torch,")
     assert not any("--loader" in line for line in diagnose(measurements(dali, torch, timm, would_cache=True)).advice)
+    stock = diagnose(measurements(dali, torch, loader("stock", 900, 950)))
+    assert stock.advice[0].startswith("Train with --loader stock,")
+    assert any("against DALI's own reader and iterator: 0.53 x" in line for line in stock.where_dali_loses)
     near = dataclasses.replace(dali, training=Rate((700.0, 790.0, 801.0)))
     torch = dataclasses.replace(torch, training=Rate((800.0, 800.0, 800.0)))
     assert not any("--loader" in line for line in diagnose(measurements(near, torch)).advice)  # not clearly faster

@@ -29,7 +29,7 @@ def config_for(loader: str, **values: object) -> ResolvedConfig:
 
 @pytest.mark.parametrize(
     ("loader", "decode", "augment"),
-    [("dali", decode, augment) for decode in ("fused", "full") for augment in POLICIES]
+    [(loader, decode, augment) for loader in ("dali", "stock") for decode in ("fused", "full") for augment in POLICIES]
     + [("torch", "fused", "none"), ("proxy", "fused", "none"), ("synthetic", "fused", "none")],
 )
 def test_first_batch_is_on_the_gpu_in_channels_last(
@@ -46,16 +46,17 @@ def test_first_batch_is_on_the_gpu_in_channels_last(
     assert images.is_contiguous(memory_format=torch.channels_last)
     assert targets.dtype == torch.int64
     assert targets.device == gpu.device
-    if loader != "synthetic":
+    if loader not in ("stock", "synthetic"):
         assert targets.tolist() == train.labels[sampler.indices(0)].tolist()
     assert images.float().std() > 10, "an image, not a blank"
     stream.close()
 
 
-def test_a_batch_is_not_overwritten_before_the_device_has_read_it(data: Path, gpu: DistEnv) -> None:
+@pytest.mark.parametrize("loader", ["dali", "stock"])
+def test_a_batch_is_not_overwritten_before_the_device_has_read_it(data: Path, gpu: DistEnv, loader: str) -> None:
     """The host drops each batch while the kernels that read it still wait; DALI must not write over it."""
     train, _ = scan_splits(data)
-    config, sampler = config_for("dali"), Sampler(len(train), 8)
+    config, sampler = config_for(loader), Sampler(len(train), 8)
     sums = []
     for lag in (0, 20_000_000):  # cycles, about 10 ms
         stream = pipelines.create_train_loader(config, train, sampler, gpu)
@@ -69,6 +70,26 @@ def test_a_batch_is_not_overwritten_before_the_device_has_read_it(data: Path, gp
                 torch.cuda.synchronize()
         sums.append(found.tolist())
     assert sums[0] == sums[1]
+
+
+def test_the_stock_loader_resumes_and_mirrors(data: Path, gpu: DistEnv) -> None:
+    """Bit for bit, at an epoch's end and within; and its last operator does no more than mirror."""
+    train, _ = scan_splits(data)
+    sampler = Sampler(len(train), 8)
+    stream, mirrored = (
+        pipelines.create_train_loader(config_for("stock", hflip=hflip), train, sampler, gpu) for hflip in (0.0, 1.0)
+    )
+    batches, states = [], []
+    for _ in range(12):
+        states.append(stream.state())
+        batches.append(next(stream))
+        assert torch.equal(batches[-1].images.flip(3), next(mirrored).images)
+    for cut in (0, 3, 5, 7):
+        resumed = pipelines.create_train_loader(config_for("stock", hflip=0.0), train, sampler, gpu, cut, states[cut])
+        for expected in batches[cut : cut + 5]:
+            found = next(resumed)
+            assert torch.equal(found.targets, expected.targets)
+            assert torch.equal(found.images, expected.images)
 
 
 @pytest.mark.parametrize("mix", [{"mixup": 0.2}, {"cutmix": 1.0}])

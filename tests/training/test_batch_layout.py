@@ -70,6 +70,27 @@ def test_another_global_batch_is_refused_with_the_arithmetic(world_size: int, gi
     assert refusal.value.on_all_ranks
 
 
+@pytest.mark.parametrize(
+    ("world_size", "given", "accumulated", "words"),
+    [
+        (1, None, 1, "1 process x 32 images: --loader stock goes on only as its checkpoint was saved, by 2 processes x "
+                     "32 images; start the same, go on with another loader by .*--accept-changes --loader dali"),
+        (4, 16, 1, "4 processes x 16 images: --loader stock"),
+        (2, 16, 2, "2 processes x 16 images x 2 batches: --loader stock"),
+        (2, None, 2, "x 2 batches: --loader stock"),
+    ],
+)  # fmt: skip
+def test_dalis_own_reader_goes_on_in_the_same_layout_only(
+    world_size: int, given: int | None, accumulated: int, words: str
+) -> None:
+    saved = checkpoint_of(resolved(batch_size=32, loader="stock"), 2)
+    with pytest.raises(UserError, match=words) as refusal:
+        chosen(saved, world_size, given, grad_accum_steps=accumulated, loader="stock")
+    assert refusal.value.on_all_ranks
+    assert chosen(saved, 2, loader="stock") == 32
+    assert chosen(saved, 4, loader="dali") == 16  # refused as another loader, or accepted
+
+
 def create_state(env: DistEnv) -> TrainState:
     torch.manual_seed(env.rank)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))

@@ -18,7 +18,12 @@ from utils.training.compatibility import changed_flags, check_fingerprint, run_f
 
 @pytest.mark.parametrize(
     ("loader", "decode", "cache", "dali"),
-    [("dali", "full", "host", DALI_VERSION), ("proxy", "full", None, DALI_VERSION), ("torch", None, None, None)],
+    [
+        ("dali", "full", "host", DALI_VERSION),
+        ("stock", "full", None, DALI_VERSION),
+        ("proxy", "full", None, DALI_VERSION),
+        ("torch", None, None, None),
+    ],
 )
 def test_what_a_resume_depends_on(
     cpu: DistEnv, loader: Any, decode: str | None, cache: str | None, dali: str | None

@@ -165,7 +165,10 @@ def with_loader(run: Run, stream: TrainLoader) -> Run:
 
 
 def open_loader(name: str, run: Run, manifest: Manifest, first_batch: int = 0) -> Loader:
-    """Open the loader `name` at batch `first_batch` of the run, and consume batches until its queue is in use."""
+    """Open the loader `name` at batch `first_batch` of the run, and consume batches until its queue is in use.
+
+    `stock` begins at the start of an epoch: its order is another anyway.
+    """
     config, device = run.config, run.env.device
     workers = config.workers if name in ("torch", "timm") else None
     queue, stride = (PREFETCH * workers + 1, workers) if workers else (config.prefetch + READ_AHEAD, 1)
@@ -174,7 +177,8 @@ def open_loader(name: str, run: Run, manifest: Manifest, first_batch: int = 0) -
     if name == "timm":
         stream = TimmLoader(run, manifest)
     else:
-        stream = pipelines.create_train_loader(config_of_loader(name, run), manifest, run.sampler, run.env, first_batch)
+        first = 0 if name == "stock" else first_batch
+        stream = pipelines.create_train_loader(config_of_loader(name, run), manifest, run.sampler, run.env, first)
     with contextlib.ExitStack() as on_failure:  # the workers of torch's loader would delay the end of the process
         on_failure.callback(stream.close)
         next(stream)
@@ -191,8 +195,8 @@ def open_loader(name: str, run: Run, manifest: Manifest, first_batch: int = 0) -
 
 def config_of_loader(name: str, run: Run) -> ResolvedConfig:
     """The run's flags, with those that the loader `name` implies."""
-    if name == "torch":
-        return dataclasses.replace(run.config, loader="torch")
+    if name in ("stock", "torch"):
+        return dataclasses.replace(run.config, loader=name)  # type: ignore[arg-type]
     decode: Any = name.removeprefix("dali-")
     config = dataclasses.replace(run.config, loader="dali", decode=decode)
     unresolved = TrainConfig(decode=decode, workers=config.workers)
@@ -216,14 +220,16 @@ def open_loaders(
     """Open all, those with worker processes first: a process is best forked before DALI has threads.
 
     Each starts in another part of the epoch, so that none reads from the page cache what another has just read. The
-    files are read by as many readers as the diagnosed loader has: DALI's, if it is one of them.
+    files are read by as many readers as the diagnosed loader has: DALI's, if it is one of them. DALI's own reader has
+    one thread.
     """
     part, workers = run.sampler.batches_per_epoch // (len(names) + 1), run.config.workers
     readers = reading_threads(workers) if any(name.startswith("dali") for name in names) else workers
+    readers = 1 if set(names) == {"stock"} else readers
     files = FilesReader(manifest, run.sampler, readers, first_batch=part * len(names))
     stack.callback(files.close)
     loaders = {}
-    for name in sorted(names, key=lambda name: name.startswith("dali")):
+    for name in sorted(names, key=lambda name: name not in ("torch", "timm")):
         loaders[name] = open_loader(name, run, manifest, first_batch=part * names.index(name))
         stack.callback(loaders[name].stream.close)
     return [loaders[name] for name in names], files

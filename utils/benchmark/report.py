@@ -10,7 +10,7 @@ null.
   that of its decode path which trains faster.
 - `ratio`: dali_throughput / pytorch_throughput. `real_to_synthetic`: dali_throughput / synthetic_throughput; what
   exceeds 1 is noise.
-- `where_dali_wins`, `where_dali_loses`: sentences that compare that decode path with each loader that is not DALI's.
+- `where_dali_wins`, `where_dali_loses`: sentences that compare that decode path with each loader that is not `dali`.
   Time to the first batch and GPU memory are the larger of both decode paths, as the first one also loads the library.
 - `sources`: for each of these figures its `path`, the loaders and decode paths that it is of, and its `measurement`,
   the keys that it is computed from.
@@ -33,7 +33,9 @@ from utils.benchmark.verdict import FLAGS, TITLES, Measurements, Rate, Verdict, 
 from utils.files import atomic_write_bytes
 
 LABELS_AT = 1.2  # right end of the numbers in the chart, in parts of the longest bar
-COLOURS = {"dali-fused": "#0072B2", "dali-full": "#56B4E9", "torch": "#E69F00", "timm": "#CC79A7"}  # Okabe and Ito's
+COLOURS = {  # Okabe and Ito's
+    "dali-fused": "#0072B2", "dali-full": "#56B4E9", "stock": "#009E73", "torch": "#E69F00", "timm": "#CC79A7",
+}  # fmt: skip
 
 
 def introduction(facts: dict[str, Any]) -> str:

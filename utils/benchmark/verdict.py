@@ -43,6 +43,7 @@ MIN_IMAGES = 100  # without a warning
 TITLES = {
     "dali-fused": "DALI, fused decode",
     "dali-full": "DALI, full decode",
+    "stock": "DALI's own reader and iterator",
     "torch": "torch's DataLoader",
     "timm": "timm's loader",
 }
@@ -50,6 +51,7 @@ TIMM_POLICIES = {"none": None, "autoaugment": "original", "randaugment": "rand-m
 FLAGS = {
     "dali-fused": "--loader dali --decode fused",
     "dali-full": "--loader dali --decode full",
+    "stock": "--loader stock",
     "torch": "--loader torch",
 }
 
@@ -201,7 +203,7 @@ def _input_limit(measurements: Measurements, loader: LoaderMeasurement) -> Limit
         return "contention"
     if measurements.files.median < CLEAR_RATIO * loader.alone.median:
         return "disk"
-    if loader.name == "dali-full" and measurements.jpeg_engines:
+    if loader.name in ("dali-full", "stock") and measurements.jpeg_engines:
         return "decoder"
     return "cpu threads" if loader.cores_busy >= BUSY_SHARE * _usable(measurements) else "decoder"
 

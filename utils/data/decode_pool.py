@@ -148,11 +148,14 @@ def identify_bad_file(
     except Exception as error:
         ahead = itertools.islice(upcoming, 2 + READ_AHEAD + NUM_PIPELINES * config.prefetch)
         records = [manifest.record(int(index)) for indices in ahead for index in indices]
+        message = str(error)
+        records.sort(key=lambda record: record.name not in message)  # DALI names the file of some errors
         deadline = time.monotonic() + BAD_FILE_SEARCH_TIMEOUT
         with contextlib.closing(decode_files(records, decoder_of(config.loader).decode, config.workers)) as reports:
             for position, report in reports:
                 if report.bad is not None:
                     raise BadFile(records[position].name, report.bad, env.rank, config.evaluate) from error
                 if time.monotonic() > deadline:
+                    error.add_note(f"not the first of {len(records):,} images; scripts/check_dataset.py decodes all")
                     break
         raise

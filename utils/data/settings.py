@@ -9,7 +9,7 @@ from utils.errors import UserError
 
 SMALL = 1 / 8  # of the free memory: decoded images that take no more are cached by default, on the CPU
 LARGEST = 0.8  # of the free memory, for the cache
-BY_DALI = ("dali", "proxy")  # loaders whose images DALI decodes; the others have no use for --decode and its like
+BY_DALI = ("dali", "stock", "proxy")  # loaders whose images DALI decodes; others have no use for --decode and its like
 
 
 @dataclasses.dataclass(frozen=True)

@@ -68,6 +68,16 @@ def describe_processes(config: TrainConfig, world_size: int) -> str:
     return text if rest else f"{text}; --batch-size {same} keeps both"
 
 
+def _require_same_layout(now: Layout, before: Layout, saved: Checkpoint) -> None:
+    """Raise UserError on all ranks for another layout: DALI's own reader knows its position in one alone."""
+    if now != before:
+        raise UserError(
+            f"{now}: --loader stock goes on only as its checkpoint was saved, by {before}; start the same, go on with "
+            f"another loader by --resume {saved.path} --accept-changes --loader dali, or {START_ANEW}",
+            on_all_ranks=True,
+        )
+
+
 def choose_batch_size(config: TrainConfig, env: DistEnv, saved: Checkpoint | None) -> int:
     """`--batch-size`, or where that was left open: what keeps the checkpoint's global batch, else the default.
 
@@ -81,6 +91,8 @@ def choose_batch_size(config: TrainConfig, env: DistEnv, saved: Checkpoint | Non
     if saved is None or config.evaluate:
         return BATCH_SIZE if given is None else given
     before, accumulated = saved_layout(saved), config.grad_accum_steps
+    if config.loader == saved.config.loader == "stock" and not config.accept_changes:
+        _require_same_layout(Layout(env.world_size, given or before.batch_size, accumulated), before, saved)
     total = before.global_batch_size
     same_total, rest = divmod(total, env.world_size * accumulated)
     if given is not None and (config.accept_changes or given * env.world_size * accumulated == total):

@@ -108,6 +108,11 @@ def _begins_anew(before: dict[str, Any], now: dict[str, Any], names: Sequence[st
     return "--optimizer" in names or groups[0] != groups[1]
 
 
+def _reorders(saved: Checkpoint, names: Sequence[str]) -> bool:
+    """Whether the images of an epoch come in another order; `--loader stock` has one of its own."""
+    return any(name in ORDER for name in names) or ("--loader" in names and saved.config.loader == "stock")
+
+
 def describe_consequences(saved: Checkpoint, state: TrainState, names: Sequence[str], sampler: Sampler) -> list[str]:
     """Lines on what accepted changes mean for exactness; `names` as `changed_names` gives them."""
     before, start = steps_before(saved), saved.state.epoch * sampler.steps_per_epoch
@@ -115,7 +120,7 @@ def describe_consequences(saved: Checkpoint, state: TrainState, names: Sequence[
     if before != sampler.steps_per_epoch:
         anew = ", and the epoch under way begins anew" if saved.state.step % before else ""
         parts.append(f"an epoch has {sampler.steps_per_epoch} steps instead of {before}{anew}")
-    elif any(name in ORDER for name in names) and state.step > start:
+    elif _reorders(saved, names) and state.step > start:
         parts.append("the epoch under way goes on in another order, with some images twice and others not at all")
     if _begins_anew(saved.state.optimizer, state.optimizer.state_dict(), names):
         parts.append("the state of the optimizer (momentum and the like) begins anew")

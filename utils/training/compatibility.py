@@ -16,6 +16,7 @@ from utils.data.dali import DALI_VERSION
 from utils.data.listing import describe_difference, load_listing
 from utils.data.sampler import Sampler
 from utils.data.scheduled_loader import schedules_agree
+from utils.data.settings import BY_DALI
 from utils.data.splits import Splits, initial_manifest
 from utils.data.user_code import code_identity
 from utils.data.verification import compare_contents, content_digests, load_digests
@@ -39,7 +40,7 @@ LR_JUMP = 0.01  # share of the learning rate by which a resume may change it wit
 
 def run_fingerprint(config: ResolvedConfig, splits: Splits, env: DistEnv) -> dict[str, Any]:
     """What must be the same for a resume to be exact, each under the name that a refusal gives it."""
-    uses_dali = config.loader in ("dali", "proxy")
+    uses_dali = config.loader in BY_DALI
     flags = {flag(name): getattr(config, name) for name in flags_with_role("fixed")}
     flags |= code_identity(config)
     return flags | {

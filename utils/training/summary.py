@@ -11,7 +11,7 @@ from utils.data.formats.shards import ShardTable
 from utils.data.holdout import describe_shares
 from utils.data.manifest import Manifest, describe_ignored
 from utils.data.oddities import describe_oddities
-from utils.data.settings import LoaderSettings
+from utils.data.settings import BY_DALI, LoaderSettings
 from utils.data.splits import Splits, describe_exclusions
 from utils.errors import RunFailed
 from utils.files import write_json
@@ -121,7 +121,7 @@ def _describe_device(run: Run) -> str:
 
 def _describe_loader(config: ResolvedConfig) -> str:
     loader: str = config.loader
-    if config.loader in ("dali", "proxy"):
+    if config.loader in BY_DALI:
         how = f"images cached ({config.cache})" if config.cache in CACHED else f"{config.decode} decode"
         loader = f"{loader}, {how}, {config.prefetch} batches ahead"
     return f"{loader}, {config.workers} CPU threads per process"
