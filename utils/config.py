@@ -108,15 +108,13 @@ class TrainConfig:
     val_split: str = _flag(
         "val", DATA, "Folder of the validation images, beside train/.", role="logged", from_checkpoint=True
     )
-    train_data: str | None = _flag(
-        None, DATA, "Names of the training shards, below --data-dir.", shown="found", metavar="GLOB"
-    )
+    train_data: str | None = _flag(None, DATA, "Training shards, below --data-dir.", shown="found", metavar="GLOB")
     val_data: str | None = _flag(
-        None, DATA, "Names of the validation shards.", shown="found", metavar="GLOB",
+        None, DATA, "Validation shards, likewise.", shown="found", metavar="GLOB",
         from_checkpoint=True,
     )  # fmt: skip
     class_names: Path | None = _flag(
-        None, DATA, "File with a class name a line, of shards without them.", shown=False, from_checkpoint=True
+        None, DATA, "File of class names, a line each, for shards.", shown=False, from_checkpoint=True
     )
     val_fraction: float = _flag(
         0.0, DATA, "Share of train/ to validate on; 0 is off.", _BELOW_1,

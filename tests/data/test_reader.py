@@ -31,7 +31,10 @@ from utils.data.shard_reader import ShardFiles
 from utils.distributed.group import DistEnv
 from utils.errors import BadFile
 
-READERS, FORMATS = ("utils.data.reader", "utils.data.shard_reader"), "utils.data.formats."
+READERS = (  # DALI's own reader is `--loader stock`; a user's code is no image
+    "utils.data.reader", "utils.data.shard_reader", "utils.data.stock_loader", "utils.data.user_code",
+)  # fmt: skip
+FORMATS = "utils.data.formats."
 ROOMS_WITH_IMAGES = ("data", "pipelines", "benchmark")  # where a file that is opened would be an image
 OPENS = ("open", "os.open", "io.open", "os.fdopen", "np.fromfile", "np.memmap")
 
