@@ -131,7 +131,7 @@ def benchmark(options: Options, argv: Sequence[str]) -> None:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="benchmark-")))
         if config.data_dir is None:
             generate_images(work)
-        images = read_images(config.data_dir or work)
+        images = read_images(config.data_dir or work, config.output_dir, env)
         batch_size = config.batch_size or (256 if env.device.type == "cuda" else 32)
         run, repeated = open_run(
             dataclasses.replace(config, batch_size=batch_size), images, env, work / "run", stack, build

@@ -3,11 +3,11 @@
 
     scripts/check_dataset.py DIR --output-dir OUT
 
-DIR is a data set with train/ and val/, or any tree of images. Every file is decoded once by the libraries of DALI's CPU
-decoder. Prints a table and writes to OUT: manifest.json, the facts about each file, and bad_files.json, a list of
-{"path", "reason"} with paths below DIR. Files that have not changed since the last time (size, time of change) are not
-decoded again, also if that was killed. train.py --bad-files skip --output-dir OUT uses the same manifest. Files that
-are not named like images are counted, but not decoded.
+DIR is a data set in any form that train.py reads, or any tree of images. Every image is decoded once by the libraries
+of DALI's CPU decoder. Prints a table and writes to OUT: manifest.json, the facts about each image, and bad_files.json,
+a list of {"path", "reason"} with paths below DIR. Images that have not changed since the last time (size, time of
+change) are not decoded again, also if that was killed. train.py --bad-files skip --output-dir OUT uses the same
+manifest. Files that are not named like images are counted, but not decoded.
 
 Exit status: 0 no bad file, 1 bad files, 2 wrong usage, 143 stopped by Ctrl-C or SIGTERM: what is known by then has been
 written, and the same command goes on from there. A second Ctrl-C, seconds later, ends it at once.
@@ -30,8 +30,11 @@ if __name__ == "__main__":
 import typer
 
 from utils.cli import REQUIRED, Program, number_option, train_flag, with_train_flags
+from utils.config import TrainConfig
 from utils.data.codecs import is_image
 from utils.data.formats.folder import file_listing, is_folder, suffix_of
+from utils.data.formats.refused import refuse_unreadable
+from utils.data.formats.sources import find_source
 from utils.data.manifest import FileEntry, describe_counts, stat_file
 from utils.distributed.signals import REPEAT_SECONDS
 from utils.errors import EXIT_DONE, EXIT_FAILED, Stopped, UserError, escape_control_chars
@@ -125,8 +128,11 @@ def check(stopped_by: Callable[[], str], data_dir: Path, output_dir: Path, worke
     """
     if not data_dir.is_dir():
         raise UserError(f"{data_dir}: no such folder; give a data set, or any folder of images")
-    entries, others = list_images(data_dir, stopped_by)
-    if not entries:
+    config = TrainConfig(data_dir=data_dir, output_dir=output_dir, workers=workers, bad_files="skip")
+    source = find_source(config, ())
+    entries, others = ([], {}) if source.format else list_images(data_dir, stopped_by)
+    if not entries and source.format is None:
+        refuse_unreadable(data_dir)
         found = f" ({describe_counts(others)})" if others else ""
         raise UserError(f"{data_dir}: no images in it{found}; give a data set, or any folder of images")
     check_writable(output_dir)
@@ -134,12 +140,15 @@ def check(stopped_by: Callable[[], str], data_dir: Path, output_dir: Path, worke
     import torch  # what takes seconds comes after the checks of the command line
 
     from utils.data.decoding import decoder_of
+    from utils.data.splits import listing_of, read_data
     from utils.data.verification import BAD_FILES, MANIFEST, bad_files, suspicious, verify_dataset
     from utils.distributed.group import DistEnv
 
     alone = DistEnv.single(torch.device("cpu"))
     decoder = decoder_of("dali")
     listing = file_listing(data_dir.absolute(), entries)
+    if source.format is not None:
+        listing = listing_of(data_dir, read_data(config, alone, sorted(source.shards)))
     known = verify_dataset(listing, decoder, output_dir, workers, alone, stopped_by=stopped_by)
     assert known is not None, "rank 0"
     bad, unusual = bad_files(known), suspicious(known)

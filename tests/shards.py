@@ -13,6 +13,7 @@ import webdataset
 from scipy.io import savemat
 from tfrecord.writer import TFRecordWriter
 
+from tests.conftest import write_data
 from tests.data.formats import test_lmdb_database as caffe
 from tests.data.formats import test_recordio as recordio
 
@@ -97,6 +98,15 @@ def write_arrow(folder: Path, target: Path) -> Path:
     )
     subprocess.run([sys.executable, "-c", program, folder, target.parent / "cache", target], check=True)
     return target
+
+
+def write_imagenet(root: Path) -> Path:
+    """Class folders whose validation images have ImageNet's names, in an order that mixes the classes."""
+    write_data(root, train=(4, 4, 3), val=(3, 3, 3))
+    images = sorted((root / "val").glob("*/*"), key=lambda path: path.name[::-1])
+    for number, path in enumerate(images, start=1):
+        path.rename(path.with_name(f"ILSVRC2012_val_{number:08}.JPEG"))
+    return root
 
 
 def write_ilsvrc(folder: Path, target: Path) -> Path:

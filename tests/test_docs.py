@@ -17,6 +17,7 @@ from tests.conftest import TINY, assert_same, write_images
 from tests.contract import CONTRACT
 from tests.harness import ROOT, launch_forked, read_checkpoint, tracked_files
 from tests.pages import USER_PAGES, Block, Command, anchors, blocks, code_spans, commands, links
+from tests.shards import write_ilsvrc, write_imagenet, write_webdataset
 from tests.test_contract import PROGRAMS
 from utils.cli import TRAIN
 from utils.config import flag, flag_fields, flag_info
@@ -198,6 +199,11 @@ def run_pages(data: Path, root: Path) -> dict[str, str]:
         (root / "data" / "flowers" / split_name / "red").rename(root / "data" / "flowers" / split_name / "rose")
     for folder in ("birds/train", "birds/valid", "photos/train"):
         write_images(root / "data" / folder, (8, 8, 8))
+    write_webdataset(data, root / "data" / "imagenet-wds")
+    write_ilsvrc(write_imagenet(root / "folders"), root / "data" / "ilsvrc")
+    shards = write_webdataset(data, root / "data" / "shards")
+    for path in shards.glob("*.tar"):
+        path.rename(shards / path.name.replace("train", "a").replace("val", "b"))
     with (root / "labels.csv").open("w") as file:
         csv.writer(file).writerows([("file", "label", "split"), (data / "train/red/red-000.jpg", "red", "train")])
     programs = list(to_run(root))

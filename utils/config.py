@@ -109,10 +109,10 @@ class TrainConfig:
         "val", DATA, "Folder of the validation images, beside train/.", role="logged", from_checkpoint=True
     )
     train_data: str | None = _flag(
-        None, DATA, "Names of the training shards, below --data-dir.", shown="found", metavar="GLOB", role="logged"
+        None, DATA, "Names of the training shards, below --data-dir.", shown="found", metavar="GLOB"
     )
     val_data: str | None = _flag(
-        None, DATA, "Names of the validation shards.", shown="found", metavar="GLOB", role="logged",
+        None, DATA, "Names of the validation shards.", shown="found", metavar="GLOB",
         from_checkpoint=True,
     )  # fmt: skip
     class_names: Path | None = _flag(

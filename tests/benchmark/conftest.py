@@ -25,5 +25,5 @@ def opened(data: Path, cpu: DistEnv, tmp_path: Path) -> Iterator[Callable[..., t
     """A run and its images, as the benchmark opens them: `opened(arch="resnet18")`."""
     with contextlib.ExitStack() as stack:
         yield lambda **values: open_run(
-            dataclasses.replace(TINY, **values), read_images(data), cpu, tmp_path, stack, build
+            dataclasses.replace(TINY, **values), read_images(data, tmp_path, cpu), cpu, tmp_path, stack, build
         )

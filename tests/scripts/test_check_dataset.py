@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import time
 from collections import Counter
@@ -16,6 +17,7 @@ from tests.contract import CONTRACT, assert_keys
 from tests.data.test_verification import dali_accepts
 from tests.harness import ROOT, Finished, launch
 from tests.processes import alive, identify
+from tests.shards import write_webdataset
 from utils.data.decoding import decoder_of
 from utils.data.verification import load_manifest
 
@@ -43,6 +45,16 @@ def test_a_good_data_set(data: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     size, mtime, bad, codec, *_ = manifest["files"]["train/blue/blue-000.jpg"]
     assert (size, mtime, bad, codec) == (path.stat().st_size, path.stat().st_mtime_ns, None, "jpeg")
     assert manifest["suspicious"] == []
+
+
+def test_shards(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(data, folder)
+    (folder / "train" / "red" / "red-003.jpg").write_text("no image")
+    root = write_webdataset(folder, tmp_path / "shards")
+    assert check_dataset.main([str(root), "--output-dir", str(tmp_path / "out")]) == 1
+    assert "\n82 files: 1 bad, 0 suspicious; " in capsys.readouterr().out
+    assert list(named_bad(tmp_path / "out")) == ["train/red/red-003.jpg"]
 
 
 def test_any_tree_with_bad_and_suspicious_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,20 +8,32 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
+from utils.config import TrainConfig
 from utils.data.formats import folder
+from utils.data.formats.sources import find_source
 from utils.data.manifest import Manifest
 from utils.data.reader import open_image
+from utils.data.splits import read_data
+from utils.distributed.group import DistEnv
 from utils.errors import UserError
 
 NUM_GENERATED = 320
 
 
-def read_images(data_dir: Path) -> Manifest:
-    """Manifest of `data_dir/train`, or of `data_dir` itself if that holds the class folders; without the bad files.
+def read_images(data_dir: Path, output_dir: Path, env: DistEnv) -> Manifest:
+    """The training images of `data_dir`, or those of its own class folders; without the bad files.
+
+    Args:
+        data_dir: a data set, or class folders.
+        output_dir: where an index of shards is saved if it cannot be saved beside them.
+        env: this process.
 
     Raises:
-        UserError: as `folder.scan`.
+        UserError: as `read_data`.
     """
+    config = TrainConfig(data_dir=data_dir, output_dir=output_dir, bad_files="skip")
+    if find_source(config, ()).format is not None:
+        return read_data(config, env, ["train"])["train"]
     return folder.scan(data_dir, "train" if (data_dir / "train").is_dir() else ".", skip_bad=True)
 
 

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -187,14 +187,14 @@ def _find_bad_files(config: ResolvedConfig, splits: Splits, env: DistEnv) -> dic
     only what has changed.
     """
     assert config.data_dir is not None, "synthetic data has no files"
-    listing = Listing(config.data_dir.absolute(), *_listed(splits))
+    listing = listing_of(config.data_dir, splits)
     decoder = decoder_of(config.loader)
     known = verify_dataset(listing, decoder, config.output_dir, config.workers, env, partial=config.evaluate)
     return broadcast({} if known is None else bad_files(known), env)
 
 
-def _listed(splits: Splits) -> tuple[list[FileEntry], Callable[[int], Record]]:
-    """`Listing.entries` and `Listing.record` of all splits, the files that are bad by their listing at the end."""
+def listing_of(data_dir: Path, splits: Splits) -> Listing:
+    """The images of all splits, those that are bad by their listing at the end."""
     entries = [
         FileEntry(f"{manifest.folder}/{name}", int(size), int(mtime))
         for manifest in splits.values()
@@ -213,7 +213,7 @@ def _listed(splits: Splits) -> tuple[list[FileEntry], Callable[[int], Record]]:
             index -= len(manifest)
         raise IndexError("a file that is bad by its listing is not read")
 
-    return entries, record
+    return Listing(data_dir.absolute(), entries, record)
 
 
 def apply_exclusions(

@@ -9,23 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.conftest import write_data
-from tests.shards import write_devkit, write_ilsvrc
+from tests.shards import write_devkit, write_ilsvrc, write_imagenet
 from utils.config import TrainConfig
 from utils.data.manifest import Manifest
 from utils.data.reader import read_image
 from utils.data.splits import Splits, read_data
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
-
-
-def write_imagenet(root: Path) -> Path:
-    """Class folders whose validation images have ImageNet's names, in an order that mixes the classes."""
-    write_data(root, train=(4, 4, 3), val=(3, 3, 3))
-    images = sorted((root / "val").glob("*/*"), key=lambda path: path.name[::-1])
-    for number, path in enumerate(images, start=1):
-        path.rename(path.with_name(f"ILSVRC2012_val_{number:08}.JPEG"))
-    return root
 
 
 def flatten(root: Path) -> list[Path]:

@@ -15,6 +15,7 @@ from utils.config import TrainConfig
 from utils.data.codecs import IMAGE_SUFFIXES, is_image
 from utils.data.formats.base import Record
 from utils.data.formats.flat import label_flat
+from utils.data.formats.refused import refuse_unreadable
 from utils.data.manifest import (
     NO_CLASS,
     NO_SUFFIX,
@@ -162,7 +163,8 @@ def _missing_split(data_dir: Path, split: str) -> UserError:
         folders = [Path(entry.path) for entry in _visible(data_dir) if is_folder(entry)]
         classes = sorted(path.name for path in folders if _has_images(path))
         if not classes:
-            return UserError(f"{message}; it must hold train/ and val/")
+            refuse_unreadable(data_dir)
+            return UserError(f"{message}; it must hold train/ and val/, or shards")
         shown = ", ".join(classes[:3]) + (", ..." if len(classes) > 3 else "")
         return UserError(
             f"{message}, but {len(classes)} folders of images ({shown}); move them into a folder train/, and give "

@@ -13,7 +13,6 @@ from utils.data.formats import arrow_cache, folder, ilsvrc, lmdb_database, recor
 from utils.data.formats.base import ShardFormat
 from utils.data.formats.flat import find_cls_loc
 from utils.data.formats.naming import VAL_NAMES
-from utils.data.formats.refused import refuse_unreadable
 from utils.errors import UserError
 from utils.validation import require_folder
 
@@ -59,7 +58,6 @@ def find_source(config: TrainConfig, splits: Sequence[str]) -> Source:
         if given:
             split, pattern = next(iter(given.items()))
             raise UserError(f"--{split}-data {pattern}: no file of that name is a shard; {_known_formats()}")
-        refuse_unreadable(config.data_dir)
         return class_folders
     if len(found) > 1:
         one, other = (f"{source.format.NAME} ({_first(source.shards)}, ...)" for source in found[:2] if source.format)
