@@ -99,6 +99,14 @@ class Options:
 # The folder DST
 
 
+def check_folders(source: Path, target: Path) -> None:
+    """Raise UserError unless SRC is a folder and DST lies outside of it."""
+    if not source.is_dir():
+        raise UserError(f"{source}: no such folder; give a data set, or a folder of parquet files")
+    if target.resolve().is_relative_to(source.resolve()):
+        raise UserError(f"{target}: lies in {source}, which is read; give a folder outside of it")
+
+
 @contextlib.contextmanager
 def claim(target: Path, described: Mapping[str, Any]) -> Iterator[None]:
     """Make the folder, or take that of the same conversion, for this process alone.
@@ -164,17 +172,19 @@ def write_plan(target: Path, described: Mapping[str, Any], fingerprint: str) -> 
     """Write what a repeated conversion must have in common with this one.
 
     Raises:
-        UserError: the source had other files when the conversion began.
+        UserError: the images that are written are of a source with other files.
     """
     path = target / PLAN
     content = {"options": dict(described), "fingerprint": fingerprint}
     if path.exists():
-        if json.loads(path.read_text()).get("fingerprint") != fingerprint:
+        if json.loads(path.read_text()).get("fingerprint") == fingerprint:
+            return
+        if {name for name in os.listdir(target) if not name.startswith(".")} - {PLAN, CLASSES}:
             raise UserError(
                 f"{described['source']}: has other images than when {target} was begun; give another folder, or delete "
                 "that one"
             )
-        return
+        shutil.rmtree(target / STAGE, ignore_errors=True)  # no image is written yet
     atomic_write_text(path, json.dumps(content, indent=1) + "\n")
 
 
@@ -317,10 +327,6 @@ def read_options(
         raise UserError(f"--quality {quality}: counts with --max-side alone, as other images are copied; add that")
     if shard_size is not None and to == "folder":
         raise UserError(f"--shard-size {shard_size:g}: a folder has no shards; leave it out, or leave out --to folder")
-    if not source.is_dir():
-        raise UserError(f"{source}: no such folder; give a data set, or a folder of parquet files")
-    if target.resolve().is_relative_to(source.resolve()):
-        raise UserError(f"{target}: lies in {source}, which is read; give a folder outside of it")
     cores = workers or len(os.sched_getaffinity(0))
     config = TrainConfig(
         data_dir=source,
@@ -342,6 +348,7 @@ def run(options: Options) -> None:
         UserError: as `convert`.
         Stopped: a signal came; what is finished stays.
     """
+    check_folders(options.source, options.target)
     with record_signals() as stopped_by:
         try:
             convert(options, stopped_by)

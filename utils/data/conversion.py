@@ -274,7 +274,7 @@ def _read(record: Record, shards: ShardFiles, shrink: Shrink) -> bytes:
         smaller.save(encoded, "JPEG", quality=shrink.quality)
     except Exception as error:  # Pillow raises errors of many kinds for a damaged image
         raise UserError(
-            f"{record.name}: Pillow cannot decode it ({first_line(error)}); replace or remove it, or leave out "
-            "--max-side"
+            f"{record.name}: Pillow cannot decode it ({first_line(error)}); replace or remove it, "
+            "scripts/check_dataset.py finds all such images, or leave out --max-side"
         ) from None
     return encoded.getvalue()

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 from utils.data.formats.arrow_cache import choose_columns
 from utils.data.formats.naming import find_shards
 from utils.errors import UserError, first_line
-from utils.files import rename, write_temporary
+from utils.files import rename, temporary_of, write_temporary
 
 FOLDERS = ("", "data")  # where data sets keep them; the hub of `datasets` uses data/
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -76,12 +76,24 @@ def _copy(shard: Path, copy: Path, on_progress: Callable[[], None]) -> None:
             chosen = pa.schema([schema.field(name) for name in columns], metadata=schema.metadata)
             with pa.ipc.new_stream(file, chosen) as stream:
                 for batch in source.iter_batches(_ROWS, columns=columns):
+                    _check_embedded(shard, batch)
                     stream.write_batch(batch)
                     on_progress()
 
     try:
         rename(write_temporary(copy, write), copy)
     except (pa.ArrowException, OSError) as error:
+        temporary_of(copy).unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno in FULL:
             raise
         raise UserError(f"{shard}: no readable parquet file ({first_line(error)}); copy it anew") from None
+
+
+def _check_embedded(shard: Path, batch: Any) -> None:
+    """Raise UserError if the bytes of an image are missing."""
+    for column in batch.columns:
+        if hasattr(column, "field") and column.field("bytes").null_count:
+            raise UserError(
+                f"{shard}: an image is not in it, only its path; write the file anew with its images, as push_to_hub "
+                "of the package datasets does"
+            )
