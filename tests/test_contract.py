@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from scripts import benchmark, check_dataset, launcher, make_digits, performance, runs, scaling
+from scripts import benchmark, check_dataset, convert_dataset, launcher, make_digits, performance, runs, scaling
 from tests.contract import CONTRACT, flags_of
 from utils import errors
 from utils.cli import TRAIN, Program
@@ -17,6 +17,7 @@ PROGRAMS: tuple[Program[Any], ...] = (
     TRAIN,
     benchmark.PROGRAM,
     check_dataset.PROGRAM,
+    convert_dataset.PROGRAM,
     launcher.PROGRAM,
     make_digits.PROGRAM,
     performance.PROGRAM,

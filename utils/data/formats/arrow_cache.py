@@ -62,7 +62,7 @@ def scan(shard: Path) -> Iterator[Entry]:
     with _open(shard) as (mapped, read):
         size = mapped.size()
         base = mapped.read_buffer(size).address
-        columns = _choose_columns(shard, read().schema)
+        columns = choose_columns(shard, read().schema)
         for batch in _batches(read(columns)):
             batch.validate()
             images, labels = batch.column(columns.image), batch.column(columns.label).to_pylist()
@@ -164,7 +164,7 @@ def _features(schema: Any) -> dict[str, Any]:
     return {}
 
 
-def _choose_columns(shard: Path, schema: Any) -> _Columns:
+def choose_columns(shard: Path, schema: Any) -> _Columns:
     """The columns of images and labels.
 
     Raises:
@@ -246,7 +246,7 @@ def _ranges(shard: Path, first: int, images: Any, names: Sequence[str], mapped: 
 def _names_in(shard: Path) -> tuple[str, ...] | None:
     with _open(shard) as (_, read):
         schema = read().schema
-    label = _choose_columns(shard, schema).label
+    label = choose_columns(shard, schema).label
     info = shard.parent / _INFO
     described = (_features(schema), _read_json(info).get("features") if info.is_file() else None)
     for features in described:
