@@ -106,6 +106,7 @@ def samples(label: object, *keys: str, suffix: str = "cls") -> dict[str, bytes]:
         ([samples(0, "a")], [samples(1, "c")], None, "1 of 2 classes have no image in train (1)"),
         ([samples(5, "a")], [samples(5, "c")], None, "the smallest label is 5; labels must count from 0 or from 1"),
         ([samples(0, "a"), samples(1, "b")], [samples(1, "c"), samples(0, "d")], ("x",), "label 1, but NAMES has 1 cl"),
+        ([samples(0, "a")], [samples(10**12, "c")], None, "label 1000000000000, but 2 images; labels must number"),
         ([samples("x", "a")], [samples("y", "c")], ("x",), "the class 'y' is not in NAMES"),
         ([samples("x", "a")], [samples(0, "c")], None, "labels are numbers in one split and names in the other"),
         ([samples("x", "a") | samples(0, "b")], [samples(0, "c")], None, "some labels are numbers, others are names"),

@@ -12,7 +12,7 @@ from utils.data.formats.base import Entry, Record, Span
 from utils.data.manifest import Manifest, describe, files_fingerprint
 from utils.errors import UserError
 
-_NO_PARTS: NDArray[np.int64] = np.empty((0, 3), dtype=np.int64)
+MANY = 100_000  # classes; a label above, and above the number of images, is no class
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,6 +222,10 @@ def _common_labels(
             raise UserError(f"{splits[0].root}: the smallest label is {first}; labels must count from 0 or from 1")
         labels = {each.split: each.index.labels - first for each in splits}
         highest = max(int(each.max()) for each in labels.values())
+        if highest >= max(MANY, images := sum(map(len, labels.values()))):
+            raise UserError(
+                f"{splits[0].root}: label {first + highest}, but {images:,} images; labels must number the classes"
+            )
         classes = class_names or tuple(map(str, range(first, first + highest + 1)))
         if highest >= len(classes):
             raise UserError(f"{splits[0].root}: label {first + highest}, but {names_from} has {len(classes)} classes")

@@ -57,13 +57,18 @@ def find_source(config: TrainConfig, splits: Sequence[str]) -> Source:
     if not found:
         if given:
             split, pattern = next(iter(given.items()))
-            raise UserError(f"--{split}-data {pattern}: no file of that name is a shard; {_known_formats()}")
+            raise UserError(_no_shard(split, pattern))
         return class_folders
     if len(found) > 1:
         one, other = (f"{source.format.NAME} ({_first(source.shards)}, ...)" for source in found[:2] if source.format)
         raise UserError(
             f"--data-dir {config.data_dir}: holds {one} and {other}; name the shards of one format by --train-data and "
             "--val-data"
+        )
+    if config.val_split != "val":
+        raise UserError(
+            f"--val-split {config.val_split}: names a folder of class folders; for shards leave it out, or give "
+            f"--val-data '{config.val_split}*'"
         )
     _require_splits(found[0], config, splits)
     return found[0]
@@ -134,6 +139,8 @@ def _find(source: ShardFormat, data_dir: Path, given: Mapping[str, str]) -> dict
 def _require_splits(source: Source, config: TrainConfig, splits: Sequence[str]) -> None:
     for split in splits:
         if split not in source.shards and source.format is not None:
+            if pattern := getattr(config, GLOBS[split]):
+                raise UserError(_no_shard(split, pattern))
             names = " or ".join(("train",) if split == "train" else VAL_NAMES)
             remedy = "" if split == "train" else ", or --val-fraction 0.1 holds out a tenth of train"
             there = f"{source.format.NAME} ({_first(source.shards)}, ...)"
@@ -147,5 +154,6 @@ def _first(shards: Mapping[str, Sequence[Path]]) -> str:
     return next(iter(shards.values()))[0].name
 
 
-def _known_formats() -> str:
-    return f"known are {', '.join(each.NAME for each in FORMATS)}"
+def _no_shard(split: str, pattern: str) -> str:
+    formats = ", ".join(each.NAME for each in FORMATS)
+    return f"--{split}-data {pattern}: no file of that name below --data-dir is a shard; known are {formats}"
