@@ -31,8 +31,9 @@ from utils.data.shard_reader import ShardFiles
 from utils.distributed.group import DistEnv
 from utils.errors import BadFile
 
-READERS = (  # DALI's own reader is `--loader stock`; a user's code is no image
+READERS = (  # DALI's own reader is `--loader stock`; a user's code is no image; a conversion writes tars
     "utils.data.reader", "utils.data.shard_reader", "utils.data.stock_loader", "utils.data.user_code",
+    "utils.data.conversion",
 )  # fmt: skip
 FORMATS = "utils.data.formats."
 ROOMS_WITH_IMAGES = ("data", "pipelines", "benchmark")  # where a file that is opened would be an image

@@ -58,7 +58,20 @@ def test_the_same_bits_over_a_stop_in_mid_epoch(
 
 
 @pytest.mark.dist
-def test_two_processes_index_together_and_see_each_image_once(data: Path, tmp_path: Path) -> None:
+def test_two_processes_index_together(data: Path, tmp_path: Path) -> None:
+    root = write_webdataset(data, tmp_path / "data", per_shard=7)
+    done = launch(
+        "--data-dir", root, *TINY, "--output-dir", tmp_path / "run", "--epochs", 1, "--batch-size", 4, processes=2
+    )
+    assert done.status == 0, done.err
+    assert "WebDataset tars, 6 + 6 shards, 3 classes" in done.out
+    assert read_metrics(tmp_path / "run")[-1]["val/count"] == 41
+    assert (root / "train.index.npz").is_file()
+
+
+@pytest.mark.slow  # two runs of three launches each
+@pytest.mark.dist
+def test_shards_and_folder_are_the_same_on_other_numbers_of_processes(data: Path, tmp_path: Path) -> None:
     """1 -> 2 -> 1 processes on shards, as on the folder."""
     root = write_webdataset(data, tmp_path / "data", per_shard=7)
     runs = {"shards": root, "folder": data}
