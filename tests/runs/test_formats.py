@@ -40,8 +40,14 @@ def on_folder(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return folders
 
 
-@pytest.mark.parametrize("name", WRITERS)
-@pytest.mark.parametrize("loader", ["dali", "torch"])
+@pytest.mark.parametrize(
+    ("loader", "name"),
+    [
+        *(("dali", name) for name in WRITERS),
+        ("torch", "webdataset"),
+        *(pytest.param("torch", name, marks=pytest.mark.slow) for name in WRITERS if name != "webdataset"),
+    ],
+)
 def test_the_same_bits_over_a_stop_in_mid_epoch(
     shards: dict[str, Path], on_folder: dict[str, Path], tmp_path: Path, name: str, loader: str
 ) -> None:

@@ -90,6 +90,12 @@ WRITERS: dict[str, Callable[[Path, Path], Path]] = {
     "arrow": write_arrow,
     "parquet": write_parquet,
 }
+QUICK = (
+    "folder",
+    "ilsvrc",
+    "recordio",
+    "parquet",
+)  # the others differ from these in what is read, which tests/data has
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +107,9 @@ def named(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in WRITERS]
+)
 def test_every_form_to_tars_and_back_to_a_folder(named: Path, tmp_path: Path, name: str, cpu: DistEnv) -> None:
     source = WRITERS[name](named, tmp_path / "source")
     names = source / "names.txt"
