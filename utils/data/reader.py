@@ -98,7 +98,7 @@ class BatchReader:
         self._read: Callable[[int], tuple[Any, Any, Iterable[int]]]
         if isinstance(table, ShardTable):
             batches = ShardBatches(table, indices, threads=threads, read_ahead=ahead, prefetch=prefetch, first=first)
-            self._read = lambda position: _from_shards(batches, manifest.labels[indices(position), None], position)
+            self._read = lambda position: _from_shards(batches, manifest.labels, position)
             return
         pipeline = read_pipeline(
             lambda info: _located(manifest, indices(first + info.iteration)),
@@ -136,14 +136,14 @@ def _from_files(images: Any, targets: Any, tails: Any) -> tuple[Any, Any, Iterab
 
 
 def _from_shards(
-    batches: ShardBatches, targets: NDArray[np.int64], position: int
+    batches: ShardBatches, labels: NDArray[np.int64], position: int
 ) -> tuple[list[NDArray[np.uint8]], NDArray[np.int64], Iterable[int]]:
     """As `_from_files`, of shards; the images are views of a buffer."""
-    buffer, ends = batches.read(position)
+    indices, buffer, ends = batches.read(position)
     starts = np.concatenate([[0], ends[:-1]])
     images = [buffer[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
     has_end = (ends - starts >= len(END)) & (buffer[ends - 2] == END[0]) & (buffer[ends - 1] == END[1])
-    return images, targets, np.flatnonzero(~has_end)
+    return images, labels[indices, None], np.flatnonzero(~has_end)
 
 
 def encoded_images(source: Callable[[BatchInfo], Any]) -> tuple[Any, Any]:

@@ -16,6 +16,7 @@ from utils.data.formats.shards import ShardTable
 SPARE = 2  # buffers more than DALI needs: the batch that is handed over, and one whose work on a GPU may still run
 GROWTH = 1.25  # of a buffer that is too small
 MAX_OPEN = 1024  # shards that a process keeps open, at most
+_Parts = list[Future[None]]  # of a batch that is being read
 
 
 class _OpenShard:
@@ -93,12 +94,15 @@ class ShardBatches:
         self._files = ShardFiles()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="read-shards")
         self._buffers = [np.empty(0, dtype=np.uint8) for _ in range(read_ahead + prefetch + SPARE)]
-        self._pending: collections.deque[tuple[NDArray[np.uint8], NDArray[np.int64], list[Future[None]]]]
+        self._pending: collections.deque[tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64], _Parts]]
         self._pending = collections.deque()
         self._next = first  # to be submitted
 
-    def read(self, position: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-        """The batch at `position`, which must be the next: its bytes, uint8 (total,), and where each image ends.
+    def read(self, position: int) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64]]:
+        """The batch at `position`, which must be the next.
+
+        Returns:
+            Its images, their bytes, uint8 (total,), and where each image ends in them.
 
         Raises:
             OSError: a shard cannot be read.
@@ -106,10 +110,10 @@ class ShardBatches:
         while self._next <= position + self._read_ahead:
             self._submit(self._next)
             self._next += 1
-        buffer, ends, parts = self._pending.popleft()
+        indices, buffer, ends, parts = self._pending.popleft()
         for part in parts:
             part.result()
-        return buffer, ends
+        return indices, buffer, ends
 
     def _submit(self, position: int) -> None:
         """Begin to read a batch."""
@@ -123,7 +127,7 @@ class ShardBatches:
             self._pool.submit(self._fill, buffer, indices[at :: self._threads], ends[at :: self._threads])
             for at in range(min(self._threads, len(indices)))
         ]
-        self._pending.append((buffer, ends, parts))
+        self._pending.append((indices, buffer, ends, parts))
 
     def _fill(self, buffer: NDArray[np.uint8], indices: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
         table, view = self._table, memoryview(buffer.data)

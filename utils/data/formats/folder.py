@@ -15,6 +15,7 @@ from utils.config import TrainConfig
 from utils.data.codecs import IMAGE_SUFFIXES, is_image
 from utils.data.formats.base import Record
 from utils.data.formats.flat import label_flat
+from utils.data.formats.naming import VAL_NAMES
 from utils.data.formats.refused import refuse_unreadable
 from utils.data.manifest import (
     NO_CLASS,
@@ -30,7 +31,6 @@ from utils.data.manifest import (
 from utils.errors import UserError
 from utils.validation import require_folder
 
-VAL_FOLDERS = ("val", "valid", "validation", "test")  # names that data sets use
 SCAN_THREADS = 16  # on a network file system a scan waits, it does not compute
 
 
@@ -148,7 +148,7 @@ def refuse_val_folder(data_dir: Path, val_fraction: float) -> None:
 
     `test/` is none: it may be for the end of all experiments.
     """
-    for name in VAL_FOLDERS[:-1]:
+    for name in VAL_NAMES[:-1]:
         if os.path.isdir(data_dir / name):
             instead = "" if name == "val" else f" and give --val-split {name}"
             raise UserError(
@@ -170,7 +170,7 @@ def _missing_split(data_dir: Path, split: str) -> UserError:
             f"{message}, but {len(classes)} folders of images ({shown}); move them into a folder train/, and give "
             "--val-fraction 0.1 to hold out a tenth of it for validation"
         )
-    others = [name for name in VAL_FOLDERS if name != split and os.path.isdir(data_dir / name)]
+    others = [name for name in VAL_NAMES if name != split and os.path.isdir(data_dir / name)]
     if others:
         found = ", ".join(f"{name}/" for name in others)
         return UserError(f"{message}, but {found}; give --val-split {others[0]}")
