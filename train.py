@@ -56,6 +56,8 @@ from utils.training.resume import files_to_replace, inherit_start, metrics_resum
 from utils.training.run import Run
 from utils.training.state import create_state
 from utils.training.summary import log_run_summary, write_summary
+from utils.training.tracking import TrackerProcess
+from utils.validation import require_tracker
 
 
 def train(run: Run) -> None:
@@ -139,10 +141,11 @@ def build(
     stack.callback(forward_backward.close)
     log = Log(config.output_dir, env.is_main, config.epochs, sampler.steps_per_epoch, config.tensorboard, state.step)
     stack.callback(log.close)
+    tracker = stack.enter_context(TrackerProcess(config, env.is_main, log))
     return Run(
         config=config, env=env, state=state, forward_backward=forward_backward, schedule=schedule, sampler=sampler,
-        train_loader=train_loader, val_loader=val_loader, num_val=len(splits["val"]), log=log, stop=stop,
-        augment=create_augment(config, network.normalization, env), amp_dtype=AMP_DTYPES[config.amp],
+        train_loader=train_loader, val_loader=val_loader, num_val=len(splits["val"]), log=log, tracker=tracker,
+        augment=create_augment(config, network.normalization, env), amp_dtype=AMP_DTYPES[config.amp], stop=stop,
         record=run_record, origin=network.origin, replaced=replaced,
         initial={name: initial_manifest(each, run_record.excluded_files[name]) for name, each in listed.items()},
         warnings=[*changed_files, *resume_warnings(config, saved, run_record, sampler, state, splits)],
@@ -199,6 +202,7 @@ def run(config: TrainConfig) -> None:
         return
     check_optimizer(config.optimizer, read_launch().world_size)
     models.check_arch(config.arch)
+    require_tracker(config.track)
     show_status("preparing the run")
     with processes(config) as (env, stack, stop):
         show_status("listing the images")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from scripts import benchmark, check_dataset, convert_dataset, launcher, make_digits, performance, runs, scaling
+from scripts import benchmark, check_dataset, convert_dataset, launcher, make_digits, performance, runs, scaling, track
 from tests.contract import CONTRACT, flags_of
 from utils import errors
 from utils.cli import TRAIN, Program
@@ -23,6 +23,7 @@ PROGRAMS: tuple[Program[Any], ...] = (
     performance.PROGRAM,
     runs.PROGRAM,
     scaling.PROGRAM,
+    track.PROGRAM,
 )
 by_program = pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: str(program.name))
 

@@ -32,7 +32,7 @@ from utils.errors import (
 )
 from utils.log import emit, print_error
 from utils.recipes import read_recipe
-from utils.validation import require_folder, require_user_code, require_weights, validate
+from utils.validation import require_folder, require_tracker, require_user_code, require_weights, validate
 
 # typer carries click under a private name; BadParameter is the public way to click's common base class.
 _USAGE_ERROR: Any = typer.BadParameter.__mro__[2]
@@ -294,6 +294,7 @@ class _Train(Program[TrainConfig]):
             require_weights(options.pretrained)
         if not options.evaluate:
             require_user_code(options)
+            require_tracker(options.track)
 
 
 def _read_config(context: typer.Context, **values: Any) -> TrainConfig:

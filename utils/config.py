@@ -199,9 +199,9 @@ class TrainConfig:
         shown="0, off", role="logged",
     )  # fmt: skip
     processes: int | Literal["auto"] = _flag(
-        1, RUN, "Processes that train.py starts on this machine; auto: one for each GPU.", MIN_1, metavar="N|auto"
+        1, RUN, "Processes to start here; auto: one a GPU.", MIN_1, metavar="N|auto"
     )
-    max_restarts: int = _flag(0, RUN, "Restarts of all processes after a failure, with --processes.", MIN_0)
+    max_restarts: int = _flag(0, RUN, "Restarts after a failure, with --processes.", MIN_0)
     accept_changes: bool = _flag(False, SWITCHES, "Go on from --resume PATH although the run differs from its own.")
     overwrite: bool = _flag(False, SWITCHES, "Replace what --resume does not continue.")
     evaluate: bool = _flag(False, SWITCHES, "Only evaluate: best.pt, or --resume PATH.")
@@ -209,6 +209,9 @@ class TrainConfig:
     deterministic: bool = _flag(False, SWITCHES, "Same bits in every run; slower.", role="logged")
     log_steps: int = _flag(50, RUN, "Steps between lines of metrics.jsonl.", MIN_1, unit="steps")
     tensorboard: bool = _flag(False, SWITCHES, "Also write TensorBoard events.")
+    track: Literal["none", "trackio", "wandb", "mlflow"] = _flag("none", RUN, "Tracker.")
+    track_project: str | None = _flag(None, RUN, "Project of the tracker.", shown="brisk")
+    track_checkpoint: bool = _flag(False, SWITCHES, "The tracker gets best.pt at the end, too.")
     time_limit: float = _flag(0.0, RUN, "Seconds until a save and stop; 0 is off.", MIN_0, unit="seconds")
     # A store that waits for much longer than this maximum does not wait at all.
     timeout: float = _flag(

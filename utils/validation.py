@@ -1,10 +1,11 @@
 """Checks of the configuration as the user gave it: single values, combinations of flags, and the data's folder."""
 
+import importlib.util
 import os
 import stat
 from pathlib import Path
 
-from utils.config import RUNS, TrainConfig, check_limits, flag_fields, policy_schedule, size_schedule
+from utils.config import RUNS, TrainConfig, check_limits, flag, flag_fields, policy_schedule, size_schedule
 from utils.errors import UserError
 
 
@@ -23,6 +24,7 @@ def validate(config: TrainConfig) -> None:
     _check_val_images(config)
     _check_cache(config)
     _check_user_code(config)
+    _check_tracker(config)
     _check_device(config)
 
 
@@ -107,6 +109,22 @@ def _check_user_code(config: TrainConfig) -> None:
             f"--transform {config.transform} with --loader {config.loader}: it is made of DALI's operators; use "
             "--loader dali or proxy"
         )
+
+
+def _check_tracker(config: TrainConfig) -> None:
+    """Whether there is a tracker for what it is to get."""
+    if config.track != "none":
+        return
+    for name, value in (("track_project", config.track_project), ("track_checkpoint", config.track_checkpoint)):
+        if value:
+            given = flag(name) + (f" {value}" if isinstance(value, str) else "")
+            raise UserError(f"{given} without --track: nothing is sent; give --track NAME")
+
+
+def require_tracker(name: str) -> None:
+    """Raise UserError unless the tracker's package is installed; `none` needs none."""
+    if name != "none" and importlib.util.find_spec(name) is None:
+        raise UserError(f"--track {name}: the package {name} is missing; pip install {name}")
 
 
 def _check_device(config: TrainConfig) -> None:

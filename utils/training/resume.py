@@ -33,6 +33,7 @@ from utils.training.checkpoint import (
 )
 from utils.training.output import EVALUATION
 from utils.training.state import TrainState, reshard
+from utils.training.tracking import TRACKING
 from utils.validation import require_data, validate
 
 
@@ -185,7 +186,7 @@ def files_to_replace(config: ResolvedConfig, saved: Checkpoint | None, env: Dist
             replaced = list(found)
             if replaced and saved is None:
                 events = sorted((config.output_dir / "tensorboard").glob("events.*"))
-                replaced += [config.output_dir / EVALUATION, config.output_dir / EVENTS, *events]
+                replaced += [config.output_dir / name for name in (EVALUATION, EVENTS, TRACKING)] + events
     return replaced
 
 

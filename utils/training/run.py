@@ -30,6 +30,7 @@ from utils.training import checkpoint
 from utils.training.checkpoint import RunRecord
 from utils.training.output import has_summary
 from utils.training.state import BestEpoch, TrainState, evaluation_top1
+from utils.training.tracking import TrackerProcess
 
 MIN_LOSS_SCALE = 1e-3  # in fp16: 26 steps that overflow, from torch's first scale
 
@@ -51,6 +52,7 @@ class Run:
         amp_dtype: of the forward pass.
         record: what all checkpoints of the run say.
         log: console and metrics.jsonl.
+        tracker: sends them on.
         stop: whether the ranks are asked to stop.
         origin: where the weights of a new run are from, for the user.
         warnings: of a resume, for the user.
@@ -74,6 +76,7 @@ class Run:
     amp_dtype: torch.dtype
     record: RunRecord
     log: Log
+    tracker: TrackerProcess
     stop: StopRequest
     origin: str
     warnings: list[str]
@@ -297,6 +300,7 @@ class Run:
                     f"--output-dir {self.config.output_dir}: cannot be written ({error.strerror}); make room there"
                 ) from error
         self.metrics_cutoff = None
+        self.tracker.start()
 
     def save(self, is_best: bool = False) -> None:
         """Write last.pt (and best.pt) as of now; if that fails, log it and go on. Collective: call on every rank.

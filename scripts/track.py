@@ -1,0 +1,87 @@
+#!/usr/bin/env python3
+"""Send a run to an experiment tracker: what its files hold and the tracker has not got yet.
+
+    scripts/track.py runs/imagenet-resnet50 --track wandb
+
+`train.py --track NAME` does this while it trains. This command sends what is left after a tracker was down, and runs
+that were trained without it. The tracker's own environment variables say where its server and the account are.
+"""
+
+import functools
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import typer
+
+from utils.cli import REQUIRED, Program, number_option, train_flag, with_train_flags
+from utils.errors import UserError
+from utils.log import METRICS
+from utils.training.trackers import TRACKERS
+from utils.training.tracking import Sender, captured_output, follow, send_all
+from utils.validation import require_tracker
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line."""
+
+    run: Path
+    track: str
+    track_project: str | None
+    track_checkpoint: bool
+    follow: int | None
+
+
+@with_train_flags(
+    train_flag("track", default=REQUIRED, help="Tracker."),
+    train_flag("track_project"),
+    train_flag("track_checkpoint"),
+)
+def read_options(
+    run: Annotated[Path, typer.Argument(help="Output folder of a run.")],
+    follow: Annotated[
+        int | None, typer.Option(help="For train.py: go on while this parent process lives.", **number_option(int))
+    ] = None,
+    **flags: object,
+) -> Options:
+    """Send a run to an experiment tracker: what its files hold and the tracker has not got yet."""
+    options = Options(run=run, follow=follow, **flags)  # type: ignore[arg-type]
+    if options.track not in TRACKERS:
+        raise UserError(f"--track {options.track}: no tracker; give one of {', '.join(TRACKERS)}")
+    require_tracker(options.track)
+    if not (run / METRICS).is_file():
+        raise UserError(f"{run}: has no {METRICS}; give the output folder of a run")
+    return options
+
+
+def send(options: Options) -> int:
+    """Send the run; returns the exit status."""
+    create = functools.partial(TRACKERS[options.track], options.track_project, options.run)
+    sender = Sender(options.run, options.track, create, options.track_checkpoint)
+    try:
+        with captured_output(options.run) as messages:
+            if options.follow is not None:
+                return follow(sender, options.follow, options.track, options.run, messages)
+            return send_all(sender, options.track, options.run, messages)
+    except OSError as error:
+        raise UserError(
+            f"{options.run}: cannot be written ({error.strerror}), and the tracker's run is noted there; make room"
+        ) from error
+
+
+PROGRAM = Program("track.py", read_options)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command line; returns the exit status."""
+    return PROGRAM.run(argv, send)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,341 @@
+"""Runs reach a tracker once and whole, and no tracker can slow, change or end a run."""
+
+import functools
+import importlib.util
+import json
+import os
+import signal
+import sqlite3
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts import track
+from tests.conftest import TINY, Refused, assert_same_run
+from tests.harness import ROOT, Started, launch, read_metrics, start
+from tests.tracker import FileTracker
+from utils.training.tracking import TRACKING, Sender
+
+STEPS = [{"epoch": 1, "step": step, "train/loss": 1 / step, "lr": 0.1} for step in (1, 2, 3)]
+EVALUATION = {"epoch": 1, "step": 3, "val/top1": 50.0, "val/loss": None}
+SENT = [(step["step"], {"epoch": 1, "train/loss": step["train/loss"], "lr": 0.1}) for step in STEPS]
+
+
+def calls(folder: Path, name: str = "log") -> list[Any]:
+    """What the tracker of a folder has got from calls of one method."""
+    file = folder / "tracker"
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [tuple(words) for kind, *words in lines if kind == name]
+
+
+def write_lines(path: Path, *records: Mapping[str, Any]) -> None:
+    with path.open("a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def create_sender(folder: Path, with_checkpoint: bool = False) -> Sender:
+    return Sender(folder, "file", lambda: FileTracker(folder / "tracker"), with_checkpoint)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """An output folder with three log intervals and an evaluation, which has the step of the last one."""
+    folder = tmp_path / "my-run"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"arch": "resnet50"}')
+    write_lines(folder / "metrics.jsonl", *STEPS, EVALUATION)
+    write_lines(folder / "events.jsonl", {"event": "started"})
+    return folder
+
+
+def test_each_line_is_sent_once_without_null(run: Path) -> None:
+    sender = create_sender(run)
+    sender.send()
+    sender.send()
+    assert calls(run, "open") == [(None, "my-run", {"arch": "resnet50"})]
+    assert calls(run) == [*SENT, (3, {"epoch": 1, "val/top1": 50.0})]
+
+
+def test_a_line_that_is_being_written_waits(run: Path) -> None:
+    sender = create_sender(run)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"epoch": 2, "step": 4, "train/l')
+    sender.send()
+    assert len(calls(run)) == 4
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('oss": 0.5}\n')
+    sender.send()
+    assert calls(run)[4:] == [(4, {"epoch": 2, "train/loss": 0.5})]
+
+
+def test_the_next_launch_continues_the_tracked_run(run: Path) -> None:
+    create_sender(run).send()
+    # It goes on from step 1, and repeats the steps whose checkpoint a crash has lost.
+    (run / "metrics.jsonl").unlink()
+    write_lines(run / "metrics.jsonl", *STEPS, EVALUATION, {"epoch": 2, "step": 4, "lr": 0.2})
+    create_sender(run).send()
+    assert [run_id for run_id, *_ in calls(run, "open")] == [None, "first"]
+    assert calls(run)[4:] == [(4, {"epoch": 2, "lr": 0.2})]
+
+
+@pytest.mark.parametrize("sent", [0, 2])
+def test_after_an_error_nothing_is_lost_and_nothing_sent_twice(run: Path, sent: int) -> None:
+    (run / "metrics.jsonl").unlink()
+    write_lines(run / "metrics.jsonl", *STEPS[:sent])
+    sender = create_sender(run)
+    if sent:
+        sender.send()
+    write_lines(run / "metrics.jsonl", *STEPS[sent:])
+    (run / "broken").touch()
+    with pytest.raises(ConnectionError):
+        sender.send()
+    (run / "broken").unlink()
+    create_sender(run).send()
+    sender.send()
+    assert calls(run)[:3] == SENT
+
+
+@pytest.mark.parametrize(
+    ("events", "outcome"), [(["started"], "died"), (["started", "stopped"], "stopped"), (["finished"], "finished")]
+)
+def test_the_end_has_outcome_and_summary_and_a_finished_run_its_weights(
+    run: Path, events: list[str], outcome: str
+) -> None:
+    (run / "events.jsonl").unlink()
+    write_lines(run / "events.jsonl", *({"event": event} for event in events))
+    (run / "best.pt").touch()
+    (run / "summary.json").write_text('{"top1": 50.0}')
+    create_sender(run).finish()
+    create_sender(run, with_checkpoint=True).finish()
+    weights = "best.pt" if outcome == "finished" else None
+    assert calls(run, "finish") == [(outcome, {"top1": 50.0}, None), (outcome, {"top1": 50.0}, weights)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The process that sends, started by another one as train.py starts it
+
+FOLLOW = """
+import sys, time
+from pathlib import Path
+from tests.tracker import FileTracker
+from utils.training import tracking
+
+tracking.READ_SECONDS, tracking.RETRY_SECONDS, tracking.END_SECONDS = 0.05, (0.05, 0.1), 2.0
+folder, pid = Path(sys.argv[1]), int(sys.argv[2])
+
+def create():
+    while (folder / "hangs").exists():
+        time.sleep(0.05)
+    return FileTracker(folder / "tracker")
+
+with tracking.captured_output(folder) as messages:
+    print("of the package", flush=True)
+    sys.exit(tracking.follow(tracking.Sender(folder, "file", create), pid, "file", folder, messages))
+"""
+# Starts the program above, and then lives until a signal comes.
+PARENT = f"""
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", {FOLLOW!r}, sys.argv[1], str(os.getpid())], start_new_session=True)
+time.sleep(600)
+"""
+
+
+def follow(folder: Path) -> Started:
+    return start(folder, os.getpid(), program=FOLLOW)
+
+
+def test_new_lines_are_sent_while_the_run_goes_on_and_the_rest_when_it_ends(run: Path) -> None:
+    with follow(run) as started:
+        started.wait_for(lambda: len(calls(run)) == 4)
+        write_lines(run / "metrics.jsonl", {"epoch": 2, "step": 4, "lr": 0.2})
+        started.wait_for(lambda: len(calls(run)) == 5)
+        write_lines(run / "events.jsonl", {"event": "finished"})
+        started.send(signal.SIGTERM, started.pid)
+        done = started.end()
+    assert (done.status, done.out, done.err) == (0, "", "")
+    assert calls(run, "finish") == [("finished", {}, None)]
+    assert (run / "tracking.log").read_text() == "of the package\n"
+
+
+def test_a_failure_is_printed_once_and_tried_again(run: Path) -> None:
+    (run / "broken").touch()
+    with follow(run) as started:
+        started.wait_for(lambda: started.err.count("\n") == 1)
+        time.sleep(0.5)  # for further attempts
+        (run / "broken").unlink()
+        started.wait_for(lambda: len(calls(run)) == 4)
+        (run / "broken").touch()
+        started.send(signal.SIGTERM, started.pid)
+        done = started.end()
+    assert done.status == 1
+    assert done.err.splitlines() == [
+        "--track file: no route to the tracker; training goes on, and so do the attempts",
+        f"--track file: no route to the tracker; scripts/track.py {run} --track file sends the rest",
+    ]
+
+
+def test_it_sends_the_rest_when_its_parent_was_killed(run: Path) -> None:
+    with start(run, program=PARENT) as started:
+        started.wait_for(lambda: len(calls(run)) == 4)
+        started.descendants()
+        write_lines(run / "metrics.jsonl", {"epoch": 2, "step": 4, "lr": 0.2})
+        os.kill(started.pid, signal.SIGKILL)
+        started.check_nothing_left()
+    assert calls(run)[4:] == [(4, {"epoch": 2, "lr": 0.2})]
+    assert calls(run, "finish") == [("died", {}, None)]
+
+
+def test_it_ends_though_the_tracker_hangs(run: Path) -> None:
+    (run / "hangs").touch()
+    with start(run, program=PARENT) as started:
+        started.wait_for(lambda: (run / "tracking.log").exists())
+        started.descendants()
+        os.kill(started.pid, signal.SIGKILL)
+        started.check_nothing_left()
+    assert calls(run, "open") == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command lines
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--track", "clearml"), "Invalid value for '--track': 'clearml' is not one of none, trackio, wandb, mlflow;"),
+        (("--track-project", "flowers"), "--track-project flowers without --track: nothing is sent; give --track NAME"),
+        (("--track-checkpoint",), "--track-checkpoint without --track: nothing is sent; give --track NAME"),
+    ],
+)
+def test_refusals(refused: Refused, flags: tuple[str, ...], message: str) -> None:
+    refused("--loader", "synthetic", *flags)(f"train.py: {message}")
+
+
+def test_a_missing_package_is_refused(refused: Refused, monkeypatch: pytest.MonkeyPatch, run: Path) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    message = "--track wandb: the package wandb is missing; pip install wandb"
+    refused("--loader", "synthetic", "--track", "wandb")(f"train.py: {message}")
+    refused(run, "--track", "wandb", main=track.main, program="track.py")(f"track.py: {message}")
+
+
+def test_what_cannot_be_sent_is_refused(
+    refused: Refused, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "trackio", sys)  # as if it were installed
+    refuse = functools.partial(refused, main=track.main, program="track.py")
+    refuse(run, "--track", "none")("track.py: --track none: no tracker; give one of trackio, wandb, mlflow")
+    refuse(tmp_path, "--track", "trackio")(f"track.py: {tmp_path}: has no metrics.jsonl; give the output folder of a")
+    (run / "tracking.log").mkdir()
+    refuse(run, "--track", "trackio")(f"track.py: {run}: cannot be written (Is a directory), and the tracker's run is")
+
+
+# Each tracker's own package, in an environment of requirements-track.txt.
+
+FLAGS = (*TINY, "--batch-size", "8", "--epochs", "2", "--log-steps", "2")
+
+
+def metrics_of_trackio(folder: Path) -> list[dict[str, Any]]:
+    (database,) = (folder / "trackio").glob("brisk*.db")
+    with sqlite3.connect(database) as connection:
+        rows = connection.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id").fetchall()
+    assert len({name for name, *_ in rows}) == 1, "one tracked run"
+    return [{"step": step} | json.loads(text) for _, step, text in rows]
+
+
+def metrics_of_mlflow(folder: Path) -> list[dict[str, Any]]:
+    with sqlite3.connect(folder / "mlflow.db") as connection:
+        rows = connection.execute("SELECT run_uuid, step, key, value FROM metrics ORDER BY timestamp").fetchall()
+    assert len({run for run, *_ in rows}) == 1, "one tracked run"
+    found: dict[tuple[int, bool], dict[str, Any]] = {}
+    for _, step, key, value in rows:
+        found.setdefault((step, key.startswith("val/")), {"step": step})[key] = value
+    return list(found.values())
+
+
+def metrics_of_wandb(folder: Path) -> list[dict[str, Any]]:
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found = []
+    files = sorted((folder / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len({file.stem for file in files}) == 1, "one tracked run"
+    for content in records_of_wandb(files):
+        record = Record()
+        record.ParseFromString(content)
+        if (kind := record.WhichOneof("record_type")) == "history":
+            line = getattr(record, kind)
+            items = {item.key or "/".join(item.nested_key): item.value_json for item in line.item}
+            found.append({"step": line.step.num} | {name: json.loads(text) for name, text in items.items()})
+    return found
+
+
+def records_of_wandb(files: Sequence[Path]) -> Iterator[bytes]:
+    """The records of files in LevelDB's log format with a header of 7 bytes."""
+    for file in files:
+        data, at, record = file.read_bytes(), 7, b""
+        while at + 7 <= len(data):
+            if (left := 32_768 - at % 32_768) < 7:
+                at += left
+                continue
+            _, length, kind = struct.unpack_from("<IHB", data, at)
+            record += data[at + 7 : at + 7 + length]
+            at += 7 + length
+            if kind in (1, 4):  # whole, or the last part
+                yield record
+                record = b""
+
+
+TRACKED: dict[str, Callable[[Path], list[dict[str, Any]]]] = {
+    "trackio": metrics_of_trackio,
+    "wandb": metrics_of_wandb,
+    "mlflow": metrics_of_mlflow,
+}
+
+
+@pytest.mark.slow  # the trackers' packages take 1.3 GB: requirements-track.txt
+@pytest.mark.parametrize("tracker", TRACKED)
+def test_a_run_that_was_stopped_and_resumed_is_one_tracked_run(data: Path, tmp_path: Path, tracker: str) -> None:
+    assert importlib.util.find_spec(tracker), f"{tracker} is missing: pip install -r requirements-track.txt"
+    env = {
+        "TRACKIO_DIR": tmp_path / "trackio",
+        "WANDB_MODE": "offline",
+        "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db",
+        "MLFLOW_ARTIFACT_ROOT": tmp_path,
+    }
+    flags = ("--data-dir", data, *FLAGS, "--output-dir", tmp_path / "run", "--track", tracker)
+    assert launch(*flags, "--time-limit", 0.001, env=env, cwd=tmp_path).status == 143
+    done = launch(*flags, env=env, cwd=tmp_path)
+    assert done.status == 0, done.err
+    # What was left; waits for the processes of the two launches.
+    done = launch(tmp_path / "run", "--track", tracker, program=ROOT / "scripts" / "track.py", env=env, cwd=tmp_path)
+    assert done.status == 0, done.err
+    assert launch("--data-dir", data, *FLAGS, "--output-dir", tmp_path / "untracked").status == 0
+    assert_same_run(tmp_path / "run", tmp_path / "untracked")
+    values = {
+        (record["step"], name): value
+        for record in TRACKED[tracker](tmp_path)
+        for name, value in record.items()
+        if name in ("train/loss", "lr", "val/top1")
+    }
+    assert values == {
+        (record["step"], name): value
+        for record in read_metrics(tmp_path / "run")
+        for name, value in record.items()
+        if name in ("train/loss", "lr", "val/top1")
+    }
+
+
+@pytest.mark.slow  # mlflow, see above
+def test_a_tracker_that_is_down_changes_nothing(data: Path, tmp_path: Path) -> None:
+    flags = ("--data-dir", data, *FLAGS)
+    env = {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9"}
+    done = launch(*flags, "--output-dir", tmp_path / "run", "--track", "mlflow", env=env)
+    assert done.status == 0, done.err
+    assert "scripts/track.py" in done.out + done.err
+    assert launch(*flags, "--output-dir", tmp_path / "untracked").status == 0
+    assert_same_run(tmp_path / "run", tmp_path / "untracked")
+    assert not (tmp_path / "run" / TRACKING).exists()

@@ -1,0 +1,277 @@
+"""Sends a run to a tracker, from a process of its own that reads the files of the output folder.
+
+The files are the queue. So a tracker that is slow, down or broken can neither slow nor end the training, and what was
+not sent can be sent later: scripts/track.py RUN.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+from utils.config import ResolvedConfig
+from utils.errors import EXIT_DONE, EXIT_FAILED, escape_control_chars, first_line
+from utils.files import write_json
+from utils.log import EVENTS, METRICS, SUMMARY, Log
+from utils.training.trackers import Outcome, Tracker
+
+TRACKING = "tracking.json"  # of each tracker: id of the run, and what was sent
+OUTPUT = "tracking.log"  # what the tracker's package prints; locked by the process that sends
+PROGRAM = Path(__file__).resolve().parents[2] / "scripts" / "track.py"
+POLL_SECONDS = 0.2
+READ_SECONDS = 2.0  # between two looks at the files
+RETRY_SECONDS = (5.0, 300.0)  # after a failure, twice as long each time
+END_SECONDS = 60.0  # for the rest to be sent when a run has ended
+WAIT_SECONDS, WAIT_STOPPED_SECONDS = 30.0, 5.0  # that a finished run waits for that, and one that must end
+SAVE_LINES = 100  # after which TRACKING is written
+
+
+class TrackerProcess(contextlib.AbstractContextManager["TrackerProcess"]):
+    """The process that sends a run; on ranks other than 0, and without `--track`, there is none.
+
+    At the end of the `with` block the rest is sent. If that takes long, the process goes on alone.
+
+    Args:
+        config: of the run.
+        is_main: whether this process is rank 0.
+        log: gets a warning.
+    """
+
+    def __init__(self, config: ResolvedConfig, is_main: bool, log: Log) -> None:
+        self._config, self._log = config, log
+        self._is_active = is_main and config.track != "none"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start to send; the files of the output folder are this run's."""
+        if not self._is_active:
+            return
+        config = self._config
+        words = [sys.executable, str(PROGRAM), str(config.output_dir), "--track", config.track]
+        words += ["--follow", str(os.getpid())]
+        if config.track_project is not None:
+            words += ["--track-project", config.track_project]
+        if config.track_checkpoint:
+            words += ["--track-checkpoint"]
+        try:
+            # Of another session, so that Ctrl-C does not reach it: it sends the rest when this process has ended.
+            self._process = subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)
+        except OSError as error:
+            self._log.info(f"warning: --track {config.track}: not started ({error.strerror}); training goes on")
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        seconds = WAIT_SECONDS if kind is None else WAIT_STOPPED_SECONDS
+        process.terminate()  # which asks it to send the rest
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._log.info(
+                f"warning: {self._config.track} has not taken all metrics yet; a process tries for {END_SECONDS:.0f} s "
+                f"more, then {resend_command(self._config.output_dir, self._config.track)} sends the rest"
+            )
+
+
+def resend_command(folder: Path, tracker: str) -> str:
+    """The command that sends what is left."""
+    return f"scripts/track.py {folder} --track {tracker}"
+
+
+class Sender:
+    """Sends what the files of a run hold and its tracker has not got yet.
+
+    Lines up to the last one that was sent are left out. So a launch that repeats steps after a crash adds none twice:
+    a resume gives the same values.
+
+    Args:
+        folder: output folder.
+        name: of the tracker.
+        create_tracker: makes its client; called again after it has failed.
+        with_checkpoint: whether `best.pt` is sent when the run is finished.
+    """
+
+    def __init__(
+        self, folder: Path, name: str, create_tracker: Callable[[], Tracker], with_checkpoint: bool = False
+    ) -> None:
+        self._folder, self._name, self._create_tracker = folder, name, create_tracker
+        self._with_checkpoint = with_checkpoint
+        self._states = _read_json(folder / TRACKING)  # of all trackers
+        self._sent: dict[str, Any] = {"run_id": None, "step": 0, "epoch": 0} | self._states.get(name, {})
+        self._tracker: Tracker | None = None
+
+    def send(self) -> None:
+        """Send the new lines of metrics.jsonl. May raise any error of the tracker; the next call goes on from there."""
+        tracker = self._open()
+        unwritten = 0
+        try:
+            for record in self._new_records():
+                values = {name: value for name, value in record.items() if value is not None and name != "step"}
+                tracker.log(values, record["step"])
+                key = _order_key(record)
+                self._sent[key] = record[key]
+                unwritten += 1
+                if unwritten % SAVE_LINES == 0:
+                    self._save()
+        finally:
+            if unwritten:
+                self._save()
+
+    def finish(self) -> None:
+        """Send the end of a launch. May raise any error of the tracker."""
+        outcome = self._outcome()
+        best = self._folder / "best.pt"
+        is_sent = self._with_checkpoint and outcome == "finished" and best.is_file()
+        self._open().finish(outcome, _read_json(self._folder / SUMMARY), best if is_sent else None)
+
+    def _open(self) -> Tracker:
+        if self._tracker is None:
+            tracker = self._create_tracker()
+            name = self._folder.absolute().name
+            self._sent["run_id"] = tracker.open(self._sent["run_id"], name, _read_json(self._folder / "config.json"))
+            self._save()
+            self._tracker = tracker
+        return self._tracker
+
+    def _new_records(self) -> Iterator[dict[str, Any]]:
+        """Records that were not sent, in order; a last line without its end is being written."""
+        for record in _read_lines(self._folder / METRICS):
+            key = _order_key(record)
+            if record[key] > self._sent[key]:
+                yield record
+
+    def _outcome(self) -> Outcome:
+        events = [event["event"] for event in _read_lines(self._folder / EVENTS)]
+        if not events:
+            return "died"
+        return "finished" if events[-1] == "finished" else "stopped" if events[-1] == "stopped" else "died"
+
+    def _save(self) -> None:
+        with contextlib.suppress(OSError):  # a full disk; lines that are sent twice are no harm
+            write_json(self._folder / TRACKING, self._states | {self._name: self._sent})
+
+
+def follow(sender: Sender, pid: int, name: str, folder: Path, messages: IO[str]) -> int:
+    """Send while the process `pid`, which has started this one, lives, and then the rest; returns the exit status.
+
+    Args:
+        sender: of the run.
+        pid: the training process.
+        name: of the tracker.
+        folder: output folder.
+        messages: where failures are printed; one that repeats itself is printed once.
+    """
+    end = _End(pid)
+    retry_seconds, last_failure = RETRY_SECONDS[0], ""
+    while not end.is_due():
+        try:
+            sender.send()
+            retry_seconds, pause = RETRY_SECONDS[0], READ_SECONDS
+        except Exception as error:
+            failure = first_line(error)
+            if failure != last_failure:
+                _print(messages, f"--track {name}: {failure}; training goes on, and so do the attempts")
+            last_failure, pause = failure, retry_seconds
+            retry_seconds = min(2 * retry_seconds, RETRY_SECONDS[1])
+        end.wait(pause)
+    return send_all(sender, name, folder, messages)
+
+
+def send_all(sender: Sender, name: str, folder: Path, messages: IO[str]) -> int:
+    """Send what is left, and the end of the launch; returns the exit status. Arguments as of `follow`."""
+    try:
+        sender.send()
+        sender.finish()
+    except Exception as error:
+        _print(messages, f"--track {name}: {first_line(error)}; {resend_command(folder, name)} sends the rest")
+        return EXIT_FAILED
+    return EXIT_DONE
+
+
+@contextlib.contextmanager
+def captured_output(folder: Path) -> Iterator[IO[str]]:
+    """Standard output and error go to OUTPUT while one process at a time sends; gives the former standard error.
+
+    A second process waits here for the end of the first one.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    with (folder / OUTPUT).open("a") as output, os.fdopen(os.dup(2), "w") as messages:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(output, fcntl.LOCK_EX)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        for number in (1, 2):
+            os.dup2(output.fileno(), number)
+        yield messages
+
+
+class _End:
+    """When to send the rest: SIGTERM or SIGINT came, or the training process `pid` has ended.
+
+    This process ends END_SECONDS after that, whatever it waits for.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid, self._is_asked = pid, False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._ask)
+        threading.Thread(target=self._limit, daemon=True).start()
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self._is_asked = True
+
+    def is_due(self) -> bool:
+        return self._is_asked or os.getppid() != self._pid
+
+    def wait(self, seconds: float) -> None:
+        """Wait, but not beyond the end."""
+        deadline = time.monotonic() + seconds
+        while not self.is_due() and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+
+    def _limit(self) -> None:
+        while not self.is_due():
+            time.sleep(POLL_SECONDS)
+        time.sleep(END_SECONDS)
+        os._exit(EXIT_FAILED)
+
+
+def _order_key(record: Mapping[str, Any]) -> str:
+    """The key that orders a record among those of its kind: evaluations have the step of the log interval before."""
+    return "epoch" if "val/top1" in record else "step"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Content of a JSON file; {} where there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(path.read_text())
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    """Objects of a file of JSON lines, without a last line that is being written."""
+    try:
+        text = path.read_text()
+    except OSError:
+        return []
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def _print(messages: IO[str], text: str) -> None:
+    """Print a line; where nobody reads it any more, nothing happens."""
+    with contextlib.suppress(OSError):
+        messages.write(escape_control_chars(text) + "\n")
+        messages.flush()
