@@ -54,14 +54,18 @@ def read_options(
     options = Options(run=run, follow=follow, **flags)  # type: ignore[arg-type]
     if options.track not in TRACKERS:
         raise UserError(f"--track {options.track}: no tracker; give one of {', '.join(TRACKERS)}")
-    require_tracker(options.track)
-    if not (run / METRICS).is_file():
-        raise UserError(f"{run}: has no {METRICS}; give the output folder of a run")
     return options
 
 
 def send(options: Options) -> int:
-    """Send the run; returns the exit status."""
+    """Send the run; returns the exit status.
+
+    Raises:
+        UserError: there is no run, the tracker's package is missing, or the folder cannot be written.
+    """
+    require_tracker(options.track)
+    if not (options.run / METRICS).is_file():
+        raise UserError(f"{options.run}: has no {METRICS}; give the output folder of a run")
     create = functools.partial(TRACKERS[options.track], options.track_project, options.run)
     sender = Sender(options.run, options.track, create, options.track_checkpoint)
     try:

@@ -7,7 +7,18 @@ from typing import Any
 
 import pytest
 
-from scripts import benchmark, check_dataset, convert_dataset, launcher, make_digits, performance, runs, scaling, track
+from scripts import (
+    benchmark,
+    check_dataset,
+    convert_dataset,
+    download,
+    launcher,
+    make_digits,
+    performance,
+    runs,
+    scaling,
+    track,
+)
 from tests.contract import CONTRACT, flags_of
 from utils import errors
 from utils.cli import TRAIN, Program
@@ -18,6 +29,7 @@ PROGRAMS: tuple[Program[Any], ...] = (
     benchmark.PROGRAM,
     check_dataset.PROGRAM,
     convert_dataset.PROGRAM,
+    download.PROGRAM,
     launcher.PROGRAM,
     make_digits.PROGRAM,
     performance.PROGRAM,

@@ -28,7 +28,7 @@ BLOCKS = [block for path in USER_PAGES for block in blocks(path)]
 COMMANDS = [command for block in BLOCKS if block.language == "bash" for command in commands(block)]
 BY_NAME = {program.name: program for program in PROGRAMS}
 # Programs that are not ours: only their names are checked.
-FOREIGN = {"source"}
+FOREIGN = {"source", "pip"}
 # The other scripts measure for minutes, or install.
 RUN_HERE = {"train.py", "check_dataset.py", "convert_dataset.py", "runs.py"}
 SEVERAL_MACHINES = {"torchrun", "srun", "sbatch"}
