@@ -10,6 +10,7 @@ import pytest
 from scripts import (
     benchmark,
     check_dataset,
+    compare_formats,
     convert_dataset,
     download,
     launcher,
@@ -28,6 +29,7 @@ PROGRAMS: tuple[Program[Any], ...] = (
     TRAIN,
     benchmark.PROGRAM,
     check_dataset.PROGRAM,
+    compare_formats.PROGRAM,
     convert_dataset.PROGRAM,
     download.PROGRAM,
     launcher.PROGRAM,
