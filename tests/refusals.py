@@ -1,4 +1,4 @@
-"""Writes docs/internals/refusals.md: every data set of refused_folders.py and refused_shards.py, and what train.py says.
+"""Writes docs/internals/refusals.md: each data set of refused_folders.py and refused_shards.py, and the message.
 
     python -m tests.refusals
 
@@ -23,12 +23,18 @@ PAGE = ROOT / "docs" / "internals" / "refusals.md"
 CASES = [*FOLDERS, *SHARDS, *TFRECORDS, *RECORDIO, *LMDB, *ARROW, *OTHERS]
 NOBODY = 65534  # user id
 # Words of libraries and of the system, which change with their versions.
-FOREIGN = re.compile(r"(no CSV of UTF-8 text|not the devkit's meta.mat|cannot be read|no readable \w+ \w+) \((?!No such|P)[^;]*\)")
+FOREIGN = re.compile(
+    r"(no CSV of UTF-8 text|not the devkit's meta.mat|cannot be read|no readable \w+ \w+) \((?!No such|P)[^;]*\)"
+)
 HEAD = """# What is refused, and how
 
-Every row is a data set and a command line, `train.py --data-dir DATA --output-dir RUN --device cpu` with the flags of the row. Each
-ends with exit status 2 and one line on standard error, before anything is written. `tests/runs/test_refusals.py` runs them all and
-compares them with this page, which `python -m tests.refusals` writes. WORDS are those of a library.
+Every row is a data set and a command line, `train.py --data-dir DATA --output-dir RUN --device cpu` with the flags of
+the row. Each ends with exit status 2 and one line on standard error, before the output folder is made.
+`tests/runs/test_refusals.py` runs them all and compares them with this page, which `python -m tests.refusals` writes.
+WORDS are those of a library.
+
+Two things are no mistakes. RecordIO files need no `.idx`. A TFRecord or RecordIO file that was cut exactly between two
+records does not show it, unless its `.idx` lies beside it.
 
 | data | what is wrong | flags | exit status | message |
 |---|---|---|---|---|
@@ -37,7 +43,7 @@ compares them with this page, which `python -m tests.refusals` writes. WORDS are
 
 @contextlib.contextmanager
 def written(case: Case) -> Iterator[Path]:
-    """A folder with the data set of a case as `data`, and a user that cannot read everything, if the case needs that."""
+    """A folder with the data set of a case as `data`, read by a user who is not root, if needed."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve()
         (folder / "data").mkdir()

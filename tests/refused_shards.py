@@ -43,7 +43,7 @@ def example(label: int | bytes | None, image: bytes = JPEG) -> bytes:
     return tfrecord.framed(tfrecord.example(*entries))
 
 
-RECORDS = example(0) + example(1)
+RECORDS = example(0) + example(1) + example(2)
 TF = "TFRecord files"
 TF_NAME = "SPLIT-00000-of-00001"
 NO_IMAGE = tfrecord.framed(tfrecord.example(tfrecord.LABEL))
@@ -76,7 +76,7 @@ def images(*labels: float) -> bytes:
 
 REC = "RecordIO files"
 RECORDIO = [
-    Case(REC, "cut in the middle", both("SPLIT.rec", images(0, 1), cut("train.rec"))),
+    Case(REC, "cut in the middle", both("SPLIT.rec", images(0, 1, 2), cut("train.rec"))),
     Case(REC, "no magic number", both("SPLIT.rec", images(0, 1), patch("train.rec", 0, b"\0\0\0\0"))),
     Case(REC, "an empty file", both("SPLIT.rec", b"")),
     Case(REC, "a part of a split record", both("SPLIT.rec", recordio.part(1, bytes(40)) + images(0))),
@@ -117,7 +117,7 @@ LMDB = [
     Case(DATABASE, "text", lmdb({"0": b"cat.jpg 3"})),
     Case(DATABASE, "the label -1", lmdb({"0": caffe.datum(JPEG, -1)})),
     Case(DATABASE, "no labels", lmdb({"0": caffe.datum(JPEG, None), "1": caffe.datum(JPEG, None)})),
-    Case(DATABASE, "two of a split", lmdb(DATUM, lambda root: shutil.copytree(root / "train_lmdb", root / "a_train_lmdb"))),
+    Case(DATABASE, "two of a split", lmdb(DATUM, lambda root: shutil.copytree(root / "val_lmdb", root / "a_val_lmdb"))),
 ]  # fmt: skip
 
 # ---------------------------------------------------------------------------------------------------------------------

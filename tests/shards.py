@@ -104,7 +104,8 @@ def write_arrow_cache(folder: Path, target: Path) -> Path:
     """What `datasets` caches of parquet files with the images of the folder, as it caches what it has downloaded."""
     program = (
         "import sys, datasets; folder, target = sys.argv[1:]; cache = target + '-cache'; "
-        "loaded = datasets.load_dataset('imagefolder', data_dir=folder, cache_dir=cache); "
+        "datasets.load_dataset('imagefolder', data_dir=folder, cache_dir=cache).save_to_disk(cache + '/saved'); "
+        "loaded = datasets.load_from_disk(cache + '/saved'); "  # which has the bytes of the files
         "files = {split: f'{cache}/{split}.parquet' for split in loaded}; "
         "[loaded[split].to_parquet(file) for split, file in files.items()]; "
         "datasets.load_dataset('parquet', data_files=files, cache_dir=target)"
