@@ -166,8 +166,8 @@ class Case(NamedTuple):
 
     @property
     def global_batch(self) -> int:
-        """Images per step, an even number."""
-        return 2 * max(1, self.num_train // STEPS // 2)
+        """Images per step, a multiple of 4: a process has 2 or more, as batch norm needs them."""
+        return 4 * max(1, self.num_train // STEPS // 4)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -278,7 +278,8 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("tests.format_table", description="Runs on a data set in every format.")
     parser.add_argument("--data-dir", type=Path, required=True, help="class folders, or images in any folders")
     parser.add_argument("--output-dir", type=Path, required=True, help="a new folder for the formats and the runs")
-    parser.add_argument("--only", default="", help="a part of the names of the formats, besides class folders")
+    parser.add_argument("--only", nargs="*", default=[""], help="parts of names of formats, besides class folders")
+    parser.add_argument("--loaders", nargs="*", default=["dali", "torch"], help="which of them")
     options = parser.parse_args(argv)
     options.output_dir.mkdir(parents=True)
     torch.set_num_threads(1)
@@ -289,11 +290,11 @@ def main(argv: Sequence[str]) -> int:
     rows: list[list[str]] = []
     on_folder: dict[str, Case] = {}
     for name, write in WRITERS.items():
-        if write is not WRITERS["class folders"] and options.only not in name:
+        if write is not WRITERS["class folders"] and not any(part in name for part in options.only):
             continue
         source = write(folder, options.output_dir / "formats" / str(len(rows)))
         names = ("--class-names", source / "names.txt") if (source / "names.txt").exists() else ()
-        for loader in ("dali", "torch"):
+        for loader in options.loaders:
             flags = (*TINY, "--epochs", EPOCHS, "--data-dir", source, *names, "--loader", loader)
             case = Case(flags, options.output_dir / "runs" / str(len(rows)), counts[0])
             folder_case = on_folder.setdefault(loader, case)
