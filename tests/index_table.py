@@ -212,8 +212,8 @@ def write_files(root: Path, files: Sequence[tuple[str, int]]) -> None:
     pool = root.parent / "pool"
     if not pool.exists():
         pool.mkdir()
-        for number, content in enumerate(CONTENTS):
-            (pool / str(number)).write_bytes(content)
+        for number, each in enumerate(CONTENTS):
+            (pool / str(number)).write_bytes(each)
     for name, content in files:
         os.link(pool / str(content), root / name)
 
