@@ -155,10 +155,11 @@ def write_tfrecords(root: Path, split: str, listed: Sequence[Image]) -> None:
 
 def write_recordio(root: Path, split: str, listed: Sequence[Image]) -> None:
     with (root / f"{split}.rec").open("wb") as file, (root / f"{split}.idx").open("w") as index:
+        offset = 0
         for number, (_, label, content) in enumerate(listed):
-            index.write(f"{number}\t{file.tell()}\n")
+            index.write(f"{number}\t{offset}\n")
             data = recordio.image(CONTENTS[content], label, number)
-            file.write(struct.pack("<II", 0xCED7230A, len(data)) + data + bytes(-len(data) % 4))
+            offset += file.write(struct.pack("<II", 0xCED7230A, len(data)) + data + bytes(-len(data) % 4))
 
 
 def write_lmdb(root: Path, split: str, listed: Sequence[Image]) -> None:
