@@ -7,8 +7,8 @@ OUT must not exist; one format is written at a time, and removed. The images are
 behind it, so that lengths vary, of 1,000 classes in random order. There are --records of them, and one of each class in
 the other split. Every measurement is a process of its own, which imports train.py first:
 
-- index: `read_data` where there is no index, with 1 and 2 worker processes;
-- load: `read_data` where the index is there, the manifest included, and of this `read_shards` alone;
+- index: `read_data` where there is no index, with 1 and 2 worker processes; in parentheses CPU seconds of all processes;
+- load: `read_data` where the index is there, the manifest included (CPU seconds), and of this `read_shards` alone;
 - memory: what the resident memory of the loading process grows by, at the end and at most.
 """
 
@@ -50,9 +50,9 @@ HEADER = (
     "of it the index, s",
     "memory, MB",
 )
-# Prints seconds, seconds of `read_shards`, and how much the memory grew at the end and at most, in MB.
+# Prints the images, then seconds, CPU seconds, seconds of `read_shards`, and MB by which the memory grew, and at most.
 READ = """
-import gc, json, resource, sys, time
+import gc, json, os, resource, sys, time
 from pathlib import Path
 import torch, train
 from utils.config import TrainConfig
@@ -74,13 +74,13 @@ read_shards, splits.read_shards = splits.read_shards, timed
 env = DistEnv(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
 config = TrainConfig(data_dir=Path(sys.argv[1]), output_dir=Path(sys.argv[1], "run"), workers=int(sys.argv[2]))
 gc.collect()
-before, start = resident(), time.perf_counter()
+before, start, cpu = resident(), time.perf_counter(), sum(os.times()[:4])
 found = splits.read_data(config, env)
-seconds = time.perf_counter() - start
+seconds, cpu = time.perf_counter() - start, sum(os.times()[:4]) - cpu
 most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
 gc.collect()
 images = {split: len(manifest) for split, manifest in found.items()}
-print(json.dumps([images, seconds, inner, resident() - before, most - before]))
+print(json.dumps([images, seconds, cpu, inner, resident() - before, most - before]))
 """
 
 
@@ -271,14 +271,22 @@ def measure(name: str, root: Path, count: int) -> list[str]:
     for workers in (1, 2):
         for index in root.rglob("*.index.npz"):
             index.unlink()
-        found, taken, *_ = read(root, workers)
+        found, taken, cpu, *_ = read(root, workers)
         assert found[large] == count, found
-        seconds.append(f"{taken:.1f}")
-    _, load, inner, memory, most = read(root, 2)
+        seconds.append(f"{taken:.1f} ({cpu:.1f})")
+    _, load, load_cpu, inner, memory, most = read(root, 2)
     size = "".join(f"{index.stat().st_size / 1e6:.1f}" for index in root.rglob(f"{large}.index.npz"))
     shutil.rmtree(root)
     alone = f"{inner:.2f}" if size else ""
-    return [name, f"{written:.0f}", *seconds, size, f"{load:.2f}", alone, f"{memory:.0f} (at most {most:.0f})"]
+    return [
+        name,
+        f"{written:.0f}",
+        *seconds,
+        size,
+        f"{load:.2f} ({load_cpu:.2f})",
+        alone,
+        f"{memory:.0f} (at most {most:.0f})",
+    ]
 
 
 def main(argv: Sequence[str]) -> int:
