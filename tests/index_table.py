@@ -7,7 +7,7 @@ OUT must not exist; one format is written at a time, and removed. The images are
 behind it, so that lengths vary, of 1,000 classes in random order. There are --records of them, and one of each class in
 the other split. Every measurement is a process of its own, which imports train.py first:
 
-- index: `read_data` where there is no index, with 1 and 2 worker processes; in parentheses CPU seconds of all processes;
+- index: `read_data` where there is no index, with 1 and 2 worker processes (CPU seconds of all processes);
 - load: `read_data` where the index is there, the manifest included (CPU seconds), and of this `read_shards` alone;
 - memory: what the resident memory of the loading process grows by, at the end and at most.
 """
