@@ -100,13 +100,67 @@ def write_arrow(folder: Path, target: Path) -> Path:
     return target
 
 
+def write_arrow_cache(folder: Path, target: Path) -> Path:
+    """What `datasets` caches of parquet files with the images of the folder, as it caches what it has downloaded."""
+    program = (
+        "import sys, datasets; folder, target = sys.argv[1:]; cache = target + '-cache'; "
+        "datasets.load_dataset('imagefolder', data_dir=folder, cache_dir=cache).save_to_disk(cache + '/saved'); "
+        "loaded = datasets.load_from_disk(cache + '/saved'); "  # which has the bytes of the files
+        "files = {split: f'{cache}/{split}.parquet' for split in loaded}; "
+        "[loaded[split].to_parquet(file) for split, file in files.items()]; "
+        "datasets.load_dataset('parquet', data_files=files, cache_dir=target)"
+    )
+    subprocess.run([sys.executable, "-c", program, folder, target], check=True)
+    shutil.rmtree(f"{target}-cache")
+    (train,) = target.rglob("*-train*.arrow")
+    return train.parent
+
+
 def write_imagenet(root: Path) -> Path:
     """Class folders whose validation images have ImageNet's names, in an order that mixes the classes."""
-    write_data(root, train=(4, 4, 3), val=(3, 3, 3))
+    return with_imagenet_names(write_data(root, train=(4, 4, 3), val=(3, 3, 3)))
+
+
+def with_imagenet_names(root: Path) -> Path:
+    """Give the validation images of class folders ImageNet's names, in an order that mixes the classes."""
     images = sorted((root / "val").glob("*/*"), key=lambda path: path.name[::-1])
     for number, path in enumerate(images, start=1):
         path.rename(path.with_name(f"ILSVRC2012_val_{number:08}.JPEG"))
     return root
+
+
+def _write_flat(folder: Path, target: Path) -> list[Path]:
+    """The folder with its validation images in val/ itself; returns where they were, sorted by name."""
+    shutil.copytree(folder / "train", target / "train")
+    (target / "val").mkdir()
+    images = sorted((folder / "val").glob("*/*"), key=lambda path: path.name)
+    for path in images:
+        shutil.copyfile(path, target / "val" / path.name)
+    return images
+
+
+def write_kaggle(folder: Path, target: Path) -> Path:
+    """The tree that Kaggle's archive unpacks to, of a folder with ImageNet's names of validation images."""
+    images = _write_flat(folder, target / "ILSVRC" / "Data" / "CLS-LOC")
+    rows = [f"{path.stem},{path.parent.name} 1 2 3 4\n" for path in images]
+    (target / "LOC_val_solution.csv").write_text("ImageId,PredictionString\n" + "".join(rows))
+    return target
+
+
+def write_flat_csv(folder: Path, target: Path) -> Path:
+    """Validation images in one folder, and their classes in `val.csv`."""
+    rows = [f"{path.name},{path.parent.name}\n" for path in _write_flat(folder, target)]
+    (target / "val.csv").write_text("".join(rows))
+    return target
+
+
+def write_flat_devkit(folder: Path, target: Path) -> Path:
+    """Validation images with ImageNet's names in one folder, and the two files of the devkit beside it."""
+    images = _write_flat(folder, target)
+    classes = sorted(path.name for path in (folder / "train").iterdir())
+    numbers = {name: number for number, name in enumerate(reversed(classes), start=1)}  # not the order of the names
+    write_devkit(target, numbers, [path.parent.name for path in images])
+    return target
 
 
 def write_ilsvrc(folder: Path, target: Path) -> Path:

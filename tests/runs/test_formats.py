@@ -1,5 +1,7 @@
 """Runs on shards: the same bits as on the folder of the same files, over resumes and other numbers of processes."""
 
+import contextlib
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -7,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import format_table, index_table
 from tests.conftest import TINY, assert_same_run
 from tests.harness import assert_refused, launch, launch_series, read_checkpoint, read_metrics
 from tests.shards import write_arrow, write_lmdb, write_recordio, write_tfrecord, write_webdataset
@@ -75,20 +78,45 @@ def test_two_processes_index_together(data: Path, tmp_path: Path) -> None:
     assert (root / "train.index.npz").is_file()
 
 
-@pytest.mark.slow  # two runs of three launches each
+@pytest.mark.slow  # twelve launches for each loader
 @pytest.mark.dist
-def test_shards_and_folder_are_the_same_on_other_numbers_of_processes(data: Path, tmp_path: Path) -> None:
-    """1 -> 2 -> 1 processes on shards, as on the folder."""
-    root = write_webdataset(data, tmp_path / "data", per_shard=7)
-    runs = {"shards": root, "folder": data}
-    for name, source in runs.items():
-        flags = ("--data-dir", source, *TINY, "--output-dir", tmp_path / name, "--loader", "torch")
-        first = launch(*flags, "--epochs", 1, "--batch-size", 8)
-        second = launch(*flags, "--epochs", 2, processes=2)
-        third = launch(*flags, "--epochs", 3)
-        assert [done.status for done in (first, second, third)] == [0, 0, 0], second.err
-        assert [record["val/count"] for record in read_metrics(tmp_path / name) if "val/count" in record] == [41] * 3
-    assert_same_run(tmp_path / "folder", tmp_path / "shards", without=["files"])
+@pytest.mark.timeout(900)
+def test_the_table_of_formats(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same bits, over stops in mid-epoch and on 1, 2 and 1 processes; each image once per epoch."""
+    flags = ("--data-dir", data, "--output-dir", tmp_path / "out", "--only", "WebDataset", "ILSVRC")
+    assert format_table.main(list(map(str, flags))) == 0
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert len(rows) == 3 * 2
+    assert all(row.endswith("| 82 of 82 | yes | yes | yes |") for row in rows)
+
+
+@pytest.mark.parametrize("change", ["none", "a repeated image", "a wrong label", "a missing step"])
+def test_the_table_sees_what_is_wrong_with_an_epoch(tmp_path: Path, change: str) -> None:
+    case = format_table.Case((), tmp_path, num_train=9)
+    lines = []
+    for step in range(format_table.EPOCHS * case.steps_per_epoch):
+        first = step % case.steps_per_epoch * 4
+        images = list(range(first, first + 4))
+        lines.append({"step": step, "processes": 1 + step % 2, "images": images, "labels": [at % 3 for at in images]})
+    if change == "a repeated image":
+        lines[1] |= {"images": [0, 5, 6, 7], "labels": [0, 2, 0, 1]}
+    elif change == "a wrong label":
+        lines[3]["labels"] = [0, 0, 0, 0]
+    elif change == "a missing step":
+        del lines[-1]
+    (tmp_path / "processes-log").mkdir()
+    (tmp_path / "processes-log" / "0.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    with contextlib.nullcontext() if change == "none" else pytest.raises(AssertionError):
+        case.assert_once_per_epoch([number % 3 for number in range(9)])
+
+
+@pytest.mark.slow  # three processes for each format
+@pytest.mark.timeout(900)
+def test_the_table_of_listings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each format that the program writes is read with as many images."""
+    assert index_table.main(["--output-dir", str(tmp_path / "out"), "--records", "2000"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2 + len(index_table.FORMATS)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.dist

@@ -84,18 +84,20 @@ def _read_folders(config: TrainConfig, splits: Sequence[str]) -> Splits:
 
 def _read_shards(config: TrainConfig, source: Source, splits: Sequence[str], env: DistEnv) -> Splits:
     assert source.format is not None, "class folders have no shards"
+    with sync_errors(env):  # before all shards are read
+        if config.val_fraction and "val" in source.shards and not config.evaluate:
+            raise UserError(
+                f"--val-fraction {config.val_fraction:g}: --data-dir {config.data_dir} has shards of val "
+                f"({source.shards['val'][0].name}, ...), which would not be used; leave --val-fraction out"
+            )
+        given = read_class_names(config.class_names, source) if config.class_names is not None else None
     workers = config.workers or max(1, len(os.sched_getaffinity(0)) // env.local_world_size)
     read = [
         read_shards(split, source.format, source.shards[split], config.output_dir, workers, env) for split in splits
     ]
     listed: Splits = {}
     with sync_errors(env):
-        if config.val_fraction and "val" in source.shards and not config.evaluate:
-            raise UserError(
-                f"--val-fraction {config.val_fraction:g}: --data-dir {config.data_dir} has shards of val "
-                f"({source.shards['val'][0].name}, ...), which would not be used; leave --val-fraction out"
-            )
-        names, names_from = read_class_names(config.class_names, source)
+        names, names_from = given or read_class_names(None, source)
         listed = create_manifests(read, names, names_from, source.format.NAME, config.bad_files == "skip")
     return listed
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 from pathlib import Path
 
@@ -96,42 +95,6 @@ def samples(label: object, *keys: str, suffix: str = "cls") -> dict[str, bytes]:
         text = str(label) if suffix == "cls" else json.dumps({"label": label})
         members |= {f"{key}.jpg": b"content of " + key.encode(), f"{key}.{suffix}": text.encode()}
     return members
-
-
-@pytest.mark.parametrize(
-    ("train", "val", "names", "message"),
-    [
-        ([samples(0, "a"), samples(3, "b")], [samples(0, "c")], None, "2 of 4 classes have no image in train (1, 2)"),
-        ([samples(0, "a"), samples(1, "b")], [samples(0, "c")], None, "1 of 2 classes have no image in val (1)"),
-        ([samples(0, "a")], [samples(1, "c")], None, "1 of 2 classes have no image in train (1)"),
-        ([samples(5, "a")], [samples(5, "c")], None, "the smallest label is 5; labels must count from 0 or from 1"),
-        ([samples(0, "a"), samples(1, "b")], [samples(1, "c"), samples(0, "d")], ("x",), "label 1, but NAMES has 1 cl"),
-        ([samples(0, "a")], [samples(10**12, "c")], None, "label 1000000000000, but 2 images; labels must number"),
-        ([samples("x", "a")], [samples("y", "c")], ("x",), "the class 'y' is not in NAMES"),
-        ([samples("x", "a")], [samples(0, "c")], None, "labels are numbers in one split and names in the other"),
-        ([samples("x", "a") | samples(0, "b")], [samples(0, "c")], None, "some labels are numbers, others are names"),
-        ([{"a.txt": b"text"}], [samples(0, "c")], None, "a shard without images"),
-        (
-            [samples(0, "a") | {"b.jpg": b"", "b.cls": b"0"}],
-            [samples(0, "c")],
-            None,
-            "0.tar:b.jpg: an empty file",
-        ),
-    ],
-)
-def test_what_does_not_fit_is_refused(
-    tmp_path: Path,
-    cpu: DistEnv,
-    train: list[dict[str, bytes]],
-    val: list[dict[str, bytes]],
-    names: tuple[str, ...] | None,
-    message: str,
-) -> None:
-    for split, shards in (("train", train), ("val", val)):
-        for number, members in enumerate(shards):
-            write_tar(tmp_path / f"{split}-{number}.tar", members)
-    with pytest.raises(UserError, match=re.escape(message)):
-        manifests(read(tmp_path, tmp_path, cpu), names)
 
 
 def test_labels_from_1_and_names_that_come_twice(tmp_path: Path, cpu: DistEnv) -> None:

@@ -211,8 +211,12 @@ def _list_split(data_dir: Path, split: str) -> tuple[list[str], list[list[FileEn
     _refuse_broken_links(beside)
     loose = sum(is_image(entry.name) for entry in beside)
     if not classes:
-        found = f" ({loose} images lie there without one)" if loose else ""
-        raise UserError(f"{root}: no class folders{found}; put the images of each class into a folder of its name")
+        refuse_unreadable(data_dir)
+        found = f" ({loose} image{'s lie' if loose > 1 else ' lies'} there without one)" if loose else ""
+        remedy = f", or their classes into {split}.csv" if loose and split != "train" else ""
+        raise UserError(
+            f"{root}: no class folders{found}; put the images of each class into a folder of its name{remedy}"
+        )
     with ThreadPoolExecutor(SCAN_THREADS) as pool:
         listings, others = zip(*pool.map(_list_class, [root / name for name in classes]), strict=True)
     ignored = sum(others, collections.Counter({NO_CLASS: loose} if loose else {}))

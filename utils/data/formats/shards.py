@@ -195,7 +195,10 @@ def create_manifests(
         empty = np.flatnonzero(manifest.sizes == 0).tolist()
         if empty and not skip_bad:
             described = describe({manifest.record(index).name: "an empty file" for index in empty})
-            raise UserError(f"{described}; write them again, or exclude all bad files with --bad-files skip")
+            raise UserError(
+                f"{described}; write {'it' if len(empty) == 1 else 'them'} again, or exclude all bad files with "
+                "--bad-files skip"
+            )
         bad = {manifest.name(index): "an empty file" for index in empty}
         manifests[each.split] = dataclasses.replace(manifest.without(bad), source=format_name)
     return manifests
@@ -228,7 +231,10 @@ def _common_labels(
             )
         classes = class_names or tuple(map(str, range(first, first + highest + 1)))
         if highest >= len(classes):
-            raise UserError(f"{splits[0].root}: label {first + highest}, but {names_from} has {len(classes)} classes")
+            raise UserError(
+                f"{splits[0].root}: label {first + highest}, but {names_from} has {len(classes)} classes; give it a "
+                "name for each label"
+            )
     for each in splits:
         missing = np.flatnonzero(np.bincount(labels[each.split], minlength=len(classes)) == 0)
         if len(missing):

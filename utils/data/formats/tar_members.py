@@ -27,7 +27,7 @@ def read_members(shard: Path, descriptor: int, start: int = 0, end: int | None =
     Reads POSIX (pax), GNU and old headers, as POSIX.1-2001 and the GNU tar manual define them.
 
     Raises:
-        UserError: it is compressed, is no tar, or ends within a member.
+        UserError: it is compressed, is no tar, or ends within a member or before the block of zeros behind the last.
         OSError: it cannot be read.
     """
     total = os.fstat(descriptor).st_size if end is None else end
@@ -61,8 +61,9 @@ def read_members(shard: Path, descriptor: int, start: int = 0, end: int | None =
             if kind in (b"0", b"\0", b"7"):
                 yield Member(name or _name(header), offset, stored)
             name, size = "", None
-    if at > total or (at == start and total > start):
-        raise _cut(shard, at)
+    if at == total:
+        raise UserError(f"{shard}: cut off, the block of zeros that ends a tar is missing; copy or write it again")
+    raise _cut(shard, at)
 
 
 def read_small(shard: Path, descriptor: int, member: Member) -> bytes:
