@@ -40,7 +40,7 @@ TIMEOUT = 600.0  # seconds to wait for another process, as train.py
 
 
 @with_train_flags(
-    train_flag("output_dir", default=REQUIRED, help="Where predictions.csv and the other files go."),
+    train_flag("output_dir", default=REQUIRED, shown=False, help="Where predictions.csv and the other files go."),
     train_flag("batch_size", help="Images per process and batch.", shown="as in the run"),
     train_flag("workers"),
     train_flag("device", help="Where to compute."),

@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 
-from scripts import benchmark, check_dataset, convert_dataset, launcher, make_digits, performance, runs, scaling
+from scripts import (
+    benchmark,
+    check_dataset,
+    convert_dataset,
+    launcher,
+    make_digits,
+    performance,
+    predict,
+    runs,
+    scaling,
+)
 from tests.contract import CONTRACT, flags_of
 from utils import errors
 from utils.cli import TRAIN, Program
@@ -21,6 +31,7 @@ PROGRAMS: tuple[Program[Any], ...] = (
     launcher.PROGRAM,
     make_digits.PROGRAM,
     performance.PROGRAM,
+    predict.PROGRAM,
     runs.PROGRAM,
     scaling.PROGRAM,
 )
