@@ -106,7 +106,7 @@ def test_json_lines_and_parquet_are_the_csv(data: Path, trained: Path, tmp_path:
     assert table["index_2"].type == "int32"
     expected = [{**line, **{name: pytest.approx(line[name]) for name in ("logit", "logit_2")}} for line in lines]
     assert table.to_pylist() == expected
-    assert any(float(row["logit"]) > 1 for row in rows)
+    assert any(float(row["logit_2"]) < 0 for row in rows)
 
 
 def spelled(line: dict[str, Any]) -> Row:
@@ -127,10 +127,11 @@ def test_bad_files_get_a_row_each(data: Path, trained: Path, tmp_path: Path) -> 
     named = damage.write_unusual_names(tree / "green", damage.JPEG)
     text = tmp_path / "notes.txt"
     text.write_text("an image by its place in the command line")
-    good = sorted((data / "val" / "blue").glob("*.jpg"))
-    run_here(trained, tree, text, *good, "--output-dir", tmp_path / "out", "--batch-size", 14)
+    first, *good = sorted((data / "val" / "blue").glob("*.jpg"))
+    words = ("--batch-size", len(good) + 2, "--output-dir")
+    run_here(trained, first, text, *good, tree, *words, tmp_path / "out")
     rows = read_rows(tmp_path / "out")
-    assert len(rows) == len(kinds) + len(irregular) + len(named) + 1 + len(good)
+    assert len(rows) == len(kinds) + len(irregular) + len(named) + 2 + len(good)
     errors = {row["path"]: row["error"] for row in rows}
     for path in kinds.values():
         assert bool(errors[str(path)]) != (path.stat().st_size > 0 and dali_accepts(path)), path
@@ -139,8 +140,10 @@ def test_bad_files_get_a_row_each(data: Path, trained: Path, tmp_path: Path) -> 
     assert all(row["label"] == row["prob"] == row["correct"] == "" for row in rows if row["error"])
     assert all(row["label"] and row["prob"] for row in rows if not row["error"])
     assert [row["target"] for row in rows if row["path"] == str(text)] == [""]
-    run_here(trained, *good, "--output-dir", tmp_path / "alone", "--batch-size", 14)
-    assert sorted(without_paths(rows[-14:]), key=str) == sorted(without_paths(read_rows(tmp_path / "alone")), key=str)
+    # A good image of the batch takes the place of the bad one, so the others are computed in the same places.
+    run_here(trained, first, first, *good, *words, tmp_path / "alone")
+    alone = read_rows(tmp_path / "alone")
+    assert rows[: len(alone)] == [alone[0], rows[1], *alone[2:]]
 
 
 def test_an_image_that_only_the_loader_rejects(
@@ -211,7 +214,6 @@ def test_refused(data: Path, trained: Path, tmp_path: Path, refused: Refused) ->
     check(trained, image, "--format", "xml")("'xml' is not one of")
     check(trained, image, "--batch-size", 0)("--batch-size 0: must be 1 or more")
     check(trained, image, "--output-dir", image)(f"--output-dir {image}: cannot be written")
-    (tmp_path / "no-ema").mkdir()
     check(trained)("Missing argument 'SOURCE...'")
 
 
