@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import os
 import signal
 from collections import Counter
@@ -107,7 +108,10 @@ def test_json_lines_and_parquet_are_the_csv(data: Path, trained: Path, tmp_path:
     assert table["index_2"].type == "int32"
     expected = [{**line, **{name: pytest.approx(line[name]) for name in ("logit", "logit_2")}} for line in lines]
     assert table.to_pylist() == expected
-    assert any(float(row["logit_2"]) < 0 for row in rows)
+    run_here(trained / "best.pt", data / "val", "--output-dir", tmp_path / "probabilities")
+    for row, other in zip(rows, read_rows(tmp_path / "probabilities"), strict=True):
+        ratio = float(other["prob"]) / float(other["prob_2"])
+        assert math.exp(float(row["logit"]) - float(row["logit_2"])) == pytest.approx(ratio, rel=1e-4)
 
 
 def spelled(line: dict[str, Any]) -> Row:

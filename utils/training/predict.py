@@ -1,6 +1,6 @@
 """Predictions of a checkpoint for images that need no data set: the same pixels and numbers as an evaluation.
 
-Whole batches go to the ranks in turns, so that a batch, and what is computed of it, is the same on any number of them.
+Whole batches go to the ranks round robin, so a batch, and what is computed of it, is the same on any number of them.
 Rank 0 writes the rows of every round as they come.
 """
 
@@ -202,7 +202,7 @@ class _Predictor:
         logits = compute_logits(self.model, pixels, self.normalize, self.env, self.amp_dtype)
         count = min(max(self.columns.topk, TOP), logits.shape[1])
         top, indices = logits.topk(count, dim=1)
-        scores = top if self.columns.output_type == "logit" else logits.softmax(1).gather(1, indices)
+        scores = top if self.columns.output_type == "logit" else torch.take_along_dim(logits.softmax(1), indices, dim=1)
         if self.env.device.type != "cuda":
             return _Batch(images, indices, scores, lambda: None)
         indices, scores = (each.to("cpu", non_blocking=True) for each in (indices, scores))
