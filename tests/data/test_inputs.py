@@ -106,14 +106,14 @@ def shards_of(folder: Path, labels: Sequence[int | str]) -> Shards:
 def test_labels_of_shards(tmp_path: Path, labels: Sequence[int | str], names: str | None, expected: list[int]) -> None:
     if names is not None:
         (tmp_path / "classes.txt").write_text(names)
-    manifest = shards_manifest([(webdataset, shards_of(tmp_path, labels))], ("blue", "red"))  # type: ignore[list-item]
+    manifest = shards_manifest([(webdataset, shards_of(tmp_path, labels))], ("blue", "red"))
     assert manifest.labels.tolist() == expected
     assert manifest.record(1).name == f"{tmp_path}/val.tar:1.jpg"
     assert manifest.record(1).location == (str(tmp_path / "val.tar"), ((100, 10),))
 
 
 def test_numbers_that_are_class_names(tmp_path: Path) -> None:
-    manifest = shards_manifest([(webdataset, shards_of(tmp_path, [3, 2]))], ("1", "2", "3"))  # type: ignore[list-item]
+    manifest = shards_manifest([(webdataset, shards_of(tmp_path, [3, 2]))], ("1", "2", "3"))
     assert manifest.labels.tolist() == [2, 1]
 
 
@@ -122,7 +122,7 @@ def test_several_shards_keep_their_order_and_parts(tmp_path: Path) -> None:
     split = [Entry("a.jpg", "red", ((5, 3), (20, 4))), Entry("b.jpg", "blue", ((40, 0),))]
     second = Shards("val", other, (str(other / "v.tar"),), np.array([0]), np.array([2]), index_entries(other, split))
     groups = [(webdataset, shards_of(tmp_path, ["red"])), (webdataset, second)]
-    manifest = shards_manifest(groups, ("blue", "red"))  # type: ignore[arg-type]
+    manifest = shards_manifest(groups, ("blue", "red"))
     assert manifest.labels.tolist() == [1, 1, 0]
     assert manifest.record(1).location == (os.fspath(other / "v.tar"), ((5, 3), (20, 4)))
     assert manifest.bad == {f"{other}/v.tar:b.jpg": "an empty file"}
