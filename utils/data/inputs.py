@@ -115,11 +115,10 @@ def _parts(path: str) -> list[str]:
 
 
 def _format_of(path: str) -> ShardFormat | None:
-    """The format of a shard, by its name; None for other files and folders."""
-    if os.path.isdir(path) and not os.path.isfile(os.path.join(path, "data.mdb")):
+    """The format of a shard, by its name; None for other files, and for folders."""
+    if os.path.isdir(path):
         return None
-    name = "data.mdb" if os.path.isdir(path) else os.path.basename(path)
-    return next((each for each in FORMATS if each.is_shard(name)), None)
+    return next((each for each in FORMATS if each.is_shard(os.path.basename(path))), None)
 
 
 def _shards_below(folder: str) -> list[Path]:
