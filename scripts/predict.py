@@ -120,4 +120,6 @@ def main(argv: Sequence[str]) -> int:
 if __name__ == "__main__":
     start_program(PROGRAM, sys.argv[1:], check_paths)
     show_first_line("loading torch, DALI and timm")
-    sys.exit(main(sys.argv[1:]))
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    sys.exit(record(main)(sys.argv[1:]))  # so that torchrun's report has its exception

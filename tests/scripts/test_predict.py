@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import os
+import resource
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -15,10 +16,11 @@ import pytest
 
 from scripts import predict
 from tests import damage, shards
-from tests.conftest import CLASSES, TINY, Refused
+from tests.conftest import CLASSES, TINY, Refused, call_main
 from tests.contract import CONTRACT
 from tests.data.test_verification import dali_accepts
 from tests.harness import ROOT, launch, launch_and_end, launch_series
+from utils.training.output import PROBE_BYTES
 
 SCRIPT = ROOT / "scripts" / "predict.py"
 Row = dict[str, str]
@@ -221,6 +223,21 @@ def test_refused(data: Path, trained: Path, tmp_path: Path, refused: Refused) ->
     check(trained, image, "--batch-size", 0)("--batch-size 0: must be 1 or more")
     check(trained, image, "--output-dir", image)(f"--output-dir {image}: cannot be written")
     check(trained)("Missing argument 'SOURCE...'")
+
+
+def test_a_full_disk(data: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A limit of the size of files stands for it; the rows of 1,230 images do not fit."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (PROBE_BYTES + 10_000, limits[1]))
+    try:
+        done = call_main(
+            predict.main, list(map(str, (trained, *[data / "val"] * 30, "--output-dir", tmp_path))), capsys
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    reason = "cannot be written (File too large); the same command starts over"
+    assert (done.status, done.err) == (2, f"predict.py: --output-dir {tmp_path}: {reason}\n")
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.slow

@@ -286,6 +286,8 @@ def _writing(options: PredictOptions, env: DistEnv) -> Iterator[None]:
         try:
             yield
         except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary_of(predictions_path(options)).unlink(missing_ok=True)  # a full disk has room again
             raise UserError(
                 f"--output-dir {options.output_dir}: cannot be written ({error.strerror or first_line(error)}); the "
                 "same command starts over"
