@@ -19,7 +19,7 @@ from tests import damage, shards
 from tests.conftest import CLASSES, TINY, Refused, call_main
 from tests.contract import CONTRACT
 from tests.data.test_verification import dali_accepts
-from tests.harness import ROOT, launch, launch_and_end, launch_series
+from tests.harness import ROOT, launch, launch_and_end, launch_series, read_metrics
 from utils.training.output import PROBE_BYTES
 
 SCRIPT = ROOT / "scripts" / "predict.py"
@@ -74,6 +74,11 @@ def test_the_numbers_are_those_of_the_evaluation(
         assert [CLASSES[int(row[f"index{k}"])] for k in ("", "_2", "_3")] == [
             row[f"label{k}"] for k in ("", "_2", "_3")
         ]
+    (evaluation,) = (record for record in read_metrics(trained) if "val/loss" in record)
+    loss = sum(
+        -math.log(float(row["prob" + k])) for row in rows for k in ("", "_2", "_3") if row["label" + k] == row["target"]
+    )
+    assert loss / len(rows) == pytest.approx(evaluation[f"val/{prefix}loss"], rel=1e-5)
     out = capsys.readouterr().out
     assert f"best.pt: test_resnet{', moving average' if network == 'ema' else ''}, 32 px of 36, amp none\n" in out
     assert f"top1 {expected[f'{prefix}top1']:.2f}  top5 100.00  count 41\n" in out
