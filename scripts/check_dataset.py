@@ -18,7 +18,6 @@ import os
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -31,11 +30,10 @@ import typer
 
 from utils.cli import REQUIRED, Program, number_option, train_flag, with_train_flags
 from utils.config import TrainConfig
-from utils.data.codecs import is_image
-from utils.data.formats.folder import file_listing, is_folder, suffix_of
+from utils.data.formats.folder import file_listing, list_images
 from utils.data.formats.refused import refuse_unreadable
 from utils.data.formats.sources import find_source
-from utils.data.manifest import FileEntry, describe_counts, stat_file
+from utils.data.manifest import describe_counts
 from utils.distributed.signals import REPEAT_SECONDS
 from utils.errors import EXIT_DONE, EXIT_FAILED, Stopped, UserError, escape_control_chars
 from utils.files import check_writable
@@ -64,47 +62,6 @@ def record_signals() -> Iterator[Callable[[], str]]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def list_images(root: Path, stopped_by: Callable[[], str] = str) -> tuple[list[FileEntry], Mapping[str, int]]:
-    """All files below `root` that are named like images, sorted; hidden files are excluded, as in training.
-
-    Links to folders are followed, but no folder is listed twice.
-
-    Returns:
-        The files, and how many others there are of which suffix.
-
-    Raises:
-        UserError: a folder cannot be read.
-        Stopped: by `stopped_by`.
-    """
-    entries: list[FileEntry] = []
-    others: Counter[str] = Counter()
-    folders, seen = [""], set()
-    while folders:
-        if reason := stopped_by():
-            raise Stopped(reason)
-        folder = folders.pop()
-        path = os.path.join(root, folder)
-        try:
-            status = os.stat(path)
-            if (status.st_dev, status.st_ino) in seen:
-                continue
-            seen.add((status.st_dev, status.st_ino))
-            with os.scandir(path) as found:
-                for entry in found:
-                    name = os.path.join(folder, entry.name)
-                    if entry.name.startswith("."):
-                        continue
-                    if is_folder(entry):
-                        folders.append(name)
-                    elif is_image(entry.name):
-                        entries.append(stat_file(entry.path)._replace(name=name))
-                    else:
-                        others[suffix_of(entry.name)] += 1
-        except OSError as error:
-            raise UserError(f"{error.filename}: cannot be read ({error.strerror}); check its permissions") from None
-    return sorted(entries), others
 
 
 def table(title: str, reasons: Mapping[str, str], rows: int, where: Path) -> list[str]:

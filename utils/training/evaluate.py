@@ -1,6 +1,6 @@
 """Exact evaluation: every validation image counts once, on any number of ranks and at any batch size; `--evaluate`."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,26 @@ from utils.training.output import EVALUATION, prepare_output
 from utils.training.resume import open_checkpoint, settings_of_checkpoint
 from utils.training.state import NETWORKS
 from utils.validation import require_data
+
+
+def start_evaluation(model: nn.Module) -> None:
+    """Put a network that has just got its weights into evaluation mode."""
+    # Until train() is called, timm before 1.0.30 keeps attention biases of an earlier evaluation, of other weights.
+    model.train()
+    model.eval()
+
+
+def compute_logits(
+    model: nn.Module,
+    images: Tensor,
+    normalize: Callable[[Tensor], Tensor],
+    env: DistEnv,
+    amp_dtype: torch.dtype,
+) -> Tensor:
+    """Logits float32 (N, num_classes) of uint8 images (N, 3, H, W); the arguments are those of `evaluate`."""
+    with torch.autocast(env.device.type, dtype=amp_dtype, enabled=amp_dtype != torch.float32):
+        logits: Tensor = model(normalize(images))
+    return logits.float()
 
 
 @torch.inference_mode()
@@ -57,16 +77,12 @@ def evaluate(
         RuntimeError: images were lost or counted twice.
     """
     was_training = model.training
-    # Until train() is called, timm before 1.0.30 keeps attention biases of an earlier evaluation, of other weights.
-    model.train()
-    model.eval()
+    start_evaluation(model)
     sums = torch.zeros(4, dtype=torch.float64, device=env.device)  # loss, top-1, top-5, images
     for images, targets in batches:
         if len(targets) == 0:
             continue
-        with torch.autocast(env.device.type, dtype=amp_dtype, enabled=amp_dtype != torch.float32):
-            logits = model(normalize(images))
-        logits = logits.float()
+        logits = compute_logits(model, images, normalize, env, amp_dtype)
         top5 = logits.topk(min(5, logits.shape[1]), dim=1).indices == targets[:, None]
         sums[0] += nn.functional.cross_entropy(logits, targets, reduction="sum")
         sums[1] += top5[:, 0].sum()
@@ -112,7 +128,12 @@ def evaluate_checkpoint(config: TrainConfig, env: DistEnv) -> None:
         for line in [*notes, *([note] if note else [])]:
             emit(f"note: {line}")
         write_json(config.output_dir / EVALUATION, result)
-        emit("  ".join(f"{key} {_shown(key, value)}" for key, value in result.items()))
+        emit(describe_result(result))
+
+
+def describe_result(result: Mapping[str, Any]) -> str:
+    """One line of an evaluation's keys and values."""
+    return "  ".join(f"{key} {_shown(key, value)}" for key, value in result.items())
 
 
 def _shown(key: str, value: Any) -> str:
@@ -139,14 +160,19 @@ def _evaluate_networks(
     result |= {"image_size": config.image_size, "val_resize": config.val_resize}
     for name in saved.state.networks if saved else NETWORKS[:1]:
         if saved:
-            _load_weights(network.model, saved, name, config)
+            load_network(network.model, saved, name, config)
         batches = with_bar(loader, "evaluating", -(-len(val) // (env.world_size * config.batch_size)), env.is_main)
         found = evaluate(network.model, batches, normalize, len(val), env, amp_dtype)
         result |= {("" if name == "model" else "ema_") + key: value for key, value in found.items()}
     return result, network.note
 
 
-def _load_weights(model: nn.Module, saved: Checkpoint, name: str, config: ResolvedConfig) -> None:
+def load_network(model: nn.Module, saved: Checkpoint, name: str, config: ResolvedConfig) -> None:
+    """Load the weights of the network `name` of a checkpoint.
+
+    Raises:
+        UserError: on all ranks: the head is of another size.
+    """
     try:
         model.load_state_dict(saved.state.networks[name])
     except RuntimeError:

@@ -4,7 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from utils.data.manifest import (
     files_fingerprint,
     stat_file,
 )
-from utils.errors import UserError
+from utils.errors import Stopped, UserError
 from utils.validation import require_folder
 
 SCAN_THREADS = 16  # on a network file system a scan waits, it does not compute
@@ -66,6 +66,47 @@ def file_record(path: str) -> Record:
 def file_listing(root: Path, entries: Sequence[FileEntry]) -> Listing:
     """Files below `root`, in folders of any kind."""
     return Listing(root, entries, lambda index: file_record(os.path.join(root, entries[index].name)))
+
+
+def list_images(root: Path, stopped_by: Callable[[], str] = str) -> tuple[list[FileEntry], Mapping[str, int]]:
+    """All files below `root` that are named like images, sorted; hidden files are excluded, as in training.
+
+    Links to folders are followed, but no folder is listed twice.
+
+    Returns:
+        The files, and how many others there are of which suffix.
+
+    Raises:
+        UserError: a folder cannot be read.
+        Stopped: by `stopped_by`.
+    """
+    entries: list[FileEntry] = []
+    others: collections.Counter[str] = collections.Counter()
+    folders, seen = [""], set()
+    while folders:
+        if reason := stopped_by():
+            raise Stopped(reason)
+        folder = folders.pop()
+        path = os.path.join(root, folder)
+        try:
+            status = os.stat(path)
+            if (status.st_dev, status.st_ino) in seen:
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            with os.scandir(path) as found:
+                for entry in found:
+                    name = os.path.join(folder, entry.name)
+                    if entry.name.startswith("."):
+                        continue
+                    if is_folder(entry):
+                        folders.append(name)
+                    elif is_image(entry.name):
+                        entries.append(stat_file(entry.path)._replace(name=name))
+                    else:
+                        others[suffix_of(entry.name)] += 1
+        except OSError as error:
+            raise UserError(f"{error.filename}: cannot be read ({error.strerror}); check its permissions") from None
+    return sorted(entries), others
 
 
 def scan(data_dir: Path, split: str, skip_bad: bool = False) -> Manifest:

@@ -39,16 +39,27 @@ def refuse_unreadable(data_dir: Path) -> None:
     for folder in (data_dir / name for name in FOLDERS):
         names = _file_names(folder)
         for name in names:
-            for pattern, (kind, remedy) in _KINDS.items():
-                if re.fullmatch(pattern, name, re.IGNORECASE):
-                    path = folder / name
-                    raise UserError(f"--data-dir: {path} is {kind}; {remedy.format(folder=data_dir, path=path)}")
+            if reason := describe_refused(folder / name, data_dir):
+                raise UserError(f"--data-dir: {reason}")
         chunks = [name for name in names if re.fullmatch(r"chunk-\S+\.bin", name)]
         if chunks and "index.json" in names and _is_litdata(folder / "index.json"):
             raise UserError(
                 f"--data-dir: {folder / chunks[0]} is a chunk of LitData, whose layout changes with its version; "
                 f"{_OWN_LIBRARY}"
             )
+
+
+def describe_refused(path: Path, data_dir: Path | None = None) -> str:
+    """What a file is whose images cannot be read, by its name, and the remedy; "" for all others.
+
+    Args:
+        path: of the file.
+        data_dir: folder of the data set, for the remedy; None for that of the file.
+    """
+    for pattern, (kind, remedy) in _KINDS.items():
+        if re.fullmatch(pattern, path.name, re.IGNORECASE):
+            return f"{path} is {kind}; {remedy.format(folder=data_dir or path.parent, path=path)}"
+    return ""
 
 
 def _file_names(folder: Path) -> list[str]:

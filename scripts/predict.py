@@ -1,0 +1,125 @@
+#!/usr/bin/env python3
+"""Predict the classes of images with a checkpoint, to a table with a row for each.
+
+    scripts/predict.py CHECKPOINT SOURCE...
+    torchrun --nproc_per_node=8 scripts/predict.py CHECKPOINT SOURCE...
+
+CHECKPOINT is a file or the output folder of a run, whose best.pt is taken. A SOURCE is an image, a folder, a pattern in
+quotes or a shard, in any format that train.py reads. Sizes, normalization and precision are those of the checkpoint,
+and the numbers those of train.py --evaluate. Writes predictions.csv to --output-dir; where folders or shards give the
+classes, also per_class.csv and confusion.csv. An image that cannot be read gets a row with the reason.
+
+A file has its name when it is complete. The same command starts over.
+
+Exit status: 0 done, 1 failed, 2 wrong usage, 143 stopped by a signal.
+"""
+
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import typer
+
+from utils.cli import REQUIRED, Program, number_option, train_flag, with_train_flags
+from utils.data.inputs import expand_sources
+from utils.distributed.startup import print_once, show_first_line, start_program
+from utils.errors import UserError
+from utils.limits import MIN_1
+from utils.progress import end_status
+from utils.training.predictions import Format, OutputType, PredictOptions, require_pyarrow
+
+WHOLE = number_option(int)
+TIMEOUT = 600.0  # seconds to wait for another process, as train.py
+
+
+@with_train_flags(
+    train_flag("output_dir", default=REQUIRED, shown=False, help="Where predictions.csv and the other files go."),
+    train_flag("batch_size", help="Images per process and batch.", shown="as in the run"),
+    train_flag("workers"),
+    train_flag("device", help="Where to compute."),
+)
+def read_options(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A file, or the output folder of a run.")],
+    sources: Annotated[
+        list[str], typer.Argument(metavar="SOURCE...", help="Images, folders, patterns in quotes, or shards.")
+    ],
+    topk: Annotated[int, typer.Option(help="Classes for each image, or all if there are fewer.", **WHOLE)] = 5,
+    format: Annotated[Format, typer.Option(help="Of the predictions.")] = "csv",
+    output_type: Annotated[OutputType, typer.Option(help="Probabilities, or the network's outputs.")] = "prob",
+    ema: Annotated[
+        bool | None, typer.Option(help="Use the moving average of the weights.", show_default="the better one")
+    ] = None,
+    *,
+    batch_size: int | None,
+    workers: int | None,
+    device: Literal["auto", "cuda", "cpu"],
+    output_dir: Path,
+) -> PredictOptions:
+    """Predict the classes of images with a checkpoint, to a table with a row for each.
+
+    Exit status: 0 done, 1 failed, 2 wrong usage, 143 stopped by a signal; the same command starts over.
+    """
+    MIN_1.check("--topk", topk)
+    if format == "parquet":
+        require_pyarrow()
+    return PredictOptions(checkpoint, sources, topk, format, output_type, ema, batch_size, workers, device, output_dir)
+
+
+def check_paths(options: PredictOptions) -> None:
+    """Raise UserError for paths that are not there, before the imports that take seconds."""
+    if not os.path.exists(options.checkpoint):
+        raise UserError(f"CHECKPOINT {options.checkpoint}: no such file or folder; give that of a run")
+    expand_sources(options.sources)
+
+
+def run(options: PredictOptions) -> None:
+    """Predict.
+
+    Raises:
+        UserError: as `check_paths` and `utils.training.predict.predict`.
+        RunFailed: the processes do not meet, or one is lost.
+    """
+    # What takes seconds comes after the checks of the command line.
+
+    from utils.distributed.group import process_group
+    from utils.distributed.ownership import own_process
+    from utils.distributed.stop import StopRequest
+    from utils.distributed.watchdog import watchdog
+    from utils.training.predict import predict
+
+    check_paths(options)
+    device = own_process(options.device)
+    with (
+        process_group(device, TIMEOUT, PROGRAM.print_error) as env,
+        contextlib.ExitStack() as stack,
+        env.guard(PROGRAM.print_error),
+        watchdog(env, PROGRAM.print_error),
+        StopRequest(monitor=env.monitor).handling_signals(),
+    ):
+        predict(options, env, stack)
+
+
+PROGRAM = Program("predict.py", read_options)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command line; returns the exit status."""
+    try:
+        return PROGRAM.run(argv, run, functools.partial(print_once, PROGRAM))
+    finally:
+        end_status()
+
+
+if __name__ == "__main__":
+    start_program(PROGRAM, sys.argv[1:], check_paths)
+    show_first_line("loading torch, DALI and timm")
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    sys.exit(record(main)(sys.argv[1:]))  # so that torchrun's report has its exception
