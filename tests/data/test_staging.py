@@ -5,13 +5,13 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.object_server import BUCKET, ObjectServer
+from tests.object_server import BUCKET, GoogleServer, ObjectServer
 from utils.config import TrainConfig
 from utils.data import object_store, staging
 from utils.data.staged_files import RECORD, STAGE, StagedFiles
@@ -24,17 +24,11 @@ ALONE = DistEnv.single(torch.device("cpu"))
 Stage = Callable[..., Path]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ObjectServer]:
-    with ObjectServer() as server:
-        yield server
-
-
 @pytest.fixture
-def prefix(server: ObjectServer, request: pytest.FixtureRequest) -> str:
+def prefix(object_server: ObjectServer, request: pytest.FixtureRequest) -> str:
     """Of this test, with three objects below it."""
     name = re.sub(r"\W+", "-", request.node.name)
-    server.put({f"{name}/{key}": content for key, content in CONTENTS.items()})
+    object_server.put({f"{name}/{key}": content for key, content in CONTENTS.items()})
     return name
 
 
@@ -42,9 +36,9 @@ CONTENTS = {"train-0000.tar": bytes(range(256)) * 9000, "sub/val.tar": b"val" * 
 
 
 @pytest.fixture
-def run(server: ObjectServer, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
+def run(object_server: ObjectServer, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
     """Stages the objects of this test; returns the folder."""
-    for name, value in server.env.items():
+    for name, value in object_server.env.items():
         monkeypatch.setenv(name, value)
 
     def run(url: str = f"s3://{BUCKET}/{prefix}", stopped_by: Callable[[], str] = str) -> Path:
@@ -62,8 +56,8 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def test_objects_become_files(run: Stage, server: ObjectServer, prefix: str, tmp_path: Path) -> None:
-    server.put({f"{prefix}/.hidden": b"1", f"{prefix}/train.index.npz": b"1", f"{prefix}-other/x": b"1"})
+def test_objects_become_files(run: Stage, object_server: ObjectServer, prefix: str, tmp_path: Path) -> None:
+    object_server.put({f"{prefix}/.hidden": b"1", f"{prefix}/train.index.npz": b"1", f"{prefix}-other/x": b"1"})
     folder = run()
     assert folder == tmp_path / "stage" / BUCKET / prefix
     assert contents(folder) == CONTENTS
@@ -74,22 +68,22 @@ def test_the_whole_bucket_has_the_prefixes_as_folders(run: Stage, prefix: str) -
     assert contents(run(f"s3://{BUCKET}") / prefix) == CONTENTS
 
 
-def test_what_is_there_is_not_copied_again(run: Stage, server: ObjectServer, prefix: str) -> None:
+def test_what_is_there_is_not_copied_again(run: Stage, object_server: ObjectServer, prefix: str) -> None:
     folder = run()
     (folder / "train.index.npz").write_bytes(b"of the run")
-    before = server.gets(prefix)
+    before = object_server.gets(prefix)
     assert before == 2  # an empty object needs none
     run()
-    assert server.gets(prefix) == before
+    assert object_server.gets(prefix) == before
     times = {name: os.stat(folder / name).st_mtime_ns for name in CONTENTS}
-    server.put({f"{prefix}/train-0000.tar": b"new", f"{prefix}/more.tar": b"more"})
-    server.delete(f"{prefix}/sub/val.tar")
+    object_server.put({f"{prefix}/train-0000.tar": b"new", f"{prefix}/more.tar": b"more"})
+    object_server.delete(f"{prefix}/sub/val.tar")
     os.truncate(folder / "empty", 1)
     run()
     assert contents(folder) == {
         "train-0000.tar": b"new", "more.tar": b"more", "empty": b"", "train.index.npz": b"of the run"
     }  # fmt: skip
-    assert server.gets(prefix) == before + 2
+    assert object_server.gets(prefix) == before + 2
     assert os.stat(folder / "train-0000.tar").st_mtime_ns > times["train-0000.tar"] - 1
 
 
@@ -102,27 +96,27 @@ def test_the_record_names_the_etag(run: Stage) -> None:
     }
 
 
-def test_half_a_line_of_the_record_is_one_object_to_copy(run: Stage, server: ObjectServer, prefix: str) -> None:
+def test_half_a_line_of_the_record_is_one_object_to_copy(run: Stage, object_server: ObjectServer, prefix: str) -> None:
     folder = run()
     record = folder / STAGE / RECORD
     lines = sorted(record.read_text().splitlines(), key=lambda line: "train" in line)
     record.write_text("\n".join(lines)[:-20])
-    before = server.gets(prefix)
+    before = object_server.gets(prefix)
     run()
-    assert server.gets(prefix) == before + 1
+    assert object_server.gets(prefix) == before + 1
     assert contents(folder) == CONTENTS
 
 
 def test_objects_are_read_in_ranges(
-    run: Stage, server: ObjectServer, prefix: str, monkeypatch: pytest.MonkeyPatch
+    run: Stage, object_server: ObjectServer, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staging, "RANGE_BYTES", 1_000_000)
     assert contents(run()) == CONTENTS
-    assert server.gets(prefix) == 4
+    assert object_server.gets(prefix) == 4
 
 
 def test_a_damaged_object_is_read_again(
-    run: Stage, server: ObjectServer, prefix: str, monkeypatch: pytest.MonkeyPatch
+    run: Stage, object_server: ObjectServer, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Damaged on its way: here, between the store and the disk."""
     damaged: list[int] = []
@@ -137,22 +131,22 @@ def test_a_damaged_object_is_read_again(
     monkeypatch.setattr(os, "pwrite", damage)
     assert contents(run()) == CONTENTS
     assert damaged
-    assert server.gets(prefix) == 3
+    assert object_server.gets(prefix) == 3
 
 
 def test_an_object_that_changes_is_named(
-    run: Stage, server: ObjectServer, prefix: str, monkeypatch: pytest.MonkeyPatch
+    run: Stage, object_server: ObjectServer, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    change_after_listing(monkeypatch, lambda: server.put({f"{prefix}/sub/val.tar": b"other"}))
+    change_after_listing(monkeypatch, lambda: object_server.put({f"{prefix}/sub/val.tar": b"other"}))
     with pytest.raises(UserError, match=rf"^s3://{BUCKET}/{prefix}/sub/val.tar: has changed while it was copied; "):
         run()
     monkeypatch.undo()
 
 
 def test_an_object_that_vanishes_is_named(
-    run: Stage, server: ObjectServer, prefix: str, monkeypatch: pytest.MonkeyPatch
+    run: Stage, object_server: ObjectServer, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    change_after_listing(monkeypatch, lambda: server.delete(f"{prefix}/sub/val.tar"))
+    change_after_listing(monkeypatch, lambda: object_server.delete(f"{prefix}/sub/val.tar"))
     with pytest.raises(UserError, match=rf"^s3://{BUCKET}/{prefix}/sub/val.tar: has vanished while it was copied; "):
         run()
 
@@ -166,6 +160,22 @@ def change_after_listing(monkeypatch: pytest.MonkeyPatch, change: Callable[[], N
         return found
 
     monkeypatch.setattr(object_store.ObjectStore, "list_objects", list_and_change)
+
+
+def test_google_cloud_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with GoogleServer(tmp_path) as server:
+        server.put({f"here/{key}": content for key, content in CONTENTS.items()})
+        for name, value in server.env.items():
+            monkeypatch.setenv(name, value)
+        config = TrainConfig(data_dir=Path(f"gs://{BUCKET}/here"), stage_dir=tmp_path / "stage")
+        folder = stage(config, ALONE).data_dir
+        assert folder is not None
+        assert contents(folder) == CONTENTS
+        versions = [json.loads(line)["version"] for line in (folder / STAGE / RECORD).read_text().splitlines()]
+        assert sorted(map(bool, versions)) == [False, True, True]  # an empty object is not read
+        written = os.stat(folder / "sub/val.tar").st_ino
+        stage(config, ALONE)
+        assert os.stat(folder / "sub/val.tar").st_ino == written
 
 
 def test_a_full_disk_is_found_before(run: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +192,7 @@ def test_no_bucket_and_no_objects(run: Stage, tmp_path: Path) -> None:
     assert not (tmp_path / "stage").exists()
 
 
-def test_a_name_that_is_no_path(run: Stage, server: ObjectServer, prefix: str) -> None:
+def test_a_name_that_is_no_path(run: Stage, object_server: ObjectServer, prefix: str) -> None:
     run()
     folder = run()
     (folder / "sub" / "val.tar").unlink()
