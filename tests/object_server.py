@@ -19,16 +19,34 @@ from obstore.store import S3Store
 from tests.processes import free_port
 
 BUCKET = "images"
+PROGRAM = """
+import sys
+from pathlib import Path
+from moto.core import DEFAULT_ACCOUNT_ID
+from moto.s3.models import s3_backends
+from moto.server import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import run_simple
+bucket, port, folder = sys.argv[1:]
+backend = s3_backends[DEFAULT_ACCOUNT_ID]["aws"]
+backend.create_bucket(bucket, "us-east-1")
+for path in sorted(Path(folder).rglob("*")) if folder else ():
+    if path.is_file():
+        backend.put_object(bucket, str(path.relative_to(folder)), path.read_bytes())
+run_simple("127.0.0.1", int(port), DomainDispatcherApplication(create_backend_app), threaded=True)
+"""
 
 
 class ObjectServer:
     """moto's server. At the end of the `with` block it is killed.
 
+    Args:
+        folder: whose files are its objects; None for none.
+
     Attributes:
         env: the variables with which a program finds it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path | None = None) -> None:
         self._port = free_port()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 -- closed at the end
         self.env = {
@@ -45,17 +63,16 @@ class ObjectServer:
             endpoint=self.env["AWS_ENDPOINT_URL"],
             client_options={"allow_http": True},
         )
-        self.start()
+        self.start(folder)
 
-    def start(self) -> None:
-        """Start it, without objects."""
-        words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self._port)]
+    def start(self, folder: Path | None = None) -> None:
+        """Start it, with the files below `folder` as its objects from the first request on."""
+        words = [sys.executable, "-c", PROGRAM, BUCKET, str(self._port), str(folder or "")]
         self._process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=self._log)
         deadline = time.monotonic() + 60
         while True:
             with contextlib.suppress(urllib.error.URLError, ConnectionError):
-                bucket = urllib.request.Request(f"{self.env['AWS_ENDPOINT_URL']}/{BUCKET}", method="PUT")
-                urllib.request.urlopen(bucket).close()
+                urllib.request.urlopen(f"{self.env['AWS_ENDPOINT_URL']}/{BUCKET}?location").close()
                 return
             assert time.monotonic() < deadline, self.log()
             assert self._process.poll() is None, self.log()
