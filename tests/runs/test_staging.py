@@ -168,10 +168,10 @@ class TestDeaths:
         count = self.staged(tmp_path / "stage")
         with start(
             "--data-dir", URL, "--stage-dir", tmp_path / "stage", "--output-dir", tmp_path / "run", *FLAGS,
-            processes=2, env=server.env,
+            "--epochs", 1, processes=2, env=server.env,
         ) as run:  # fmt: skip
             run.wait_for(lambda: count() >= 20)
-            server.put({f"sets/tiny/extra/{number:04}": b"other" for number in range(MANY)})
+            server.put({f"sets/tiny/extra/{number:04}": b"other" for number in reversed(range(MANY))})
             done = run.end()
         assert "exitcode  : 2" in done.err
         assert error_line(done).startswith(f"train.py: {URL}/extra/")
