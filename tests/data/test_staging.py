@@ -1,5 +1,6 @@
 """Staging of objects from a real server of S3, in this process: what is copied, kept, verified and refused."""
 
+import errno
 import hashlib
 import json
 import os
@@ -180,8 +181,19 @@ def test_google_cloud_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_full_disk_is_found_before(run: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StagedFiles, "free_bytes", lambda files: 1_000_000)
-    with pytest.raises(UserError, match=r"^--stage-dir: 0\.00 GB are free at .*, 0\.00 GB are to be copied; free some"):
+    with pytest.raises(UserError, match=r"^--stage-dir: 1\.0 MB are free at .*, 2\.3 MB are to be copied; free some"):
         run()
+
+
+def test_a_disk_that_fills_up(run: Stage, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(file: int, block: memoryview, at: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", fail)
+        with pytest.raises(UserError, match=r"^--stage-dir: the disk of .* is full; free some room, the same command "):
+            run()
+    assert contents(run()) == CONTENTS
 
 
 def test_no_bucket_and_no_objects(run: Stage, tmp_path: Path) -> None:
