@@ -31,6 +31,7 @@ from utils.config import ResolvedConfig, TrainConfig
 from utils.data.sampler import create_sampler
 from utils.data.settings import LoaderSettings
 from utils.data.splits import Splits, check_files, initial_manifest, read_data, select_images
+from utils.data.staging import stage
 from utils.data.user_code import check_user_code
 from utils.distributed.elastic import report_status
 from utils.distributed.group import DistEnv, process_group
@@ -205,6 +206,7 @@ def run(config: TrainConfig) -> None:
     require_tracker(config.track)
     show_status("preparing the run")
     with processes(config) as (env, stack, stop):
+        config = stage(config, env)
         show_status("listing the images")
         listed = read_data(config, env)
         show_status("preparing the run")

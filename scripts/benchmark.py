@@ -34,6 +34,7 @@ from utils.errors import BadFile, UserError, escape_control_chars
 from utils.files import write_json
 from utils.limits import ABOVE_0
 from utils.progress import end_status, start_status
+from utils.store_url import require_store, store_url
 from utils.validation import validate
 
 MIN_WINDOWS = 5
@@ -58,6 +59,7 @@ class Options:
 
 @with_train_flags(
     train_flag("data_dir", help="Folder of images; without it, images are generated."),
+    train_flag("stage_dir"),
     train_flag("arch"),
     train_flag("output_dir", default=Path("runs/benchmark"), help="Where the results go."),
     train_flag("batch_size", help="Images per step.", shown="256, 32 on the CPU"),
@@ -98,6 +100,8 @@ def read_options(
     if read_launch().world_size > 1:
         raise UserError("started as several processes: the benchmark measures one; start it without torchrun")
     validate(config)
+    if config.data_dir is not None and store_url(config.data_dir):
+        require_store(config.data_dir, config.stage_dir)
     return Options(config, names, windows, window_seconds)
 
 
@@ -131,7 +135,7 @@ def benchmark(options: Options, argv: Sequence[str]) -> None:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="benchmark-")))
         if config.data_dir is None:
             generate_images(work)
-        images = read_images(config.data_dir or work, config.output_dir, env)
+        images = read_images(config.data_dir or work, config.output_dir, env, config.stage_dir)
         batch_size = config.batch_size or (256 if env.device.type == "cuda" else 32)
         run, repeated = open_run(
             dataclasses.replace(config, batch_size=batch_size), images, env, work / "run", stack, build

@@ -3,17 +3,18 @@
 
     scripts/check_dataset.py DIR --output-dir OUT
 
-DIR is a data set in any form that train.py reads, or any tree of images. Every image is decoded once by the libraries
-of DALI's CPU decoder. Prints a table and writes to OUT: manifest.json, the facts about each image, and bad_files.json,
-a list of {"path", "reason"} with paths below DIR. Images that have not changed since the last time (size, time of
-change) are not decoded again, also if that was killed. train.py --bad-files skip --output-dir OUT uses the same
-manifest. Files that are not named like images are counted, but not decoded.
+DIR is a data set in any form that train.py reads, also an URL with --stage-dir, or any tree of images. Every image is
+decoded once by the libraries of DALI's CPU decoder. Prints a table and writes to OUT: manifest.json, the facts about
+each image, and bad_files.json, a list of {"path", "reason"} with paths below DIR. Images that have not changed since
+the last time (size, time of change) are not decoded again, also if that was killed. train.py --bad-files skip
+--output-dir OUT uses the same manifest. Files that are not named like images are counted, but not decoded.
 
 Exit status: 0 no bad file, 1 bad files, 2 wrong usage, 143 stopped by Ctrl-C or SIGTERM: what is known by then has been
 written, and the same command goes on from there. A second Ctrl-C, seconds later, ends it at once.
 """
 
 import contextlib
+import dataclasses
 import os
 import signal
 import sys
@@ -38,6 +39,7 @@ from utils.distributed.signals import REPEAT_SECONDS
 from utils.errors import EXIT_DONE, EXIT_FAILED, Stopped, UserError, escape_control_chars
 from utils.files import check_writable
 from utils.limits import MIN_1
+from utils.store_url import require_store, store_url
 
 WHOLE = number_option(int)
 SIGNAL_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
@@ -76,16 +78,36 @@ def table(title: str, reasons: Mapping[str, str], rows: int, where: Path) -> lis
     return lines + ([f"  and {len(reasons) - rows:,} more, see {where}"] if len(reasons) > rows else [])
 
 
-def check(stopped_by: Callable[[], str], data_dir: Path, output_dir: Path, workers: int, rows: int) -> int:
+def local_folder(config: TrainConfig, stopped_by: Callable[[], str]) -> Path:
+    """The data's folder; of an URL that of its copy, which is made.
+
+    Raises:
+        UserError: the URL cannot be copied.
+        Stopped: by `stopped_by`.
+    """
+    if store_url(config.data_dir):
+        import torch  # slow
+
+        from utils.data.staging import stage
+        from utils.distributed.group import DistEnv
+
+        config = stage(config, DistEnv.single(torch.device("cpu")), stopped_by)
+    assert config.data_dir is not None, "given"
+    return config.data_dir
+
+
+def check(stopped_by: Callable[[], str], config: TrainConfig, rows: int) -> int:
     """Scan, print and write; returns the exit status.
 
     Raises:
         UserError: there is nothing to scan, or the results cannot be written.
         Stopped: by `stopped_by`.
     """
+    data_dir, output_dir, workers = local_folder(config, stopped_by), config.output_dir, config.workers
     if not data_dir.is_dir():
         raise UserError(f"{data_dir}: no such folder; give a data set, or any folder of images")
-    config = TrainConfig(data_dir=data_dir, output_dir=output_dir, workers=workers, bad_files="skip")
+    config = dataclasses.replace(config, data_dir=data_dir)
+    assert workers is not None, "set"
     source = find_source(config, ())
     entries, others = ([], {}) if source.format else list_images(data_dir, stopped_by)
     if not entries and source.format is None:
@@ -120,14 +142,18 @@ def check(stopped_by: Callable[[], str], data_dir: Path, output_dir: Path, worke
     return EXIT_FAILED if bad else EXIT_DONE
 
 
-@with_train_flags(train_flag("output_dir", default=REQUIRED, help="Where manifest.json and bad_files.json go."))
+@with_train_flags(
+    train_flag("output_dir", default=REQUIRED, help="Where manifest.json and bad_files.json go."),
+    train_flag("stage_dir", help="Where DIR s3://... or gs://... is copied to."),
+)
 def read_options(
     data_dir: Annotated[Path, typer.Argument(metavar="DIR", help="A data set, or any folder of images.")],
     workers: Annotated[int | None, typer.Option(help="Processes.", show_default="all cores", **WHOLE)] = None,
     rows: Annotated[int, typer.Option(help="Files that a table shows.", **WHOLE)] = 50,
     *,
     output_dir: Path,
-) -> tuple[Path, Path, int, int]:
+    stage_dir: Path | None,
+) -> tuple[TrainConfig, int]:
     """Find the images that DALI cannot read, and those that look suspicious.
 
     Exit status: 0 no bad file, 1 bad files, 2 wrong usage, 143 stopped by Ctrl-C or SIGTERM; the same command goes on
@@ -135,10 +161,16 @@ def read_options(
     """
     MIN_1.check("--workers", workers)
     MIN_1.check("--rows", rows)
-    return data_dir, output_dir, workers or len(os.sched_getaffinity(0)), rows
+    if store_url(data_dir):
+        require_store(data_dir, stage_dir, flag="")
+    cores = workers or len(os.sched_getaffinity(0))
+    config = TrainConfig(
+        data_dir=data_dir, stage_dir=stage_dir, output_dir=output_dir, workers=cores, bad_files="skip"
+    )  # fmt: skip
+    return config, rows
 
 
-def run(options: tuple[Path, Path, int, int]) -> int:
+def run(options: tuple[TrainConfig, int]) -> int:
     """Check the data set; returns the exit status.
 
     Raises:

@@ -33,7 +33,7 @@ if __name__ == "__main__":
 
 import typer
 
-from scripts.check_dataset import record_signals
+from scripts.check_dataset import local_folder, record_signals
 from utils.cli import Program, number_option, train_flag, with_train_flags
 from utils.config import TrainConfig
 from utils.data.formats import parquet
@@ -42,6 +42,7 @@ from utils.errors import Stopped, UserError
 from utils.files import atomic_write_text, temporary_of
 from utils.limits import ABOVE_0, MIN_1, Limit
 from utils.log import emit
+from utils.store_url import refuse_url, require_store, store_url
 
 PLAN, CLASSES, STAGE = "convert.json", "classes.txt", ".arrow"  # in DST
 SHARD_MB, QUALITY = 256.0, 90
@@ -296,6 +297,7 @@ def write_splits(options: Options, config: TrainConfig, has_fingerprint: bool, s
     train_flag("val_data"),
     train_flag("val_split"),
     train_flag("class_names"),
+    train_flag("stage_dir", help="Where SRC s3://... or gs://... is copied to."),
 )
 def read_options(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A data set, or a folder of parquet files.")],
@@ -314,6 +316,7 @@ def read_options(
     val_data: str | None,
     val_split: str,
     class_names: Path | None,
+    stage_dir: Path | None,
 ) -> Options:
     """Write a data set anew, as WebDataset tars or as class folders. The same command goes on after a kill.
 
@@ -327,9 +330,13 @@ def read_options(
         raise UserError(f"--quality {quality}: counts with --max-side alone, as other images are copied; add that")
     if shard_size is not None and to == "folder":
         raise UserError(f"--shard-size {shard_size:g}: a folder has no shards; leave it out, or leave out --to folder")
+    if store_url(source):
+        require_store(source, stage_dir, flag="")
+    refuse_url(target, "DST ")
     cores = workers or len(os.sched_getaffinity(0))
     config = TrainConfig(
         data_dir=source,
+        stage_dir=stage_dir,
         output_dir=target,
         train_data=train_data,
         val_data=val_data,
@@ -348,9 +355,12 @@ def run(options: Options) -> None:
         UserError: as `convert`.
         Stopped: a signal came; what is finished stays.
     """
-    check_folders(options.source, options.target)
     with record_signals() as stopped_by:
         try:
+            options = dataclasses.replace(
+                options, config=dataclasses.replace(options.config, data_dir=local_folder(options.config, stopped_by))
+            )
+            check_folders(options.source, options.target)
             convert(options, stopped_by)
         except Stopped as stopped:
             raise Stopped(f"stopped by {stopped}; the same command goes on from there") from None

@@ -29,6 +29,7 @@ from utils.cli import REQUIRED, Program, number_option, train_flag, with_train_f
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, UserError
 from utils.files import check_writable
 from utils.limits import ABOVE_0
+from utils.store_url import refuse_url
 
 BENCHMARK = Path(__file__).with_name("benchmark.py")
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
@@ -135,6 +136,7 @@ def read_options(
             raise UserError(f"--only {only}: {name!r} is not one of {', '.join(NAMES)}")
     ABOVE_0.check("--window-seconds", window_seconds)
     ABOVE_0.check("--limit", limit)
+    refuse_url(options.data_dir, "--data-dir ")
     if not options.data_dir.is_dir():
         raise UserError(f"--data-dir {options.data_dir}: no such folder; give one that holds class folders of images")
     check_writable(options.output_dir)

@@ -38,6 +38,7 @@ from utils.data.codecs import is_image
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.files import check_writable, write_json
 from utils.limits import MIN_1
+from utils.store_url import refuse_url
 
 LOADERS = choices("loader")
 ROOT = Path(__file__).resolve().parent.parent
@@ -235,6 +236,7 @@ def read_options(
             f"--flags {flags}: {str(error).lower()}; quote the whole, and close what is quoted in it"
         ) from None
     numbers = tuple(sorted(int(word) for word in processes.split(",")))
+    refuse_url(train_flags["data_dir"], "--data-dir ")
     check_writable(train_flags["output_dir"])
     return Options(numbers, tuple(loaders.split(",")), flags, cpus, windows, rounds, **train_flags)
 

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from signal import SIGINT, SIGTERM
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -17,6 +17,9 @@ from PIL import Image
 from tests.harness import Finished, assert_refused, changed_names, list_output, read_checkpoint, read_metrics
 from utils.config import ResolvedConfig
 from utils.distributed.group import DistEnv
+
+if TYPE_CHECKING:
+    from tests.object_server import ObjectServer
 
 CLASSES = ("blue", "green", "red")
 TINY = (
@@ -69,6 +72,15 @@ def number_of(colour: Sequence[float]) -> int:
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Read-only data set of 41 + 41 JPEGs in three classes."""
     return write_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="session")
+def object_server() -> "Iterator[ObjectServer]":
+    """A server of S3 for all tests; each uses a prefix of its own."""
+    from tests.object_server import ObjectServer  # here, as processes of tests import this module
+
+    with ObjectServer() as server:
+        yield server
 
 
 @pytest.fixture

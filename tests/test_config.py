@@ -43,6 +43,7 @@ OTHER: dict[str, Any] = {
     "processes": 2, "max_restarts": 1, "mixup_off_epoch": 5, "resize_schedule": "2:32,5:64",
     "augment_schedule": "3:none", "accept_changes": True, "transform": "a.py:f", "dali_plugin": "lib.so",
     "train_data": "a-*.tar", "val_data": "b-*.tar", "class_names": Path("names.txt"),
+    "stage_dir": Path("stage"),
     "val_split": "valid", "val_fraction": 0.1, "eval_every": 2, "patience": 5,
     "track": "mlflow", "track_project": "flowers", "track_checkpoint": True,
 }  # fmt: skip

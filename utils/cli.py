@@ -32,7 +32,7 @@ from utils.errors import (
 )
 from utils.log import emit, print_error
 from utils.recipes import read_recipe
-from utils.validation import require_folder, require_tracker, require_user_code, require_weights, validate
+from utils.validation import require_source, require_tracker, require_user_code, require_weights, validate
 
 # typer carries click under a private name; BadParameter is the public way to click's common base class.
 _USAGE_ERROR: Any = typer.BadParameter.__mro__[2]
@@ -289,7 +289,7 @@ class _Train(Program[TrainConfig]):
 
     def check_early(self, options: TrainConfig) -> None:
         if options.data_dir is not None:
-            require_folder(options.data_dir)
+            require_source(options.data_dir, options.stage_dir)
         if options.pretrained not in (None, "timm"):
             require_weights(options.pretrained)
         if not options.evaluate:

@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 from utils.files import write_json
 from utils.limits import ABOVE_0, MIN_0, MIN_1, Limit
 from utils.schedules import parse_schedule
+from utils.store_url import store_url
 
 FIRST, DATA, MODEL = "First run", "Data", "Model"
 OPTIMISATION, PRECISION, RUN, SWITCHES = "Optimisation", "Precision", "Run", "Switches"
@@ -66,11 +67,13 @@ class TrainConfig:
 
     Attributes:
         given: names of the fields that the command line or a recipe has set; the others hold defaults.
+        data_url: of an object store whose copy `data_dir` is; "" for none.
     """
 
     data_dir: Path | None = _flag(
-        None, FIRST, "Folder with train/CLASS/ and val/CLASS/, or with shards.", shown=False, from_checkpoint=True
-    )
+        None, FIRST, "Folder, or s3:// URL, with train/CLASS/ and val/CLASS/ or shards.",
+        shown=False, from_checkpoint=True,
+    )  # fmt: skip
     output_dir: Path = _flag(  # None stands for the default, which __post_init__ sets
         None, FIRST, "Where checkpoints, metrics and the summary go.", shown="runs/DATA-ARCH"
     )
@@ -116,9 +119,12 @@ class TrainConfig:
     class_names: Path | None = _flag(
         None, DATA, "File of class names, a line each, for shards.", shown=False, from_checkpoint=True
     )
+    stage_dir: Path | None = _flag(
+        None, DATA, "Where --data-dir s3://... or gs://... is copied to.", shown=False, from_checkpoint=True
+    )
     val_fraction: float = _flag(
-        0.0, DATA, "Share of train/ to validate on; 0 is off.", _BELOW_1,
-        role="fixed", from_checkpoint=True,
+        0.0, DATA, "Share of train/ to validate on.", _BELOW_1,
+        shown="0, off", role="fixed", from_checkpoint=True,
     )  # fmt: skip
     workers: int | None = _flag(
         None, DATA, "CPU threads (torch: workers) per process.", MIN_1, shown="its share of the cores"
@@ -219,6 +225,7 @@ class TrainConfig:
     )
     config: Path | None = _flag(None, RUN, "Recipe (YAML); the command line wins.", shown=False)
     given: frozenset[str] = dataclasses.field(default=frozenset(), repr=False, compare=False)
+    data_url: str = dataclasses.field(default="", repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.output_dir is None:
@@ -233,6 +240,7 @@ class TrainConfig:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready dictionary of all fields, without what belongs to one launch or is in another field."""
         values = dataclasses.asdict(self)
+        values["data_dir"] = values.pop("data_url") or store_url(self.data_dir) or self.data_dir
         del values["config"], values["given"], values["name"], values["accept_changes"]
         return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
@@ -240,7 +248,9 @@ class TrainConfig:
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Undo of `to_dict`: unknown names are ignored, absent ones get their defaults."""
         known = {field.name: value for field in flag_fields() if (value := values.get(field.name)) is not None}
-        known |= {name: Path(known[name]) for name in ("data_dir", "output_dir", "class_names") if name in known}
+        known |= {
+            name: Path(known[name]) for name in ("data_dir", "output_dir", "class_names", "stage_dir") if name in known
+        }
         return cls(**known)
 
     def save(self, path: Path) -> None:

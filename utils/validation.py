@@ -7,6 +7,7 @@ from pathlib import Path
 
 from utils.config import RUNS, TrainConfig, check_limits, flag, flag_fields, policy_schedule, size_schedule
 from utils.errors import UserError
+from utils.store_url import refuse_url, require_store, store_url
 
 
 def validate(config: TrainConfig) -> None:
@@ -55,6 +56,9 @@ def _check_sources(config: TrainConfig) -> None:
         raise UserError(f"--name {config.name} with --output-dir {config.output_dir}: two folders; give one of them")
     if not config.evaluate or config.pretrained == "timm":  # a checkpoint has one
         require_data(config)
+    for name in ("train_data", "val_data"):
+        if url := store_url(getattr(config, name)):
+            raise UserError(f"{flag(name)} {url}: is a pattern below --data-dir; give the URL as --data-dir")
     if config.evaluate and config.resume == "none" and config.pretrained is None:
         raise UserError("--evaluate with --resume none: nothing to evaluate; give --resume PATH or --pretrained")
     if config.accept_changes and config.resume in ("auto", "none"):
@@ -182,8 +186,17 @@ def require_user_code(config: TrainConfig) -> None:
         raise UserError(f"--dali-plugin {config.dali_plugin}: no such file; give a compiled library of operators")
 
 
+def require_source(data_dir: Path, stage_dir: Path | None) -> None:
+    """Raise UserError unless there is such a folder, or an URL that can be staged."""
+    if store_url(data_dir):
+        require_store(data_dir, stage_dir)
+    else:
+        require_folder(data_dir)
+
+
 def require_folder(data_dir: Path) -> None:
     """Raise UserError unless there is such a folder."""
+    refuse_url(data_dir, "--data-dir ")
     try:
         is_folder = stat.S_ISDIR(os.stat(data_dir).st_mode)
     except (FileNotFoundError, NotADirectoryError):

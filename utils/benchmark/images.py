@@ -14,27 +14,30 @@ from utils.data.formats.sources import find_source
 from utils.data.manifest import Manifest
 from utils.data.reader import open_image
 from utils.data.splits import read_data
+from utils.data.staging import stage
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
 
 NUM_GENERATED = 320
 
 
-def read_images(data_dir: Path, output_dir: Path, env: DistEnv) -> Manifest:
+def read_images(data_dir: Path, output_dir: Path, env: DistEnv, stage_dir: Path | None = None) -> Manifest:
     """The training images of `data_dir`, or those of its own class folders; without the bad files.
 
     Args:
-        data_dir: a data set, or class folders.
+        data_dir: a data set, or class folders; or an URL of either.
         output_dir: where an index of shards is saved if it cannot be saved beside them.
         env: this process.
+        stage_dir: where an URL is copied to.
 
     Raises:
         UserError: as `read_data`.
     """
-    config = TrainConfig(data_dir=data_dir, output_dir=output_dir, bad_files="skip")
+    config = stage(TrainConfig(data_dir=data_dir, stage_dir=stage_dir, output_dir=output_dir, bad_files="skip"), env)
+    assert config.data_dir is not None, "given"
     if find_source(config, ()).format is not None:
         return read_data(config, env, ["train"])["train"]
-    return folder.scan(data_dir, "train" if (data_dir / "train").is_dir() else ".", skip_bad=True)
+    return folder.scan(config.data_dir, "train" if (config.data_dir / "train").is_dir() else ".", skip_bad=True)
 
 
 def repeat(manifest: Manifest, min_images: int) -> Manifest:

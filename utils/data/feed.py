@@ -27,6 +27,7 @@ from utils.data.feed_options import (
 from utils.data.manifest import Manifest
 from utils.data.sampler import create_sampler, shard
 from utils.data.splits import read_data
+from utils.data.staging import stage
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
 
@@ -78,7 +79,7 @@ class BaseFeed:
     ) -> None:
         values = {"batch_size": batch_size, "image_size": image_size, "seed": seed, **options}
         with option_errors():
-            self._given = create_config(data_dir, split, values)
+            self._given = stage(create_config(data_dir, split, values), DistEnv.single(torch.device("cpu")))
             self._env = choose_env(device, rank, world_size)
             self._manifest = _list_images(self._given, split, classes)
             self._config = resolve_options(self._given, self._manifest, self._env)

@@ -51,6 +51,7 @@ class DataOptions(TypedDict, total=False):
         hw_decoder_load: share of a batch that the GPU's JPEG engines decode.
         cache: where training images stay decoded.
         prefetch: batches that DALI prepares ahead.
+        stage_dir: where a data_dir s3://... or gs://... is copied to.
     """
 
     workers: int | None
@@ -63,6 +64,7 @@ class DataOptions(TypedDict, total=False):
     hw_decoder_load: float | None
     cache: Literal["auto", "none", "gpu", "host"]
     prefetch: int | None
+    stage_dir: str | os.PathLike[str] | None
 
 
 @contextlib.contextmanager
@@ -92,6 +94,8 @@ def create_config(data_dir: str | os.PathLike[str], split: str, values: Mapping[
             raise UserError(f"{name}: no such option; there are {', '.join(DataOptions.__annotations__)}")
         _check_type(name, value)
     given = {name: value for name, value in values.items() if value is not None}
+    if "stage_dir" in given:
+        given["stage_dir"] = Path(given["stage_dir"])
     config = TrainConfig(data_dir=Path(data_dir), evaluate=split == "val", **given)
     validate(config)
     return config
@@ -101,8 +105,8 @@ def _check_type(name: str, value: Any) -> None:
     """Raise UserError unless a value has a type of the field `name`, and is one of its words."""
     field = TrainConfig.__dataclass_fields__[name]
     words, may_be_none = choices(name), field.default is None
-    number = {int: numbers.Integral, float: numbers.Real}
-    types = tuple(number.get(kind, kind) for kind in kinds(field)) if not words else ()
+    accepted: dict[Any, Any] = {int: numbers.Integral, float: numbers.Real, Path: (str, os.PathLike)}
+    types = tuple(accepted.get(kind, kind) for kind in kinds(field)) if not words else ()
     if value in words or (value is None and may_be_none) or (types and isinstance(value, types) and value is not True):
         return
     expected = " or ".join(words) if words else kinds(field)[0].__name__

@@ -12,6 +12,7 @@ import pipelines
 from utils.config import ResolvedConfig, TrainConfig
 from utils.data.manifest import Manifest
 from utils.data.splits import check_files, describe_exclusions, read_data, select_images
+from utils.data.staging import stage
 from utils.distributed.collectives import all_reduce_sum, sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
@@ -114,6 +115,7 @@ def evaluate_checkpoint(config: TrainConfig, env: DistEnv) -> None:
                 before = TrainConfig.from_dict(weights.settings)
                 config, notes = settings_of_checkpoint(config, before, weights.source, env)
         require_data(config)
+    config = stage(config, env)
     listed = read_data(config, env)
     manifest = next(iter(listed.values()))  # of train, if `--val-fraction` divides it
     settings = choose_common_loader_settings(config, env, saved, manifest)

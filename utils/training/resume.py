@@ -114,7 +114,7 @@ def settings_of_checkpoint(
     notes = [
         f"{flag(name)} {now[name]}, its run had {then[name]}"
         for name in evaluation_flags()
-        if name not in ("data_dir", "batch_size", "hw_decoder_load") and now[name] != then[name]
+        if name not in ("data_dir", "stage_dir", "batch_size", "hw_decoder_load") and now[name] != then[name]
     ]
     return config, notes
 

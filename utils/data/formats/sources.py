@@ -14,6 +14,7 @@ from utils.data.formats.base import ShardFormat
 from utils.data.formats.flat import find_cls_loc
 from utils.data.formats.naming import VAL_NAMES
 from utils.errors import UserError
+from utils.store_url import store_url
 from utils.validation import require_folder
 
 FORMATS = cast(tuple[ShardFormat, ...], (ilsvrc, webdataset, tfrecord, recordio, lmdb_database, arrow_cache))
@@ -77,6 +78,8 @@ def find_source(config: TrainConfig, splits: Sequence[str]) -> Source:
 def check_source(config: TrainConfig) -> None:
     """Raise UserError unless the data is there, as far as the command line alone names it."""
     if config.data_dir is None or config.evaluate:  # an evaluation may take the names from its checkpoint
+        return
+    if store_url(config.data_dir):  # which is staged first
         return
     source = find_source(config, required_splits(config))
     if source.format is None:
