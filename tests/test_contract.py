@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from scripts import benchmark, check_dataset, convert_dataset, launcher, make_digits, performance, runs, scaling
+from scripts import benchmark, check_dataset, convert_dataset, export, launcher, make_digits, performance, runs, scaling
 from tests.contract import CONTRACT, flags_of
 from utils import errors
 from utils.cli import TRAIN, Program
@@ -18,6 +18,7 @@ PROGRAMS: tuple[Program[Any], ...] = (
     benchmark.PROGRAM,
     check_dataset.PROGRAM,
     convert_dataset.PROGRAM,
+    export.PROGRAM,
     launcher.PROGRAM,
     make_digits.PROGRAM,
     performance.PROGRAM,

@@ -238,30 +238,35 @@ def not_continued(folder: Path, saved: Checkpoint | None) -> dict[Path, str]:
     return found
 
 
-def load(path: Path) -> Checkpoint:
+def load(path: Path, resumes: bool = True) -> Checkpoint:
     """Read a checkpoint onto the CPU. Nothing in the file is executed.
+
+    Args:
+        path: of the file.
+        resumes: whether `--resume` means it; messages name that flag, and what else can be done.
 
     Raises:
         UserError: the file is damaged, or is no checkpoint of Brisk.
     """
-    content = _read_whole(path)
-    message = f"--resume {path}: not a checkpoint of this version of Brisk"
-    remedy = f"--pretrained {path} with another --output-dir starts from its weights"
+    source = f"--resume {path}" if resumes else str(path)
+    content = _read_whole(path, source)
+    message = f"{source}: not a checkpoint of this version of Brisk"
+    remedy = "give best.pt or last.pt of a run"
+    if resumes:
+        remedy = f"--pretrained {path} with another --output-dir starts from its weights"
     if not isinstance(content, dict) or "format" not in content:
         raise UserError(f"{message}; {remedy}")
     if str(content["format"]) != str(FORMAT):
-        found = str(content["format"])[:20]
-        raise OtherFormat(
-            f"{message}: it has format {found}, not {FORMAT}; resume it with its own version, or {remedy}"
-        )
+        found, use = str(content["format"])[:20], "resume" if resumes else "use"
+        raise OtherFormat(f"{message}: it has format {found}, not {FORMAT}; {use} it with its own version, or {remedy}")
     try:
         return Checkpoint.from_dict(content, path)
     except (KeyError, TypeError, AttributeError):
         raise UserError(f"{message}: a part is missing; {remedy}") from None
 
 
-def _read_whole(path: Path) -> Any:
-    """What torch.save wrote to `path`.
+def _read_whole(path: Path, source: str) -> Any:
+    """What torch.save wrote to `path`; `source` names it in messages.
 
     Raises:
         UserError: not all of it is there as it was written.
@@ -278,9 +283,7 @@ def _read_whole(path: Path) -> Any:
     except Exception as error:
         # torch's own messages are about its releases and its arguments, which are not the user's.
         reason = getattr(error, "strerror", None) or type(error).__name__
-        raise UserError(
-            f"--resume {path}: damaged, or not a readable checkpoint ({reason}); give another file"
-        ) from error
+        raise UserError(f"{source}: damaged, or not a readable checkpoint ({reason}); give another file") from error
     return content
 
 
