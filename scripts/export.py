@@ -44,6 +44,7 @@ class Options:
         check: whether it is compared with torch.
         check_data: folder of images for that; None for those of the run.
         overwrite: whether files are replaced.
+        push: repository on the Hugging Face hub that gets them, too.
     """
 
     checkpoint: Path
@@ -55,6 +56,7 @@ class Options:
     check: bool
     check_data: Path | None
     overwrite: bool
+    push: str | None
 
 
 def export(options: Options) -> None:
@@ -91,6 +93,10 @@ def export(options: Options) -> None:
         size = sum((folder / name).stat().st_size for name in files)
     emit(compared)
     emit(f"{options.output_dir}: {', '.join((*files, LABELS))}; {size / 1e6:,.1f} MB")
+    if options.push is not None:
+        from utils.export.hub import push
+
+        emit(f"uploaded: {push(options.output_dir, (*files, LABELS), options.push, trained)}")
 
 
 @with_train_flags(train_flag("output_dir", default=REQUIRED, shown=False, help="Where the files go."))
@@ -113,6 +119,12 @@ def read_options(
         Path | None, typer.Option(metavar="DIR", help="Images for that.", show_default="of the run, else generated")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that are there.")] = False,
+    push: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OWNER/NAME", help="Upload to this repository of the Hugging Face hub; a new one is private."
+        ),
+    ] = None,
     *,
     output_dir: Path,
 ) -> Options:
@@ -125,6 +137,8 @@ def read_options(
         raise UserError("--half with --format timm: its files hold float32; leave it out, and call model.half()")
     if format == "timm" and input == "uint8":
         raise UserError("--input uint8 with --format timm: timm's networks take normalized images; leave it out")
+    if push is not None and format != "timm":
+        raise UserError(f"--push {push} with --format {format}: the hub gets timm's files; give --format timm")
     if check_data is not None and not check:
         raise UserError(f"--check-data {check_data} with --no-check: nothing is compared; leave one of them out")
     if check_data is not None and not check_data.is_dir():
@@ -135,7 +149,7 @@ def read_options(
             f"--format {format}: needs {', '.join(missing)}, not installed here; "
             "pip install -r requirements-export.txt -c constraints.txt"
         )
-    return Options(checkpoint, format, output_dir, ema, input, half, check, check_data, overwrite)
+    return Options(checkpoint, format, output_dir, ema, input, half, check, check_data, overwrite, push)
 
 
 PROGRAM = Program("export.py", read_options)

@@ -103,6 +103,7 @@ def test_a_spoiled_checkpoint(best: Path, tmp_path: Path, refused: Refused, name
         (("--format", "timm", "--input", "uint8"), "--input uint8 with --format timm: timm's networks take"),
         (("--format", "pt2", "--ema"), "best.pt has no EMA weights; leave --ema out"),
         (("--format", "pt2", "--check-data", "gone"), "--check-data gone: no such folder; give a folder of images"),
+        (("--format", "onnx", "--push", "me/net"), "--push me/net with --format onnx: the hub gets timm's files"),
         (("--format", "pt2", "--output-dir", "/proc/out"), "--output-dir /proc/out: cannot be written ("),
         (("--format", "pt2", "--check-data", ".", "--no-check"), "--check-data . with --no-check: nothing is compared"),
     ],
