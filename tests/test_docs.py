@@ -30,7 +30,7 @@ BY_NAME = {program.name: program for program in PROGRAMS}
 # Programs that are not ours: only their names are checked.
 FOREIGN = {"source"}
 # The other scripts measure for minutes, or install.
-RUN_HERE = {"train.py", "check_dataset.py", "convert_dataset.py", "runs.py"}
+RUN_HERE = {"train.py", "check_dataset.py", "convert_dataset.py", "export.py", "runs.py"}
 SEVERAL_MACHINES = {"torchrun", "srun", "sbatch"}
 # Flags in prose that are not ours, with their programs.
 FOREIGN_FLAGS = {
@@ -166,10 +166,10 @@ def test_mentions_of_pages_are_right() -> None:
 _SERIES = """
 import json, os, sys
 import train
-from scripts import check_dataset, convert_dataset, runs
+from scripts import check_dataset, convert_dataset, export, runs
 
 mains = {"train.py": train.main, "runs.py": runs.main}
-mains |= {"check_dataset.py": check_dataset.main, "convert_dataset.py": convert_dataset.main}
+mains |= {"check_dataset.py": check_dataset.main, "convert_dataset.py": convert_dataset.main, "export.py": export.main}
 os.chdir(sys.argv[1])
 results = []
 for number, (program, words) in enumerate(json.loads(sys.argv[2])):
@@ -226,7 +226,7 @@ def to_run(root: Path) -> Iterator[tuple[str, str, list[str]]]:
     launches: Counter[Path] = Counter()
     pages: dict[tuple[str, ...], str] = {}  # where a command has run already; twice on one page is a resume
     for block in BLOCKS:
-        if block.language == "python":
+        if block.language == "python" and not block.comment.startswith("not run: "):
             words = [f"{RUN}/best.pt", f"{root}/data/imagenet/val/red/red-001.jpg"]
             yield block.where, block.text.replace("resnet50", MODEL).replace('"/data/', f'"{root}/data/'), words
         for command in commands(block) if block.language == "bash" else ():
@@ -278,6 +278,7 @@ def check_outputs(root: Path, outputs: dict[str, str]) -> None:
     assert json.loads((root / RUN / "evaluation.json").read_text())["count"] == 41
     assert "82 files: 0 bad, 0 suspicious" in output_of(outputs, "check_dataset.py")[0]
     assert "41 images of train, 41 images of val in 2 shards" in output_of(outputs, "convert_dataset.py")[0]
+    assert "same class for 41 of 41" in output_of(outputs, "--format timm")[0]
     assert re.search(rf"{RUN} +finished", output_of(outputs, "scripts/runs.py")[0])
     assert "from scratch" in output_of(outputs, "config.json")[0]
     assert "the held-out part of train/" in output_of(outputs, "--val-fraction")[0]

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from tests.conftest import CLASSES
 from tests.export.checkpoints import MEAN, STD, write_checkpoint
+from tests.harness import ROOT
+from tests.pages import blocks
 from utils.data.torch_loader import torch_val_transform
 from utils.export.classifier import Classifier, Input
 from utils.export.formats import FORMATS, METADATA, without_deprecation
@@ -79,6 +81,7 @@ def test_torchscript(trained: Trained, tmp_path: Path) -> None:
     assert_reads(trained, "torchscript", "uint8", tmp_path / "out")
 
 
+@pytest.mark.slow  # repeats with another file what test_onnx shows
 def test_pt2(trained: Trained, tmp_path: Path) -> None:
     write(trained, "pt2", "float", tmp_path / "out")
     found = with_extra_file(tmp_path / "out", "pt2")
@@ -86,11 +89,11 @@ def test_pt2(trained: Trained, tmp_path: Path) -> None:
     assert_reads(trained, "pt2", "float", tmp_path / "out")
 
 
-def test_onnx(trained: Trained, tmp_path: Path) -> None:
+def test_onnx(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import onnx
 
-    write(trained, "onnx", "uint8", tmp_path / "out")
-    model = onnx.load(tmp_path / "out" / "model.onnx")
+    write(trained, "onnx", "uint8", tmp_path / "exported")
+    model = onnx.load(tmp_path / "exported" / "model.onnx")
     onnx.checker.check_model(model, full_check=True)
     texts = {each.key: each.value for each in model.metadata_props}
     words = {"arch", "interpolation", "crop", "weights", "input", "layout", "pixels", "precision", "brisk"}
@@ -103,7 +106,24 @@ def test_onnx(trained: Trained, tmp_path: Path) -> None:
     dims = [each.dim_param or each.dim_value for each in images.type.tensor_type.shape.dim]
     assert (images.name, dims, images.type.tensor_type.elem_type) == ("images", ["batch", 32, 32, 3], 2)  # uint8
     assert (logits.name, logits.type.tensor_type.elem_type) == ("logits", 1)  # float32
-    assert_reads(trained, "onnx", "uint8", tmp_path / "out")
+    assert_reads(trained, "onnx", "uint8", tmp_path / "exported")
+    monkeypatch.chdir(tmp_path)
+    check_program_of_the_docs(trained)
+
+
+def check_program_of_the_docs(trained: Trained) -> None:
+    """It has the pixels of the evaluation, and the network's logits."""
+    (block,) = (each for each in blocks(ROOT / "docs" / "using-a-model.md") if "onnxruntime" in each.text)
+    for width, height in ((77, 333), (301, 200)):
+        image = Image.effect_noise((width, height), 90).convert("RGB")
+        image.save("photo.jpg")
+        names: dict[str, Any] = {}
+        exec(compile(block.text, "block", "exec"), names)
+        with Image.open("photo.jpg") as file:
+            expected = torch_val_transform(trained.config)(file).permute(1, 2, 0)
+        assert torch.equal(torch.from_numpy(names["pixels"].copy()), expected)
+        logits = Classifier(trained, "uint8")(expected[None])
+        torch.testing.assert_close(torch.from_numpy(names["logits"]), logits)
 
 
 def test_timm(trained: Trained, tmp_path: Path) -> None:

@@ -221,7 +221,7 @@ def test_digits_by_every_runtime(tmp_path: Path) -> None:
         0,
     )
     flags += ("--data-dir", tmp_path / "digits", "--output-dir", tmp_path / "run", "--workers", 1, "--device", "cpu")
-    done = launch(*flags, "--epochs", 2, "--batch-size", 64, "--lr", 0.5, "--warmup-epochs", 0, "--loader", "torch")
+    done = launch(*flags, "--epochs", 2, "--batch-size", 64, "--lr", 0.5, "--warmup-epochs", 0, timeout=1000)
     assert done.status == 0, done.err
     files = sorted((tmp_path / "digits" / "val").glob("*/*.jpg"))
     labels = np.array([int(file.parent.name) for file in files])

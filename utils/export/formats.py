@@ -66,8 +66,8 @@ def write_timm(trained: Trained, classifier: Classifier, metadata: dict[str, Any
     )
     path = folder / "config.json"
     content = json.loads(path.read_text())
-    kept = {name: value for name, value in content["pretrained_cfg"].items() if name not in OF_OTHERS}
-    write_json(path, content | {"pretrained_cfg": kept})
+    valid = {name: value for name, value in content["pretrained_cfg"].items() if name not in OF_OTHERS}
+    write_json(path, content | {"pretrained_cfg": valid})
     shutil.copymode(path, folder / "model.safetensors")  # which is written for its owner alone
 
 
@@ -113,6 +113,7 @@ def read_onnx(folder: Path) -> Network:
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors; it warns of what it optimises
+    options.intra_op_num_threads = torch.get_num_threads()  # of all cores otherwise, whatever OMP_NUM_THREADS says
     session = onnxruntime.InferenceSession(str(folder / "model.onnx"), options, providers=["CPUExecutionProvider"])
     return lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
 
