@@ -1,5 +1,6 @@
 """Each format holds the network of the checkpoint, in plain layers, with what a program needs to use it."""
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,12 +12,14 @@ import timm.data
 import torch
 from PIL import Image
 from torch import Tensor
+from torchvision.transforms import v2
 
 from tests.conftest import CLASSES
 from tests.export.checkpoints import MEAN, STD, write_checkpoint
 from tests.harness import ROOT
 from tests.pages import blocks
 from utils.data.torch_loader import torch_val_transform
+from utils.errors import UserError
 from utils.export.classifier import Classifier, Input
 from utils.export.formats import FORMATS, METADATA, without_deprecation
 from utils.export.output import write_and_compare
@@ -73,6 +76,23 @@ def assert_facts(found: Mapping[str, Any], **expected: str) -> None:
     """A program finds what it needs; the version of Brisk is one of them."""
     assert {name: value for name, value in found.items() if name != "brisk"} == FACTS | expected
     assert found["brisk"]
+
+
+def test_uint8_is_normalized_as_torchvision_does(trained: Trained) -> None:
+    images = pixels(5).permute(0, 3, 1, 2)
+    normalized = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)])(images)
+    with torch.inference_mode():
+        expected = trained.model(normalized)
+        torch.testing.assert_close(Classifier(trained, "uint8")(pixels(5)), expected)
+        network = Classifier(trained, "float")
+        torch.testing.assert_close(network(network.prepare(pixels(5))), expected)
+
+
+def test_a_network_that_onnx_cannot_hold(trained: Trained, tmp_path: Path) -> None:
+    large = dataclasses.replace(trained, model=torch.nn.Linear(30_000, 30_000, device="meta"))
+    message = "^--format onnx: test_resnet has 3.6 GB of weights, and a file of ONNX holds 2.1; give --half, or"
+    with pytest.raises(UserError, match=message):
+        FORMATS["onnx"].write(large, Classifier(large, "float"), {}, tmp_path)
 
 
 def test_torchscript(trained: Trained, tmp_path: Path) -> None:
