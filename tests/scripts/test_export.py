@@ -80,9 +80,15 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (Path.unlink, "best.pt: no such checkpoint; give best.pt or last.pt of a run, or its output folder"),
     "cut": (lambda path: os.truncate(path, 5000), "best.pt: damaged, or not a readable checkpoint"),
     "text": (lambda path: path.write_text("no"), "best.pt: damaged, or not a readable checkpoint"),
-    "weights": (lambda path: torch.save({"a": torch.ones(1)}, path), "not a checkpoint of this version of Brisk; give"),
-    "format": (lambda path: rewrite(path, format=5), "it has format 5, not 6; use it with its own version, or give"),
-    "part": (lambda path: rewrite(path, ranks=None), "a part is missing; give best.pt or last.pt of a run"),
+    "weights": (
+        lambda path: torch.save({"a": torch.ones(1)}, path),
+        "not a checkpoint of this version of Brisk; train.py --pretrained takes",
+    ),
+    "format": (
+        lambda path: rewrite(path, format=5),
+        "it has format 5, not 6; use it with its own version, or train.py",
+    ),
+    "part": (lambda path: rewrite(path, ranks=None), "a part is missing; train.py --pretrained takes its weights"),
     "head": (other_head, "its weights do not fit test_resnet with 5 classes; give another file"),
 }
 

@@ -97,7 +97,7 @@ def load_trained(path: Path, ema: bool | None = None) -> Trained:
         UserError: no such checkpoint, a damaged one, one without a moving average where that is wanted, or weights that
             do not fit its architecture.
     """
-    saved = load(find_checkpoint(path), resumes=False)
+    saved = load(find_checkpoint(path), "CHECKPOINT")
     assert saved.path is not None, "read from a file"
     weights = _choose_weights(saved, ema)
     config, tensors = saved.config, saved.state.networks[weights]

@@ -174,10 +174,14 @@ def find_checkpoints(config: TrainConfig) -> list[Path]:
     return paths
 
 
-def load_newest(paths: Sequence[Path]) -> tuple[Checkpoint | None, list[str]]:
+def load_newest(paths: Sequence[Path], flag: str = "--resume") -> tuple[Checkpoint | None, list[str]]:
     """The first of `paths` that is whole, and a line for each that was skipped; (None, []) for no paths.
 
     Where the first is damaged, the others need not be of its run: only those of the run that has saved last count.
+
+    Args:
+        paths: of checkpoints, the preferred one first.
+        flag: see `load`.
 
     Raises:
         UserError: there are some, but none is whole: nobody is to lose a run by starting from scratch unasked.
@@ -188,7 +192,7 @@ def load_newest(paths: Sequence[Path]) -> tuple[Checkpoint | None, list[str]]:
     whole: list[tuple[Path, float, str]] = []
     for path in paths:
         try:
-            found = load(path)
+            found = load(path, flag)
         except UserError as error:
             if len(paths) == 1 or isinstance(error, OtherFormat):
                 raise
@@ -198,7 +202,8 @@ def load_newest(paths: Sequence[Path]) -> tuple[Checkpoint | None, list[str]]:
             return found, []
         whole.append((path, found.saved_at, found.record.run))
     if not whole:
-        raise UserError(f"{paths[0].parent}: none of its {len(paths)} checkpoints is whole; {START_ANEW}")
+        remedy = START_ANEW if flag == "--resume" else "give another run"
+        raise UserError(f"{paths[0].parent}: none of its {len(paths)} checkpoints is whole; {remedy}")
     _, _, newest_run = max(whole, key=lambda candidate: candidate[1])
     skipped += [f"skipped: {path}: a checkpoint of another run" for path, _, run in whole if run != newest_run]
     return load(next(path for path, _, run in whole if run == newest_run)), skipped
@@ -238,35 +243,34 @@ def not_continued(folder: Path, saved: Checkpoint | None) -> dict[Path, str]:
     return found
 
 
-def load(path: Path, resumes: bool = True) -> Checkpoint:
+def load(path: Path, flag: str = "--resume") -> Checkpoint:
     """Read a checkpoint onto the CPU. Nothing in the file is executed.
 
     Args:
         path: of the file.
-        resumes: whether `--resume` means it; messages name that flag, and what else can be done.
+        flag: that names it, for messages.
 
     Raises:
         UserError: the file is damaged, or is no checkpoint of Brisk.
     """
-    source = f"--resume {path}" if resumes else str(path)
-    content = _read_whole(path, source)
-    message = f"{source}: not a checkpoint of this version of Brisk"
-    remedy = "give best.pt or last.pt of a run"
-    if resumes:
-        remedy = f"--pretrained {path} with another --output-dir starts from its weights"
+    content = _read_whole(path, flag)
+    message = f"{flag} {path}: not a checkpoint of this version of Brisk"
+    remedy = f"--pretrained {path} with another --output-dir starts from its weights"
+    if flag != "--resume":
+        remedy = "train.py --pretrained takes its weights"
     if not isinstance(content, dict) or "format" not in content:
         raise UserError(f"{message}; {remedy}")
     if str(content["format"]) != str(FORMAT):
-        found, use = str(content["format"])[:20], "resume" if resumes else "use"
-        raise OtherFormat(f"{message}: it has format {found}, not {FORMAT}; {use} it with its own version, or {remedy}")
+        found = str(content["format"])[:20]
+        raise OtherFormat(f"{message}: it has format {found}, not {FORMAT}; use it with its own version, or {remedy}")
     try:
         return Checkpoint.from_dict(content, path)
     except (KeyError, TypeError, AttributeError):
         raise UserError(f"{message}: a part is missing; {remedy}") from None
 
 
-def _read_whole(path: Path, source: str) -> Any:
-    """What torch.save wrote to `path`; `source` names it in messages.
+def _read_whole(path: Path, flag: str) -> Any:
+    """What torch.save wrote to `path`.
 
     Raises:
         UserError: not all of it is there as it was written.
@@ -283,7 +287,9 @@ def _read_whole(path: Path, source: str) -> Any:
     except Exception as error:
         # torch's own messages are about its releases and its arguments, which are not the user's.
         reason = getattr(error, "strerror", None) or type(error).__name__
-        raise UserError(f"{source}: damaged, or not a readable checkpoint ({reason}); give another file") from error
+        raise UserError(
+            f"{flag} {path}: damaged, or not a readable checkpoint ({reason}); give another file"
+        ) from error
     return content
 
 
