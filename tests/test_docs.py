@@ -30,7 +30,7 @@ BY_NAME = {program.name: program for program in PROGRAMS}
 # Programs that are not ours: only their names are checked.
 FOREIGN = {"source", "pip"}
 # The other scripts measure for minutes, or install.
-RUN_HERE = {"train.py", "check_dataset.py", "convert_dataset.py", "predict.py", "runs.py"}
+RUN_HERE = {"train.py", "check_dataset.py", "convert_dataset.py", "export.py", "predict.py", "runs.py"}
 SEVERAL_MACHINES = {"torchrun", "srun", "sbatch"}
 # Flags in prose that are not ours, with their programs.
 FOREIGN_FLAGS = {
@@ -166,9 +166,9 @@ def test_mentions_of_pages_are_right() -> None:
 _SERIES = """
 import json, os, sys
 import train
-from scripts import check_dataset, convert_dataset, predict, runs
+from scripts import check_dataset, convert_dataset, export, predict, runs
 
-mains = {"train.py": train.main, "runs.py": runs.main, "predict.py": predict.main}
+mains = {"train.py": train.main, "runs.py": runs.main, "predict.py": predict.main, "export.py": export.main}
 mains |= {"check_dataset.py": check_dataset.main, "convert_dataset.py": convert_dataset.main}
 os.chdir(sys.argv[1])
 results = []
@@ -226,7 +226,7 @@ def to_run(root: Path) -> Iterator[tuple[str, str, list[str]]]:
     launches: Counter[Path] = Counter()
     pages: dict[tuple[str, ...], str] = {}  # where a command has run already; twice on one page is a resume
     for block in BLOCKS:
-        if block.language == "python":
+        if block.language == "python" and not block.comment.startswith("not run: "):
             words = [f"{RUN}/best.pt", f"{root}/data/imagenet/val/red/red-001.jpg"]
             yield block.where, block.text.replace("resnet50", MODEL).replace('"/data/', f'"{root}/data/'), words
         for command in commands(block) if block.language == "bash" else ():
@@ -279,6 +279,7 @@ def check_outputs(root: Path, outputs: dict[str, str]) -> None:
     assert "82 files: 0 bad, 0 suspicious" in output_of(outputs, "check_dataset.py")[0]
     assert "41 images of train, 41 images of val in 2 shards" in output_of(outputs, "convert_dataset.py")[0]
     assert re.search(r"top1 [\d.]+  top5 100.00  count 41\n", output_of(outputs, "predict.py")[0])
+    assert "same class for 41 of 41" in output_of(outputs, "--format timm")[0]
     assert re.search(rf"{RUN} +finished", output_of(outputs, "scripts/runs.py")[0])
     assert "from scratch" in output_of(outputs, "config.json")[0]
     assert "the held-out part of train/" in output_of(outputs, "--val-fraction")[0]

@@ -14,7 +14,7 @@ BASE = {"base"}
 DISTRIBUTED = BASE | {"distributed"}
 PIPELINES, MODELS = DISTRIBUTED | {"data"}, DISTRIBUTED | {"network"}
 TRAINING = PIPELINES | MODELS | {"training", "pipelines", "models"}
-BENCHMARK = TRAINING | {"benchmark"}
+BENCHMARK, EXPORT = TRAINING | {"benchmark"}, TRAINING | {"export"}
 ARROWS: dict[str, set[str]] = {
     "base": BASE,
     "distributed": DISTRIBUTED,
@@ -24,8 +24,9 @@ ARROWS: dict[str, set[str]] = {
     "models": MODELS | {"models"},
     "training": TRAINING,
     "benchmark": BENCHMARK,
+    "export": EXPORT,
     "train": BENCHMARK | {"train"},
-    "scripts": BENCHMARK | {"train", "scripts"},
+    "scripts": BENCHMARK | EXPORT | {"train", "scripts"},
 }
 FILES = [
     *(ROOT / f"{name}.py" for name in ("train", "pipelines", "models")),
@@ -96,6 +97,7 @@ WRONG = [
     ("from utils.training.state import TrainState", "pipelines"),
     ("from utils.data.manifest import Manifest", "models"),
     ("from train import main", "utils.benchmark.measure"),
+    ("from utils.benchmark.verdict import diagnose", "utils.export.trained"),
     ("import scripts.benchmark", "train"),
     ("from tests.conftest import ROOT", "scripts.benchmark"),
     ("import train", "utils.log"),

@@ -1,0 +1,164 @@
+#!/usr/bin/env python3
+"""Export the network of a checkpoint for other programs: timm, ONNX Runtime, TorchScript, torch.export.
+
+    scripts/export.py runs/imagenet-resnet50 --format onnx --output-dir exported
+
+Writes model.safetensors and config.json (timm), model.onnx, model.torchscript or model.pt2, and labels.txt: a class a
+line, in label order. The layers are timm's own. Before a file gets its name it is read by its own runtime, and compared
+with torch on images of the run. A folder may hold all formats of one network.
+
+Exit status: 0 done, 1 the network cannot be exported, or the comparison failed; 2 wrong usage or a damaged checkpoint.
+"""
+
+import dataclasses
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import typer
+
+from utils.cli import REQUIRED, Program, train_flag, with_train_flags
+from utils.errors import RunFailed, UserError, first_line
+from utils.log import emit
+
+FormatName = Literal["timm", "onnx", "torchscript", "pt2"]
+PACKAGES: dict[str, tuple[str, ...]] = {"onnx": ("onnx", "onnxruntime", "onnxscript")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The command line.
+
+    Attributes:
+        checkpoint: a file, or the output folder of a run.
+        format: see `utils.export.formats`.
+        output_dir: where the files go.
+        ema: whether the moving average is exported; None for the better network.
+        input: what the exported network takes; see `utils.export.classifier.Classifier`.
+        half: whether its layers are float16.
+        check: whether it is compared with torch.
+        check_data: folder of images for that; None for those of the run.
+        overwrite: whether files are replaced.
+        push: repository on the Hugging Face hub that gets them, too.
+    """
+
+    checkpoint: Path
+    format: FormatName
+    output_dir: Path
+    ema: bool | None
+    input: Literal["float", "uint8"]
+    half: bool
+    check: bool
+    check_data: Path | None
+    overwrite: bool
+    push: str | None
+
+
+def export(options: Options) -> None:
+    """Write the files.
+
+    Raises:
+        UserError: the checkpoint cannot be used, or the folder not be written.
+        RunFailed: the network cannot be exported, or what was exported computes something else.
+    """
+    from utils.export.formats import FORMATS, LABELS  # what takes seconds comes after the checks of the command line
+    from utils.export.output import check_output, label_lines, staged, write_and_compare
+    from utils.export.trained import EMA, load_trained
+
+    files = FORMATS[options.format].files
+    trained = load_trained(options.checkpoint, options.ema)
+    labels = label_lines(trained.classes)
+    check_output(options.output_dir, files, labels, options.overwrite)
+    weights = "EMA weights" if trained.weights == EMA else "weights"
+    accuracy = "not evaluated" if trained.top1 is None else f"top-1 {trained.top1:.2f} %"
+    with staged(options.output_dir, (LABELS, *files)) as folder:
+        emit(f"{trained.path}: {trained.config.arch}, {trained.config.num_classes:,} classes, {weights}, {accuracy}")
+        (folder / LABELS).write_text(labels)
+        try:
+            compared = write_and_compare(
+                trained, options.format, options.input, options.half, folder, options.check, options.check_data
+            )
+        except (UserError, RunFailed, OSError):
+            raise
+        except Exception as error:  # exporters and runtimes have no common one
+            reason = first_line(error, 200)
+            raise RunFailed(
+                f"--format {options.format}: {trained.config.arch} cannot be exported ({reason}); give another format"
+            ) from error
+        size = sum((folder / name).stat().st_size for name in files)
+    emit(compared)
+    emit(f"{options.output_dir}: {', '.join((*files, LABELS))}; {size / 1e6:,.1f} MB")
+    if options.push is not None:
+        from utils.export.hub import push
+
+        emit(f"uploaded: {push(options.output_dir, (*files, LABELS), options.push, trained)}")
+
+
+@with_train_flags(train_flag("output_dir", default=REQUIRED, shown=False, help="Where the files go."))
+def read_options(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A file, or the output folder of a run.")],
+    format: Annotated[FormatName, typer.Option(help="Form of the files; torchscript is deprecated by torch.")],
+    ema: Annotated[
+        bool | None,
+        typer.Option("--ema/--no-ema", help="Take the moving average, or the model.", show_default="the better one"),
+    ] = None,
+    input: Annotated[
+        Literal["float", "uint8"],
+        typer.Option(help="Images: normalized NCHW, or pixels NHWC that are normalized inside."),
+    ] = "float",
+    half: Annotated[bool, typer.Option("--half", help="Compute in float16; input and logits stay.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="Read the files back and compare them with torch.")
+    ] = True,
+    check_data: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Images for that.", show_default="of the run, else generated")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that are there.")] = False,
+    push: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OWNER/NAME", help="Upload to this repository of the Hugging Face hub; a new one is private."
+        ),
+    ] = None,
+    *,
+    output_dir: Path,
+) -> Options:
+    """Export the network of a checkpoint for timm, ONNX Runtime, TorchScript or torch.export.
+
+    Exit status: 0 done, 1 the network cannot be exported, or the comparison failed; 2 wrong usage or a damaged
+    checkpoint.
+    """
+    if format == "timm" and half:
+        raise UserError("--half with --format timm: its files hold float32; leave it out, and call model.half()")
+    if format == "timm" and input == "uint8":
+        raise UserError("--input uint8 with --format timm: timm's networks take normalized images; leave it out")
+    if push is not None and format != "timm":
+        raise UserError(f"--push {push} with --format {format}: the hub gets timm's files; give --format timm")
+    if check_data is not None and not check:
+        raise UserError(f"--check-data {check_data} with --no-check: nothing is compared; leave one of them out")
+    if check_data is not None and not check_data.is_dir():
+        raise UserError(f"--check-data {check_data}: no such folder; give a folder of images")
+    missing = [name for name in PACKAGES.get(format, ()) if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"--format {format}: needs {', '.join(missing)}, not installed here; "
+            "pip install -r requirements-export.txt -c constraints.txt"
+        )
+    return Options(checkpoint, format, output_dir, ema, input, half, check, check_data, overwrite, push)
+
+
+PROGRAM = Program("export.py", read_options)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command line; returns the exit status."""
+    return PROGRAM.run(argv, export)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,191 @@
+"""Each format holds the network of the checkpoint, in plain layers, with what a program needs to use it."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import timm.data
+import torch
+from PIL import Image
+from torch import Tensor
+from torchvision.transforms import v2
+
+from tests.conftest import CLASSES
+from tests.export.checkpoints import MEAN, STD, write_checkpoint
+from tests.harness import ROOT
+from tests.pages import blocks
+from utils.data.torch_loader import torch_val_transform
+from utils.errors import UserError
+from utils.export.classifier import Classifier, Input
+from utils.export.formats import FORMATS, METADATA, without_deprecation
+from utils.export.output import write_and_compare
+from utils.export.trained import Trained, load_trained
+from utils.network.fused_layers import swap_fused_layers
+
+FACTS = {
+    "arch": "test_resnet", "num_classes": 3, "classes": list(CLASSES), "mean": list(MEAN), "std": list(STD),
+    "image_size": 32, "val_resize": 36, "interpolation": "bilinear", "crop": "center", "weights": "model",
+    "top1": 50.0,
+}  # fmt: skip
+TAKES_UINT8 = {"input": "uint8", "layout": "NHWC", "pixels": "0 to 255"}
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Trained:
+    return load_trained(write_checkpoint(tmp_path / "best.pt", result={"val/top1": 50.0}))
+
+
+def pixels(count: int, size: int = 32) -> Tensor:
+    shape = (count, size, size, 3)
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+def write(trained: Trained, name: str, takes: Input, folder: Path, half: bool = False) -> str:
+    folder.mkdir(exist_ok=True)
+    return write_and_compare(trained, name, takes, half, folder, check=True, check_data=None)
+
+
+def assert_reads(trained: Trained, name: str, takes: Input, folder: Path, tolerance: float = 1e-5) -> None:
+    """What was written gives the logits of the network with its fused layers on 1, 3 and 20 images."""
+    network = Classifier(trained, takes)
+    read = FORMATS[name].read(folder)
+    swap_fused_layers(trained.model)
+    assert any(type(module).__module__ == "utils.network.fused_layers" for module in trained.model.modules())
+    with torch.inference_mode():
+        for count in (1, 3, 20):
+            images = network.prepare(pixels(count))
+            torch.testing.assert_close(read(images), network(images), rtol=tolerance, atol=tolerance)
+
+
+def with_extra_file(folder: Path, name: str) -> Any:
+    """The facts in a file of torch."""
+    extra: dict[str, Any] = {METADATA: ""}
+    if name == "pt2":
+        torch.export.load(folder / "model.pt2", extra_files=extra)
+    else:
+        with without_deprecation():
+            torch.jit.load(folder / "model.torchscript", _extra_files=extra)  # type: ignore[no-untyped-call]
+    return json.loads(extra[METADATA])
+
+
+def assert_facts(found: Mapping[str, Any], **expected: str) -> None:
+    """A program finds what it needs; the version of Brisk is one of them."""
+    assert {name: value for name, value in found.items() if name != "brisk"} == FACTS | expected
+    assert found["brisk"]
+
+
+def test_uint8_is_normalized_as_torchvision_does(trained: Trained) -> None:
+    images = pixels(5).permute(0, 3, 1, 2)
+    normalized = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)])(images)
+    with torch.inference_mode():
+        expected = trained.model(normalized)
+        torch.testing.assert_close(Classifier(trained, "uint8")(pixels(5)), expected)
+        network = Classifier(trained, "float")
+        torch.testing.assert_close(network(network.prepare(pixels(5))), expected)
+
+
+def test_a_network_that_onnx_cannot_hold(trained: Trained, tmp_path: Path) -> None:
+    large = dataclasses.replace(trained, model=torch.nn.Linear(30_000, 30_000, device="meta"))
+    message = "^--format onnx: test_resnet has 3.6 GB of weights, and a file of ONNX holds 2.1; give --half, or"
+    with pytest.raises(UserError, match=message):
+        FORMATS["onnx"].write(large, Classifier(large, "float"), {}, tmp_path)
+
+
+def test_torchscript(trained: Trained, tmp_path: Path) -> None:
+    write(trained, "torchscript", "uint8", tmp_path / "out")
+    assert_facts(with_extra_file(tmp_path / "out", "torchscript"), **TAKES_UINT8, precision="float32")
+    assert_reads(trained, "torchscript", "uint8", tmp_path / "out")
+
+
+@pytest.mark.slow  # repeats with another file what test_onnx shows
+def test_pt2(trained: Trained, tmp_path: Path) -> None:
+    write(trained, "pt2", "float", tmp_path / "out")
+    found = with_extra_file(tmp_path / "out", "pt2")
+    assert_facts(found, input="float32", layout="NCHW", pixels="normalized", precision="float32")
+    assert_reads(trained, "pt2", "float", tmp_path / "out")
+
+
+def test_onnx(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import onnx
+
+    write(trained, "onnx", "uint8", tmp_path / "exported")
+    model = onnx.load(tmp_path / "exported" / "model.onnx")
+    onnx.checker.check_model(model, full_check=True)
+    texts = {each.key: each.value for each in model.metadata_props}
+    words = {"arch", "interpolation", "crop", "weights", "input", "layout", "pixels", "precision", "brisk"}
+    assert_facts(
+        {name: text if name in words else json.loads(text) for name, text in texts.items()},
+        **TAKES_UINT8,
+        precision="float32",
+    )
+    (images,), (logits,) = model.graph.input, model.graph.output
+    dims = [each.dim_param or each.dim_value for each in images.type.tensor_type.shape.dim]
+    assert (images.name, dims, images.type.tensor_type.elem_type) == ("images", ["batch", 32, 32, 3], 2)  # uint8
+    assert (logits.name, logits.type.tensor_type.elem_type) == ("logits", 1)  # float32
+    assert_reads(trained, "onnx", "uint8", tmp_path / "exported")
+    monkeypatch.chdir(tmp_path)
+    check_program_of_the_docs(trained)
+
+
+def check_program_of_the_docs(trained: Trained) -> None:
+    """It has the pixels of the evaluation, and the network's logits."""
+    (block,) = (each for each in blocks(ROOT / "docs" / "using-a-model.md") if "onnxruntime" in each.text)
+    for width, height in ((77, 333), (301, 200)):
+        image = Image.effect_noise((width, height), 90).convert("RGB")
+        image.save("photo.jpg")
+        names: dict[str, Any] = {}
+        exec(compile(block.text, "block", "exec"), names)
+        with Image.open("photo.jpg") as file:
+            expected = torch_val_transform(trained.config)(file).permute(1, 2, 0)
+        assert torch.equal(torch.from_numpy(names["pixels"].copy()), expected)
+        logits = Classifier(trained, "uint8")(expected[None])
+        torch.testing.assert_close(torch.from_numpy(names["logits"]), logits)
+
+
+def test_timm(trained: Trained, tmp_path: Path) -> None:
+    write(trained, "timm", "float", tmp_path / "out")
+    content = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (content["architecture"], content["num_classes"], content["label_names"]) == ("test_resnet", 3, [*CLASSES])
+    assert (tmp_path / "out" / "model.safetensors").stat().st_mode & 0o044, "others may read it"
+    assert_timm_transform(trained, tmp_path / "out")
+    assert_reads(trained, "timm", "float", tmp_path / "out")
+
+
+def assert_timm_transform(trained: Trained, folder: Path) -> None:
+    """timm's own transform of the folder gives the pixels of Brisk's evaluation."""
+    model = timm.create_model(f"local-dir:{folder}", pretrained=True)
+    for use_test_size in (False, True):
+        config = timm.data.resolve_data_config({}, model=model, use_test_size=use_test_size)
+        transform = timm.data.create_transform(**config)
+        for width, height in ((300, 200), (77, 333), (64, 64)):
+            image = Image.effect_noise((width, height), 90).convert("RGB")
+            expected = torch_val_transform(trained.config)(image).permute(1, 2, 0)
+            torch.testing.assert_close(transform(image)[None], Classifier(trained, "float").prepare(expected[None]))
+
+
+@pytest.mark.parametrize("size", [(160, 160), (96, 130)])
+def test_timm_of_a_network_that_is_built_for_one_size(tmp_path: Path, size: tuple[int, int]) -> None:
+    image_size, val_resize = size
+    path = write_checkpoint(tmp_path / "best.pt", arch="test_vit", image_size=image_size, val_resize=val_resize)
+    trained = load_trained(path)
+    write(trained, "timm", "float", tmp_path / "out")
+    assert_timm_transform(trained, tmp_path / "out")
+
+
+@pytest.mark.slow  # seconds each
+@pytest.mark.parametrize("name", ["onnx", "torchscript", "pt2"])
+@pytest.mark.parametrize("takes", ["float", "uint8"])
+@pytest.mark.parametrize("arch", ["test_resnet", "test_vit", "test_efficientnet", "test_convnext"])
+def test_half(tmp_path: Path, name: str, takes: Input, arch: str) -> None:
+    path = write_checkpoint(tmp_path / "best.pt", arch=arch, image_size=64, val_resize=64)
+    trained = load_trained(path)
+    write(trained, name, takes, tmp_path / "whole")
+    write(trained, name, takes, tmp_path / "half", half=True)
+    file = FORMATS[name].files[-1]
+    whole, half = ((tmp_path / folder / file).stat().st_size for folder in ("whole", "half"))
+    assert half < 0.75 * whole
+    assert all(value.dtype != torch.float16 for value in trained.model.state_dict().values())

@@ -1,0 +1,56 @@
+"""Which network of a checkpoint is exported, and its geometry."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import CLASSES, assert_same
+from tests.export.checkpoints import MEAN, STD, write_checkpoint
+from tests.harness import read_checkpoint
+from utils.errors import UserError
+from utils.export.trained import find_checkpoint, load_trained
+
+
+@pytest.mark.parametrize(
+    ("result", "ema", "weights", "top1"),
+    [
+        ({"val/top1": 50.0, "val/ema_top1": 60.0}, None, "model_ema", 60.0),
+        ({"val/top1": 60.0, "val/ema_top1": 60.0}, None, "model", 60.0),
+        ({"val/top1": 50.0, "val/ema_top1": 60.0}, False, "model", 50.0),
+        ({"val/top1": 50.0, "val/ema_top1": 40.0}, True, "model_ema", 40.0),
+        ({}, None, "model", None),
+    ],
+)
+def test_weights(tmp_path: Path, result: dict[str, float], ema: bool | None, weights: str, top1: float | None) -> None:
+    path = write_checkpoint(tmp_path / "best.pt", result=result, with_ema=True)
+    trained = load_trained(path, ema)
+    assert (trained.weights, trained.top1) == (weights, top1)
+    assert_same(dict(trained.model.state_dict()), dict(read_checkpoint(tmp_path, "best.pt")[weights]))
+    assert (trained.classes, trained.normalization) == (CLASSES, (MEAN, STD))
+    assert not trained.model.training
+
+
+def test_an_average_that_is_not_there(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "last.pt", result={"val/top1": 50.0})
+    assert load_trained(path).weights == "model"
+    with pytest.raises(UserError, match=r"^--ema: .*last.pt has no EMA weights; leave --ema out$"):
+        load_trained(path, ema=True)
+
+
+def test_a_folder_means_its_best_then_its_newest(tmp_path: Path) -> None:
+    for name in ("last-1.pt", "last.pt", "best.pt"):
+        (tmp_path / name).touch()
+        assert find_checkpoint(tmp_path) == tmp_path / name
+        assert find_checkpoint(tmp_path / "last-1.pt") == tmp_path / "last-1.pt"
+
+
+def test_timm_computes_the_size_before_the_crop(tmp_path: Path) -> None:
+    trained = load_trained(write_checkpoint(tmp_path / "best.pt"))
+    for size in range(8, 600, 13):
+        for resized in range(size, 2 * size, 7):
+            config = dataclasses.replace(trained.config, image_size=size, val_resize=resized)
+            crop_pct = dataclasses.replace(trained, config=config).crop_pct
+            assert math.floor(size / crop_pct) == resized
+            assert crop_pct == pytest.approx(size / resized)

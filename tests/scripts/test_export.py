@@ -1,0 +1,267 @@
+"""scripts/export.py: what it writes, replaces and refuses."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from scripts import export, make_digits
+from tests.conftest import Refused
+from tests.export.checkpoints import write_checkpoint
+from tests.harness import ROOT, launch, launch_and_end, read_checkpoint
+from utils.export.formats import FORMATS
+
+SCRIPT = ROOT / "scripts" / "export.py"
+
+
+@pytest.fixture
+def best(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "run" / "best.pt", result={"val/top1": 50.0})
+
+
+def run(*flags: object) -> int:
+    return export.main([*map(str, flags)])
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_formats_of_one_network_share_a_folder(
+    best: Path, tmp_path: Path, refused: Refused, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert run(best.parent, "--format", "timm", "--output-dir", out) == 0
+    assert run(best, "--format", "torchscript", "--output-dir", out, "--no-check") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{best}: test_resnet, 3 classes, weights, top-1 50.00 %"
+    assert lines[1] == (
+        "100 generated images, as those of the run are not here: logits differ from torch's by at most 0 "
+        f"(the largest is {lines[1].partition('the largest is ')[2].partition(')')[0]}), same class for 100 of 100"
+    )
+    assert lines[2].startswith(f"{out}: model.safetensors, config.json, labels.txt; 1.5 MB")
+    assert lines[4] == "not compared with torch (--no-check)"
+    assert (out / "labels.txt").read_text() == "blue\ngreen\nred\n"
+    assert sorted(snapshot(out)) == ["config.json", "labels.txt", "model.safetensors", "model.torchscript"]
+
+    before = snapshot(out)
+    arguments = (best, "--format", "timm", "--output-dir", out)
+    refused(*arguments, main=export.main, program="export.py")(
+        f"--output-dir {out}: has model.safetensors; give another folder, or --overwrite to replace it"
+    )
+    other = read_checkpoint(best.parent, "best.pt") | {"classes": ["one", "two"]}
+    torch.save(other, tmp_path / "other.pt")
+    refused(tmp_path / "other.pt", "--format", "pt2", "--output-dir", out, main=export.main, program="export.py")(
+        f"--output-dir {out}: has labels.txt of other classes; give another folder, or --overwrite"
+    )
+    assert snapshot(out) == before
+    assert run(tmp_path / "other.pt", "--format", "timm", "--output-dir", out, "--overwrite") == 0
+    assert (out / "labels.txt").read_text() == "one\ntwo\n"
+    assert json.loads((out / "config.json").read_text())["label_names"] == ["one", "two"]
+
+
+def rewrite(path: Path, **changes: object) -> None:
+    torch.save(read_checkpoint(path.parent, path.name) | changes, path)
+
+
+def other_head(path: Path) -> None:
+    saved = read_checkpoint(path.parent, path.name)
+    rewrite(path, config=saved["config"] | {"num_classes": 5})
+
+
+SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (Path.unlink, "best.pt: no such checkpoint; give best.pt or last.pt of a run, or its output folder"),
+    "cut": (lambda path: os.truncate(path, 5000), "best.pt: damaged, or not a readable checkpoint"),
+    "text": (lambda path: path.write_text("no"), "best.pt: damaged, or not a readable checkpoint"),
+    "weights": (
+        lambda path: torch.save({"a": torch.ones(1)}, path),
+        "not a checkpoint of this version of Brisk; train.py --pretrained takes",
+    ),
+    "format": (
+        lambda path: rewrite(path, format=5),
+        "it has format 5, not 6; use it with its own version, or train.py",
+    ),
+    "part": (lambda path: rewrite(path, ranks=None), "a part is missing; train.py --pretrained takes its weights"),
+    "head": (other_head, "its weights do not fit test_resnet with 5 classes; give another file"),
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_a_spoiled_checkpoint(best: Path, tmp_path: Path, refused: Refused, name: str) -> None:
+    spoil, message = SPOILED[name]
+    spoil(best)
+    refused(best, "--format", "onnx", "--output-dir", tmp_path / "out", main=export.main, program="export.py")(message)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--format", "tflite"), "'tflite' is not one of"),
+        (("--format", "timm", "--half"), "--half with --format timm: its files hold float32"),
+        (("--format", "timm", "--input", "uint8"), "--input uint8 with --format timm: timm's networks take"),
+        (("--format", "pt2", "--ema"), "best.pt has no EMA weights; leave --ema out"),
+        (("--format", "pt2", "--check-data", "gone"), "--check-data gone: no such folder; give a folder of images"),
+        (("--format", "onnx", "--push", "me/net"), "--push me/net with --format onnx: the hub gets timm's files"),
+        (("--format", "pt2", "--output-dir", "/proc/out"), "--output-dir /proc/out: cannot be written ("),
+        (("--format", "pt2", "--check-data", ".", "--no-check"), "--check-data . with --no-check: nothing is compared"),
+    ],
+)
+def test_refusals(best: Path, tmp_path: Path, refused: Refused, flags: tuple[str, ...], message: str) -> None:
+    refused(best, "--output-dir", tmp_path / "out", *flags, main=export.main, program="export.py")(message)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_folder_of_a_run_is_not_written(best: Path, tmp_path: Path, refused: Refused) -> None:
+    arguments = (best, "--format", "timm", "--output-dir", best.parent, "--overwrite")
+    refused(*arguments, main=export.main, program="export.py")("the folder of a run (best.pt); give another one")
+    assert list(snapshot(best.parent)) == ["best.pt"]
+    empty = (best.parent, tmp_path / "empty")
+    empty[1].mkdir()
+    refused(empty[1], "--format", "timm", "--output-dir", tmp_path / "out", main=export.main, program="export.py")(
+        "empty: no checkpoint in it; give the output folder of a run"
+    )
+
+
+def test_packages_that_are_missing(best: Path, tmp_path: Path) -> None:
+    program = """
+import sys
+sys.modules |= {"onnx": None, "onnxscript": None}
+from scripts import export
+sys.exit(export.main(sys.argv[1:]))
+"""
+    done = launch(best, "--format", "onnx", "--output-dir", tmp_path / "out", program=program)
+    assert (done.status, done.out) == (2, "")
+    assert done.err == (
+        "export.py: --format onnx: needs onnx, onnxscript, not installed here; "
+        "pip install -r requirements-export.txt -c constraints.txt\n"
+    )
+
+
+def test_a_difference_leaves_the_folder_as_it_was(
+    best: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = read_checkpoint(best.parent, "best.pt")
+    saved["model"]["fc.weight"] *= 1e7  # more than float16 holds
+    torch.save(saved, best)
+    arguments = (best, "--format", "torchscript", "--output-dir", tmp_path / "out")
+    assert run(*arguments, "--half") == 1
+    assert not (tmp_path / "out").exists()
+    err = capsys.readouterr().err
+    assert err.startswith("export.py: model.torchscript: its logits differ from torch's by up to ")
+    assert err.endswith("nothing was written, --no-check writes it nevertheless\n")
+    assert run(*arguments) == 0
+    before = snapshot(tmp_path / "out")
+    assert run(*arguments, "--half", "--overwrite") == 1
+    assert snapshot(tmp_path / "out") == before
+
+
+@pytest.mark.slow  # repeats in processes of their own what tests/export/ shows
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_kill_leaves_no_half_file(best: Path, tmp_path: Path, name: str) -> None:
+    out = tmp_path / "out"
+    arguments = (best, "--format", name, "--output-dir", out)
+    left = out / f".{FORMATS[name].files[-1]}.tmp"
+    assert launch_and_end(*arguments, program=SCRIPT, when=left.exists) < 0
+    assert [path.name for path in out.iterdir()] == [left.name]
+    assert run(*arguments) == 0
+    assert sorted(path.name for path in out.iterdir()) == sorted([*FORMATS[name].files, "labels.txt"])
+
+
+# Reads 100 images and computes their logits by a format's own runtime, without Brisk.
+FRESH = """
+import json, sys
+import numpy as np
+from PIL import Image
+
+folder, name, output, *files = sys.argv[1:]
+images = np.stack([np.asarray(Image.open(file).convert("RGB").resize((32, 32), Image.BILINEAR)) for file in files])
+if name == "onnx":
+    import onnxruntime
+    session = onnxruntime.InferenceSession(f"{folder}/model.onnx")
+    facts = session.get_modelmeta().custom_metadata_map
+    mean, std = json.loads(facts["mean"]), json.loads(facts["std"])
+else:
+    import timm, torch
+    settings = timm.get_pretrained_cfg("resnet10t")
+    mean, std = settings.mean, settings.std
+floats = ((images / 255 - mean) / std).astype(np.float32).transpose(0, 3, 1, 2)
+if name == "onnx":
+    uint8 = session.get_inputs()[0].type == "tensor(uint8)"
+    logits = session.run(None, {"images": images if uint8 else floats})[0]
+else:
+    network = {
+        "timm": lambda: timm.create_model(f"local-dir:{folder}", pretrained=True).eval(),
+        "torchscript": lambda: torch.jit.load(f"{folder}/model.torchscript"),
+        "pt2": lambda: torch.export.load(f"{folder}/model.pt2").module(),
+        "checkpoint": lambda: timm.create_model("resnet10t", num_classes=10, checkpoint_path=folder).eval(),
+    }[name]()
+    with torch.inference_mode():
+        logits = network(torch.from_numpy(floats)).numpy()
+assert not any(module.split(".")[0] in ("utils", "models", "scripts") for module in sys.modules)
+np.save(output, logits)
+"""
+
+
+@pytest.mark.slow  # trains for half a minute
+def test_digits_by_every_runtime(tmp_path: Path) -> None:
+    """The accuracy of each is the run's."""
+    assert make_digits.main([str(tmp_path / "digits")]) == 0
+    flags: tuple[object, ...] = (
+        "--arch",
+        "resnet10t",
+        "--image-size",
+        32,
+        "--val-resize",
+        32,
+        "--augment",
+        "none",
+        "--hflip",
+        0,
+    )
+    flags += ("--data-dir", tmp_path / "digits", "--output-dir", tmp_path / "run", "--workers", 1, "--device", "cpu")
+    done = launch(*flags, "--epochs", 2, "--batch-size", 64, "--lr", 0.5, "--warmup-epochs", 0, timeout=1000)
+    assert done.status == 0, done.err
+    files = sorted((tmp_path / "digits" / "val").glob("*/*.jpg"))
+    labels = np.array([int(file.parent.name) for file in files])
+    found = {"checkpoint": fresh_logits(tmp_path / "run" / "best.pt", "checkpoint", files)}
+    for name in FORMATS:
+        arguments = (tmp_path / "run", "--format", name, "--output-dir", tmp_path / "out")
+        done = launch(*arguments, program=SCRIPT)
+        assert (done.status, done.err) == (0, ""), done
+        assert f"100 images of {tmp_path / 'digits'}: logits differ" in done.out
+        found[name] = fresh_logits(tmp_path / "out", name, files)
+    pixels = (tmp_path / "run", "--format", "onnx", "--output-dir", tmp_path / "uint8", "--input", "uint8")
+    assert launch(*pixels, program=SCRIPT).status == 0
+    found["onnx, uint8"] = fresh_logits(tmp_path / "uint8", "onnx", files)
+    top1 = read_checkpoint(tmp_path / "run", "best.pt")["result"]["val/top1"]
+    for logits in found.values():
+        assert np.abs(logits - found["checkpoint"]).max() < 1e-4
+        assert 100 * float((logits.argmax(1) == labels).mean()) == pytest.approx(top1)
+
+
+def fresh_logits(folder: Path, name: str, files: list[Path]) -> NDArray[np.float32]:
+    """Of a process that has not imported Brisk."""
+    output = folder.parent / "logits.npy"
+    # Not by `launch`, which puts Brisk on the path.
+    words = [sys.executable, "-c", FRESH, *map(str, (folder, name, output, *files))]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=folder.parent)
+    assert done.returncode == 0, done.stderr
+    logits: NDArray[np.float32] = np.load(output)
+    return logits
+
+
+@pytest.mark.slow  # a minute each
+@pytest.mark.parametrize("arch", ["resnet50", "efficientnet_b0", "convnext_tiny", "vit_small_patch16_224"])
+@pytest.mark.parametrize("name", ["onnx", "pt2"])
+def test_usual_networks(data: Path, tmp_path: Path, arch: str, name: str) -> None:
+    best = write_checkpoint(tmp_path / "run" / "best.pt", data, arch=arch, image_size=224, val_resize=256)
+    assert run(best, "--format", name, "--input", "uint8", "--output-dir", tmp_path / "out") == 0
+    assert (tmp_path / "out" / FORMATS[name].files[-1]).stat().st_size > 1e7

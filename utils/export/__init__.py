@@ -1,0 +1,1 @@
+"""Export: a checkpoint as files that other programs read."""
