@@ -16,14 +16,13 @@ from utils.data.splits import Splits, describe_exclusions
 from utils.errors import RunFailed
 from utils.files import write_json
 from utils.log import SUMMARY
+from utils.report.output_folder import DATA_WAIT_WARNING
 from utils.training.batch_layout import layout_of, saved_layout
 from utils.training.checkpoint import BEST, Checkpoint
 from utils.training.compatibility import changed_flags
 from utils.training.optim import describe_ema, describe_optimizer, scaled_lr
 from utils.training.run import Run
 from utils.training.state import TrainState, evaluation_top1
-
-DATA_WAIT_WARNING = 0.02  # data wait above which the summary says what to do
 
 
 def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: Checkpoint | None) -> None:
