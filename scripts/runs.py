@@ -28,7 +28,7 @@ from utils.report.output_folder import RunInfo, read_run
 HEADER = ("run", "state", "arch", "epochs", "best top-1", "images/s", "time", "data")
 
 
-def row(run: RunInfo) -> tuple[str, ...]:
+def table_row(run: RunInfo) -> tuple[str, ...]:
     """The cells of the table."""
     best, rate = run.best_top1, run.speed("images_per_second")
     return (
@@ -72,7 +72,7 @@ def read_options(
 
 def list_runs(folders: Sequence[Path]) -> None:
     """Print the table."""
-    rows = [HEADER, *map(row, find_runs(folders))]
+    rows = [HEADER, *map(table_row, find_runs(folders))]
     if len(rows) == 1:
         print(f"no runs in {', '.join(map(str, folders or [RUNS]))}")
         return

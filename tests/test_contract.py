@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from scripts import benchmark, check_dataset, convert_dataset, launcher, make_digits, performance, runs, scaling
+from scripts import benchmark, check_dataset, convert_dataset, launcher, make_digits, performance, report, runs, scaling
 from tests.contract import CONTRACT, flags_of
 from utils import errors
 from utils.cli import TRAIN, Program
@@ -21,6 +21,7 @@ PROGRAMS: tuple[Program[Any], ...] = (
     launcher.PROGRAM,
     make_digits.PROGRAM,
     performance.PROGRAM,
+    report.PROGRAM,
     runs.PROGRAM,
     scaling.PROGRAM,
 )

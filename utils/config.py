@@ -201,13 +201,14 @@ class TrainConfig:
     processes: int | Literal["auto"] = _flag(
         1, RUN, "Processes that train.py starts on this machine; auto: one for each GPU.", MIN_1, metavar="N|auto"
     )
-    max_restarts: int = _flag(0, RUN, "Restarts of all processes after a failure, with --processes.", MIN_0)
+    max_restarts: int = _flag(0, RUN, "Restarts after a failure, with --processes.", MIN_0)
     accept_changes: bool = _flag(False, SWITCHES, "Go on from --resume PATH although the run differs from its own.")
     overwrite: bool = _flag(False, SWITCHES, "Replace what --resume does not continue.")
     evaluate: bool = _flag(False, SWITCHES, "Only evaluate: best.pt, or --resume PATH.")
     seed: int = _flag(0, RUN, "Of weights, order and augmentation.", MIN_0, Limit(below=2**31), role="fixed")
     deterministic: bool = _flag(False, SWITCHES, "Same bits in every run; slower.", role="logged")
     log_steps: int = _flag(50, RUN, "Steps between lines of metrics.jsonl.", MIN_1, unit="steps")
+    report: bool = _flag(False, SWITCHES, "Also write report.html and report.json.")
     tensorboard: bool = _flag(False, SWITCHES, "Also write TensorBoard events.")
     time_limit: float = _flag(0.0, RUN, "Seconds until a save and stop; 0 is off.", MIN_0, unit="seconds")
     # A store that waits for much longer than this maximum does not wait at all.

@@ -71,7 +71,13 @@ def test_an_interval_has_the_figures_of_the_clock(cpu: DistEnv, clock: Clock) ->
         clock.sleep(30)
     clock.sleep(3)
     assert meter.read() == Interval(
-        1.0, images_per_second=80.0, data_wait=1.25 / 8, bad_steps=0, skipped_steps=0, seconds=8.0, checkpoint_seconds=30.0
+        1.0,
+        images_per_second=80.0,
+        data_wait=1.25 / 8,
+        bad_steps=0,
+        skipped_steps=0,
+        seconds=8.0,
+        checkpoint_seconds=30.0,
     )
     train(meter, clock, steps=4, images=64, seconds=0.25, wait=0.25)
     second = meter.read()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 WIDTH, HEIGHT = 420.0, 240.0  # of the drawing, in its own units
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 10.0, 14.0, 32.0  # margins, which hold the tick labels
 MAX_POINTS = 240  # of a line; more are averaged
-DECADES = 4  # that a logarithmic axis covers below its largest value
+DECADES = 6  # that a logarithmic axis covers below its largest value
 
 Point = tuple[float, float | None]  # None where the value is not finite or not known
 
@@ -93,7 +93,7 @@ class Chart:
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """Values from `low` to `high` to positions from `start` to `end`, linear or logarithmic; beyond them at the edge."""
+    """Values from `low` to `high` to positions from `start` to `end`; those beyond lie at the edge."""
 
     low: float
     high: float
@@ -108,15 +108,16 @@ class Scale:
         return round(self.start + (at - low) / (high - low) * (self.end - self.start), 1)
 
     def ticks(self, count: int) -> list[float]:
-        """About `count` round values."""
+        """At least `count` round values, or all powers of ten."""
         if self.is_log:
             powers = range(math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9) + 1)
             return [10.0**power for power in powers]
-        rough = (self.high - self.low) / count
-        unit = 10 ** math.floor(math.log10(rough))
-        step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= rough * 0.999)
-        first = math.ceil(self.low / step - 1e-9)
-        return [round(each * step, 10) for each in range(first, math.floor(self.high / step + 1e-9) + 1)]
+        unit = 10.0 ** math.ceil(math.log10(self.high - self.low))
+        for step in (unit * factor for factor in (1, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01)):
+            multiples = range(math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9) + 1)
+            if len(multiples) >= count:
+                break
+        return [each * step for each in multiples]
 
 
 def line_chart(
@@ -156,9 +157,9 @@ def line_chart(
             for number, each in enumerate(series)
             if any(y is not None for _, y in each.points)
         ],
-        x_ticks=[(x_scale(tick), f"{tick:,g}") for tick in x_scale.ticks(5)],
-        y_ticks=[(y_scale(tick), show(tick)) for tick in y_scale.ticks(4)],
-        note=f"{above:,} value{'s' if above > 1 else ''} above {show(high)} lie at the upper edge." if above else "",
+        x_ticks=[(x_scale(tick), f"{tick:,g}") for tick in x_scale.ticks(4)],
+        y_ticks=[(y_scale(tick), show(tick)) for tick in y_scale.ticks(3)],
+        note=f"Values above {show(high)} lie at the upper edge: {above:,}." if above else "",
     )
 
 

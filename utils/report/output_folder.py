@@ -41,21 +41,21 @@ class RunInfo:
             return "running"
         if not self.events:  # of an earlier version of Brisk
             return "finished" if self.summary else "unknown"
-        last = str(self.events[-1]["event"])
+        last = str(self.events[-1].get("event"))
         return "died" if last == "started" else last
 
     @property
     def seconds(self) -> float:
         """Wall time of all launches, without what was lost; that of a launch that died ends with its last files."""
         if self.state == "finished":
-            return float(self.summary.get("seconds", 0.0))
+            return number(self.summary, "seconds") or 0.0
         if not self.events:
             return 0.0
-        last = self.events[-1]
-        if last["event"] != "started":
-            return float(last["seconds"])
-        written = max(path.stat().st_mtime for path in self.folder.iterdir() if path.is_file())
-        return float(last["seconds"] + max(0.0, (time.time() if self.is_locked else written) - last["time"]))
+        seconds, began = (number(self.events[-1], name) or 0.0 for name in ("seconds", "time"))
+        if self.events[-1].get("event") != "started":
+            return seconds
+        written = max((path.stat().st_mtime for path in self.folder.iterdir() if path.is_file()), default=began)
+        return seconds + max(0.0, (time.time() if self.is_locked else written) - began)
 
     @property
     def intervals(self) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from utils.report.output_folder import RunInfo, number
 from utils.report.pictures import Pictures, read_pictures
 from utils.report.run_story import marks, notes, points, steps_per_epoch, time_parts, wait_verdict
 
+PAGE = "report.html"  # of `train.py --report`, in the output folder
 SYMBOLS = {"finished": "✓", "running": "▶", "stopped": "❚❚", "died": "✕", "unknown": "?"}
 NAMELESS = ("output_dir", "resume", "overwrite", "evaluate", "report")  # flags that say nothing about what was trained
 

@@ -10,7 +10,6 @@ from typing import Any
 from utils.errors import UserError
 
 PICTURES = "report.json"
-SHOWN_CLASSES = 20  # those with the lowest accuracy; the others are folded
 MAX_CLASSES, MAX_PAIRS = 1000, 20  # that a page shows
 
 
@@ -22,8 +21,8 @@ class Pictures:
         source: what was evaluated: checkpoint, network, epoch and top-1.
         classes: `name`, `count` and `correct` of each class, those with the lowest accuracy first.
         confused: `target`, `predicted` and `count` of the pairs of classes that are most often confused.
-        worst: `path`, `target`, `predicted`, `probability`, `target_probability` and `jpeg` of the validation images with
-            the largest loss.
+        worst: `path`, `target`, `predicted`, `probability`, `target_probability` and `jpeg` of the wrongly
+            classified validation images, the largest loss first.
         samples: `before`, `after` (both JPEG), `target` and `mixed` of the first training images of the last launch.
     """
 
@@ -58,8 +57,3 @@ def read_pictures(folder: Path) -> Pictures | None:
 
 def _accuracy(entry: dict[str, Any]) -> float:
     return float(entry["correct"] / entry["count"]) if entry["count"] else 2.0  # a class without images comes last
-
-
-def encode_jpeg(jpeg: bytes) -> str:
-    """A JPEG file as it stands in report.json and in the page: base64."""
-    return base64.b64encode(jpeg).decode()

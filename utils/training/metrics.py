@@ -29,7 +29,7 @@ class Interval:
         seconds: wall time on this rank, without evaluation and checkpoints.
         checkpoint_seconds: of the checkpoints on this rank since the last read.
         grad_norm: mean over the steps whose gradients were clipped, before that; None without any.
-        gpu_memory_mb: most that torch has allocated on this rank's GPU since the launch, in 10^6 bytes; None without one.
+        gpu_memory_mb: most that torch has allocated on this rank's GPU since the launch, 10^6 bytes; None without one.
     """
 
     loss: float
