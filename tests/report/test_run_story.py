@@ -11,8 +11,10 @@ from utils.report.run_story import marks, steps_per_epoch, time_parts, wait_verd
 
 
 def run_with(tmp_path: Path, **values: Any) -> RunInfo:
+    values.setdefault("folder", tmp_path)
+    values["folder"].mkdir(exist_ok=True)
     defaults: dict[str, Any] = {"config": {"arch": "resnet50", "epochs": 2}, "metrics": [], "events": []}
-    return RunInfo(**{"folder": tmp_path, "summary": {}, "is_locked": False} | defaults | values)
+    return RunInfo(**{"summary": {}, "is_locked": False} | defaults | values)
 
 
 def interval(step: int, **values: Any) -> dict[str, Any]:
@@ -80,7 +82,9 @@ def test_steps_are_the_axis_where_epochs_are_not_known(tmp_path: Path) -> None:
 
 def test_three_long_runs_make_less_than_a_megabyte(tmp_path: Path) -> None:
     metrics = [interval(step, **{"train/loss": 1 + step % 7 / 9}) for step in range(10, 450_000, 50)]
-    runs = [run_with(tmp_path / name, metrics=metrics, events=[STARTED], is_locked=True) for name in "abc"]
+    runs = [
+        run_with(tmp_path, folder=tmp_path / name, metrics=metrics, events=[STARTED], is_locked=True) for name in "abc"
+    ]
     assert len(render(runs).encode()) < 1_000_000
 
 
