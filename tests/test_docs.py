@@ -30,7 +30,7 @@ BY_NAME = {program.name: program for program in PROGRAMS}
 # Programs that are not ours: only their names are checked.
 FOREIGN = {"source"}
 # The other scripts measure for minutes, or install.
-RUN_HERE = {"train.py", "check_dataset.py", "convert_dataset.py", "runs.py"}
+RUN_HERE = {"train.py", "check_dataset.py", "convert_dataset.py", "report.py", "runs.py"}
 SEVERAL_MACHINES = {"torchrun", "srun", "sbatch"}
 # Flags in prose that are not ours, with their programs.
 FOREIGN_FLAGS = {
@@ -166,9 +166,9 @@ def test_mentions_of_pages_are_right() -> None:
 _SERIES = """
 import json, os, sys
 import train
-from scripts import check_dataset, convert_dataset, runs
+from scripts import check_dataset, convert_dataset, report, runs
 
-mains = {"train.py": train.main, "runs.py": runs.main}
+mains = {"train.py": train.main, "runs.py": runs.main, "report.py": report.main}
 mains |= {"check_dataset.py": check_dataset.main, "convert_dataset.py": convert_dataset.main}
 os.chdir(sys.argv[1])
 results = []
@@ -278,6 +278,7 @@ def check_outputs(root: Path, outputs: dict[str, str]) -> None:
     assert json.loads((root / RUN / "evaluation.json").read_text())["count"] == 41
     assert "82 files: 0 bad, 0 suspicious" in output_of(outputs, "check_dataset.py")[0]
     assert "41 images of train, 41 images of val in 2 shards" in output_of(outputs, "convert_dataset.py")[0]
+    assert "report.html: 1 run, " in output_of(outputs, "scripts/report.py")[0]
     assert re.search(rf"{RUN} +finished", output_of(outputs, "scripts/runs.py")[0])
     assert "from scratch" in output_of(outputs, "config.json")[0]
     assert "the held-out part of train/" in output_of(outputs, "--val-fraction")[0]

@@ -13,8 +13,8 @@ from utils.report.run_story import marks, steps_per_epoch, time_parts, wait_verd
 def run_with(tmp_path: Path, **values: Any) -> RunInfo:
     values.setdefault("folder", tmp_path)
     values["folder"].mkdir(exist_ok=True)
-    defaults: dict[str, Any] = {"config": {"arch": "resnet50", "epochs": 2}, "metrics": [], "events": []}
-    return RunInfo(**{"summary": {}, "is_locked": False} | defaults | values)
+    defaults: dict[str, Any] = {"config": {"arch": "resnet50", "epochs": 2}, "metrics": [], "events": [], "summary": {}}
+    return RunInfo(**(defaults | {"is_locked": False} | values))
 
 
 def interval(step: int, **values: Any) -> dict[str, Any]:

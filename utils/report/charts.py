@@ -126,6 +126,7 @@ def line_chart(
     series: Sequence[Series],
     show: Callable[[float], str],
     *,
+    end: float = 0.0,
     from_zero: bool = False,
     cuts_peaks: bool = False,
     may_be_log: bool = False,
@@ -137,6 +138,7 @@ def line_chart(
         x_title: of the horizontal axis.
         series: one for each run, empty for a run without values.
         show: a value as text.
+        end: of the horizontal axis, at least.
         from_zero: whether the vertical axis begins at 0.
         cuts_peaks: whether values far above the first ones are cut off, as of a loss that explodes.
         may_be_log: whether the vertical axis is logarithmic where the runs are more than a decade apart.
@@ -145,7 +147,7 @@ def line_chart(
     if not values:
         return None
     ends = [x for each in series for x, _ in each.points]
-    x_scale = Scale(min(0.0, *ends), max(*ends, 1e-9), LEFT, WIDTH - RIGHT)
+    x_scale = Scale(min(0.0, *ends), max(*ends, end, 1e-9), LEFT, WIDTH - RIGHT)
     low, high, is_log = _limits(series, values, from_zero, cuts_peaks, may_be_log)
     y_scale = Scale(low, high, HEIGHT - BOTTOM, TOP, is_log)
     above = sum(value > high for value in values)

@@ -152,14 +152,16 @@ def create_charts(stories: Sequence[Story]) -> list[Chart]:
     """The charts of all runs, by epoch, or by step where the files of a run do not say how long an epoch is."""
     units = [steps_per_epoch(story.run) for story in stories]
     x_title = "step" if None in units else "epoch"
+    divisors = [1.0 if None in units or unit is None else unit for unit in units]
+    pairs = list(zip(stories, divisors, strict=True))
+    end = max((record["step"] / divisor for story, divisor in pairs for record in story.run.metrics), default=0.0)
     found = []
     for kind in CHARTS:
         series = []
-        for story, unit in zip(stories, units, strict=True):
-            divisor = 1.0 if x_title == "step" or unit is None else unit
+        for story, divisor in pairs:
             line = points(story.run, kind.key, divisor)
             series.append(Series(story.name, line, marks(story.run, divisor) if line else ()))
-        chart = line_chart(kind.title, x_title, series, kind.show, **kind.options)
+        chart = line_chart(kind.title, x_title, series, kind.show, end=end, **kind.options)
         if chart is not None:
             found.append(chart)
     return found
