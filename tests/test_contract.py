@@ -7,7 +7,18 @@ from typing import Any
 
 import pytest
 
-from scripts import benchmark, check_dataset, convert_dataset, launcher, make_digits, performance, report, runs, scaling
+from scripts import (
+    benchmark,
+    check_dataset,
+    convert_dataset,
+    launcher,
+    make_digits,
+    performance,
+    report,
+    runs,
+    scaling,
+    watch,
+)
 from tests.contract import CONTRACT, flags_of
 from utils import errors
 from utils.cli import TRAIN, Program
@@ -24,6 +35,7 @@ PROGRAMS: tuple[Program[Any], ...] = (
     report.PROGRAM,
     runs.PROGRAM,
     scaling.PROGRAM,
+    watch.PROGRAM,
 )
 by_program = pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: str(program.name))
 

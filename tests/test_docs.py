@@ -30,7 +30,7 @@ BY_NAME = {program.name: program for program in PROGRAMS}
 # Programs that are not ours: only their names are checked.
 FOREIGN = {"source"}
 # The other scripts measure for minutes, or install.
-RUN_HERE = {"train.py", "check_dataset.py", "convert_dataset.py", "report.py", "runs.py"}
+RUN_HERE = {"train.py", "check_dataset.py", "convert_dataset.py", "report.py", "runs.py", "watch.py"}
 SEVERAL_MACHINES = {"torchrun", "srun", "sbatch"}
 # Flags in prose that are not ours, with their programs.
 FOREIGN_FLAGS = {
@@ -166,9 +166,9 @@ def test_mentions_of_pages_are_right() -> None:
 _SERIES = """
 import json, os, sys
 import train
-from scripts import check_dataset, convert_dataset, report, runs
+from scripts import check_dataset, convert_dataset, report, runs, watch
 
-mains = {"train.py": train.main, "runs.py": runs.main, "report.py": report.main}
+mains = {"train.py": train.main, "runs.py": runs.main, "report.py": report.main, "watch.py": watch.main}
 mains |= {"check_dataset.py": check_dataset.main, "convert_dataset.py": convert_dataset.main}
 os.chdir(sys.argv[1])
 results = []
