@@ -25,7 +25,7 @@ def test_a_screen_fits_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     run = run_with(tmp_path, metrics=[*metrics, {"epoch": 1, "step": 500, "val/top1": 12.5}], events=[STARTED])
     lines = screen(run)
     assert max(map(len, lines)) < 60
-    assert [line.split()[0] for line in lines if "%" in line] == ["0/2", "val", "12.50", "12.50", "data"]
+    assert [line.split()[0] for line in lines if "%" in line] == ["1/2", "val", "12.50", "12.50", "data"]
     assert screen(run_with(tmp_path))[-1] == "no log interval yet"
 
 

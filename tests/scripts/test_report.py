@@ -9,7 +9,7 @@ import pytest
 from scripts import report
 from tests.browser import SHIFTS, open_browser
 from tests.conftest import TINY, Refused
-from tests.harness import launch_series
+from tests.harness import launch, launch_series
 from utils.report.pictures import read_pictures
 
 HOSTILE = '<script>document.title="hit"</script>"\'&<img src=x onerror=alert(1)>'
@@ -77,9 +77,9 @@ def test_the_page_says_what_the_files_say(folders: list[Path], page: Path) -> No
         assert fact in text, fact
     assert "<code>--output-dir</code></th><td>" in text, "all flags are in the folded part"
     assert len(text) < 1_000_000
-    own = (folders[0] / "report.html").read_text()
-    assert "✓</span> finished" in own
-    assert "diverged" not in own
+    of_run = (folders[0] / "report.html").read_text()
+    assert "✓</span> finished" in of_run
+    assert "diverged" not in of_run
 
 
 def test_mistakes_are_those_of_the_best_weights(folders: list[Path], data: Path) -> None:
@@ -153,3 +153,18 @@ def test_refusals(folders: list[Path], tmp_path: Path, refused: Refused) -> None
     ):
         (broken / "report.json").write_text(content)
         check(broken, fragments=(f"{broken}/report.json: cannot be read", "--evaluate --report"))
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("loader", ["dali", "stock"])
+def test_several_processes_find_the_same_mistakes(data: Path, tmp_path: Path, loader: str) -> None:
+    flags = ("--data-dir", data, *TINY, "--batch-size", 4, "--loader", loader, "--output-dir", tmp_path, "--report")
+    found = []
+    for words, processes in (((*flags, "--epochs", 1), 2), ((*flags, "--evaluate"), 1)):
+        done = launch(*words, processes=processes)
+        assert done.status == 0, done.err
+        found.append(json.loads((tmp_path / "report.json").read_text()))
+    for name in ("classes", "worst", "samples"):
+        assert found[0][name] == found[1][name]
+    assert sorted(map(str, found[0]["confused"])) == sorted(map(str, found[1]["confused"]))

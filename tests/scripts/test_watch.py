@@ -34,8 +34,8 @@ def test_without_a_terminal_each_record_is_a_line(finished: Path, capsys: pytest
     assert capsys.readouterr().out.splitlines() == [
         "epoch 1  step 5  train loss 2.0000  lr 0.1  images/s 9  data wait 50.0%",
         "epoch 1  step 5  val loss 1.5000  val top-1 50.00 %",
-        f"{finished}  finished",
-        "1/1 epochs  step 5 (1.0 epochs)  best top-1 50.00 %  00:03",
+        f"finished  {finished}",
+        "1/1 epochs  00:03  best top-1 50.00 %  step 5",
     ]
 
 
@@ -62,8 +62,8 @@ def test_a_run_is_shown_in_a_terminal_until_it_ends(data: Path, tmp_path: Path) 
         assert watching.wait(60) == 0
         assert run.end().status == 0
     text = shown.decode()
-    assert text.count("  running") > 1
-    assert text.rpartition("\x1b[J")[2].splitlines()[0] == f"{tmp_path}  finished"
+    assert text.count("running  /") > 1
+    assert text.rpartition("\x1b[J")[2].splitlines()[0] == f"finished  {tmp_path}"[:79]
     assert "█" in text
 
 

@@ -8,7 +8,6 @@ from tqdm import tqdm
 
 from utils.errors import escape_control_chars
 from utils.report.output_folder import RunInfo, number
-from utils.report.run_story import steps_per_epoch
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 ROWS = 5  # of a large curve
@@ -37,20 +36,17 @@ def screen(run: RunInfo) -> list[str]:
             )
     if not run.metrics:
         lines.append("no log interval yet")
-    return [line[: columns - 1] for line in lines]
+    return [line[: columns - 1].rstrip() for line in lines]
 
 
 def headline(run: RunInfo) -> list[str]:
-    """Folder and state; progress, best top-1 and time."""
-    facts = [f"{run.epochs}/{run.config.get('epochs')} epochs"]
-    if run.metrics:
-        unit = steps_per_epoch(run)
-        step = run.metrics[-1]["step"]
-        facts.append(f"step {step:,}" + (f" ({step / unit:.1f} epochs)" if unit else ""))
+    """State and folder; progress, best top-1 and time."""
+    facts = [f"{run.epochs}/{run.config.get('epochs')} epochs", tqdm.format_interval(run.seconds)]
     if run.best_top1 is not None:
         facts.append(f"best top-1 {run.best_top1:.2f} %")
-    facts.append(tqdm.format_interval(run.seconds))
-    return [f"{escape_control_chars(str(run.folder))}  {run.state}", "  ".join(facts)]
+    if run.metrics:
+        facts.append(f"step {run.metrics[-1]['step']:,}")
+    return [f"{run.state}  {escape_control_chars(str(run.folder))}", "  ".join(facts)]
 
 
 def record_line(record: dict[str, Any]) -> str:

@@ -42,8 +42,7 @@ def evaluate(
 ) -> dict[str, float | int]:
     """Top-1, top-5 and loss of `model` over all ranks' `batches`.
 
-    Counts are summed over the ranks and divided once; a mean of the ranks' means would weigh images unequally. A rank
-    without images takes part in the sum only.
+    Counts are summed over all ranks and divided once, as a mean of means weighs images unequally. A rank may have none.
 
     Args:
         model: maps images (N, 3, H, W) to logits (N, num_classes); neither compiled nor wrapped, as batches differ
@@ -69,8 +68,7 @@ def evaluate(
         if len(targets) == 0:
             continue
         with torch.autocast(env.device.type, dtype=amp_dtype, enabled=amp_dtype != torch.float32):
-            logits = model(normalize(images))
-        logits = logits.float()
+            logits = model(normalize(images)).float()
         top5 = logits.topk(min(5, logits.shape[1]), dim=1).indices == targets[:, None]
         sums[0] += nn.functional.cross_entropy(logits, targets, reduction="sum")
         sums[1] += top5[:, 0].sum()
