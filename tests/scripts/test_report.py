@@ -9,7 +9,8 @@ import pytest
 from scripts import report
 from tests.browser import SHIFTS, open_browser
 from tests.conftest import TINY, Refused
-from tests.harness import launch, launch_series
+from tests.contract import assert_keys
+from tests.harness import launch, launch_series, read_metrics
 from utils.report.pictures import read_pictures
 
 HOSTILE = '<script>document.title="hit"</script>"\'&<img src=x onerror=alert(1)>'
@@ -62,11 +63,12 @@ def test_the_page_in_a_browser(folders: list[Path], page: Path, tmp_path: Path) 
         assert browser.evaluate("document.body.textContent").count(HOSTILE) >= 2
         small = "[...document.querySelectorAll('.chart > svg')].map(each => each.getBoundingClientRect().width)"
         assert all(width > 300 for width in browser.evaluate(small)), "at 1,600 px"
-    assert len(papers) == 2, "light and dark are one paper each"
+    assert len(papers) == len({colour for _, colour in papers}) == 2, "light and dark are a paper each"
 
 
 def test_the_page_says_what_the_files_say(folders: list[Path], page: Path) -> None:
     text = page.read_text()
+    assert_keys("metrics.jsonl", read_metrics(folders[0])[0], "train, clipped")
     summary = json.loads((folders[0] / "summary.json").read_text())
     assert f"<b>{summary['best_top1']:.2f} %</b> best top-1" in text
     for fact in (
@@ -83,6 +85,7 @@ def test_the_page_says_what_the_files_say(folders: list[Path], page: Path) -> No
 
 
 def test_mistakes_are_those_of_the_best_weights(folders: list[Path], data: Path) -> None:
+    assert_keys("report.json", json.loads((folders[0] / "report.json").read_text()))
     pictures = read_pictures(folders[0])
     assert pictures is not None
     wrong = sum(each["count"] - each["correct"] for each in pictures.classes)
