@@ -93,7 +93,7 @@ def luminance(colour: str) -> float:
 def test_colours_have_the_contrast_of_wcag_aa(scheme: str) -> None:
     """4.5 for text, 3 for lines."""
     style = (ROOT / "utils" / "report" / "page.css").read_text()
-    light, dark = style.split("@media (prefers-color-scheme: dark)")[:2]
+    light, dark = style.split("@media screen and (prefers-color-scheme: dark)")[:2]
     colours = dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", light if scheme == "light" else dark.split("@media")[0]))
     texts, lines = ("ink", "faint", "warn"), [name for name in colours if name.startswith("run")]
     assert len(lines) == 7

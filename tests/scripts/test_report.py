@@ -148,10 +148,12 @@ def test_refusals(folders: list[Path], tmp_path: Path, refused: Refused) -> None
         (broken / "metrics.jsonl").write_text("\n".join([lines[0], line, *lines[1:]]))
         check(broken, fragments=(f"{broken}/metrics.jsonl: line 2 of {len(lines) + 1} is no record of train.py",))
     shutil.copy(folders[0] / "metrics.jsonl", broken)
+    nameless = {"source": {}, "classes": [{"count": 1, "correct": 1}], "confused": [], "worst": [], "samples": []}
     for content in (
         "{",
         "[]",
         '{"classes": 1}',
+        json.dumps(nameless),
         json.dumps({**json.loads((broken / "report.json").read_text()), "x": 1}),
     ):
         (broken / "report.json").write_text(content)

@@ -11,6 +11,12 @@ from utils.errors import UserError
 
 PICTURES = "report.json"
 MAX_CLASSES, MAX_PAIRS = 1000, 20  # that a page shows
+_KEYS = {
+    "classes": {"name", "count", "correct"},
+    "confused": {"target", "predicted", "count"},
+    "worst": {"path", "target", "predicted", "probability", "target_probability", "jpeg"},
+    "samples": {"before", "after", "target", "mixed"},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +51,8 @@ def read_pictures(folder: Path) -> Pictures | None:
     try:
         found = Pictures(**json.loads(path.read_text()))
         found = dataclasses.replace(found, classes=sorted(found.classes, key=_accuracy)[:MAX_CLASSES])
+        if not all(keys <= each.keys() for name, keys in _KEYS.items() for each in getattr(found, name)):
+            raise ValueError("a key is missing")
         for picture in [*found.worst, *found.samples]:
             for name in {"jpeg", "before", "after"} & picture.keys():
                 base64.b64decode(picture[name], validate=True)

@@ -39,6 +39,7 @@ class _Wrong(NamedTuple):
 
     loss: float
     position: int
+    target: int
     predicted: int
     probability: float
     target_probability: float
@@ -58,7 +59,7 @@ class Mistakes:
         split = stock_shard if config.loader == "stock" else shard
         self._indices = split(len(manifest), env.rank, env.world_size)
         self._manifest, self._env = manifest, env
-        self._predicted: list[NDArray[np.int64]] = []
+        self._found: list[NDArray[np.int64]] = []  # targets and predictions, (2, N)
         self._done = 0
         self._worst: list[_Wrong] = []
 
@@ -75,19 +76,20 @@ class Mistakes:
         """
         indices = self._indices[self._done : self._done + len(targets)]
         self._done += len(targets)
-        if not np.array_equal(self._manifest.labels[indices], targets.cpu().numpy()):
+        is_named = self._manifest.images is not None  # synthetic images have targets of their own
+        if is_named and not np.array_equal(self._manifest.labels[indices], targets.cpu().numpy()):
             raise RuntimeError("validation images came in another order; their names would be wrong")
         losses = nn.functional.cross_entropy(logits, targets, reduction="none")
         probabilities = logits.softmax(dim=1)
         probability, predicted = probabilities.max(dim=1)
-        self._predicted.append(predicted.cpu().numpy())
+        self._found.append(np.stack([targets.cpu().numpy(), predicted.cpu().numpy()]))
         for at in losses.topk(min(NUM_WORST, len(losses))).indices.tolist():
             if int(predicted[at]) != int(targets[at]):
                 of_target = float(probabilities[at, targets[at]])
                 self._worst.append(
                     _Wrong(
-                        float(losses[at]), int(indices[at]), int(predicted[at]), float(probability[at]), of_target,
-                        images[at].cpu(),
+                        float(losses[at]), int(indices[at]), int(targets[at]), int(predicted[at]),
+                        float(probability[at]), of_target, images[at].cpu(),
                     )
                 )  # fmt: skip
         self._worst = sorted(self._worst, key=lambda wrong: -wrong.loss)[:NUM_WORST]
@@ -99,17 +101,15 @@ class Mistakes:
             source: what was evaluated, as names and JSON-ready values.
             samples: of training, if this launch has trained.
         """
-        predicted = np.concatenate(self._predicted) if self._predicted else np.empty(0, dtype=np.int64)
-        ranks = gather_to_rank0((self._indices, predicted, self._worst), self._env)
+        ranks = gather_to_rank0((self._found, self._worst), self._env)
         if ranks is None:
             return None
-        labels = np.concatenate([self._manifest.labels[indices] for indices, _, _ in ranks])
-        found = np.concatenate([each for _, each, _ in ranks])
+        labels, found = np.concatenate([each for batches, _ in ranks for each in batches], axis=1)
         classes = self._manifest.classes
         counts = np.bincount(labels, minlength=len(classes))
         correct = np.bincount(labels[labels == found], minlength=len(classes))
         pairs = Counter(zip(labels[labels != found].tolist(), found[labels != found].tolist(), strict=True))
-        worst = sorted((wrong for *_, each in ranks for wrong in each), key=lambda wrong: -wrong.loss)[:NUM_WORST]
+        worst = sorted((wrong for _, each in ranks for wrong in each), key=lambda wrong: -wrong.loss)[:NUM_WORST]
         return Pictures(
             source=source,
             classes=[
@@ -131,7 +131,7 @@ class Mistakes:
     def _describe(self, wrong: _Wrong) -> dict[str, Any]:
         return {
             "path": self._manifest.name(wrong.position) if self._manifest.images is not None else "",
-            "target": self._manifest.classes[self._manifest.labels[wrong.position]],
+            "target": self._manifest.classes[wrong.target],
             "predicted": self._class(wrong.predicted),
             "probability": round(wrong.probability, 4),
             "target_probability": round(wrong.target_probability, 4),
