@@ -50,7 +50,8 @@ from utils.seed import seed_process, seed_weights
 from utils.training.autotune import choose_common_loader_settings, resolve
 from utils.training.checkpoint import Checkpoint
 from utils.training.compatibility import check_fingerprint, create_record, resume_warnings
-from utils.training.evaluate import evaluate, evaluate_checkpoint
+from utils.training.evaluate import evaluate, evaluate_checkpoint, report_best
+from utils.training.mistakes import NUM_SAMPLES
 from utils.training.optim import check_optimizer, create_schedule
 from utils.training.output import lock_output, prepare_output
 from utils.training.resume import files_to_replace, inherit_start, metrics_resume_point, open_checkpoint, restore
@@ -217,12 +218,15 @@ def run(config: TrainConfig) -> None:
         built = build(resolved, splits, listed, env, stack, stop, saved)
         built.state.started = started
         log_run_summary(built, splits, settings, saved)
+        built.augment.keep_samples(NUM_SAMPLES if resolved.report else 0)
         del saved  # memory for the whole run otherwise
         if not built.is_finished():
             train(built)
             built.claim_output_dir()  # where nothing was left to train
             built.require_saved()
             write_summary(built, settings.cpu_threads)
+            if resolved.report:
+                report_best(built, splits["val"])
 
 
 def main(argv: Sequence[str]) -> int:

@@ -9,15 +9,10 @@ checkpoint), died (the last launch has not come to its end). A run on another ma
 system shares locks.
 """
 
-import dataclasses
-import fcntl
-import json
-import os
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -28,125 +23,24 @@ from tqdm import tqdm
 from utils.cli import Program
 from utils.config import RUNS
 from utils.errors import UserError, escape_control_chars
-from utils.log import EVENTS, METRICS, SUMMARY
+from utils.report.output_folder import RunInfo, read_run
 
 HEADER = ("run", "state", "arch", "epochs", "best top-1", "images/s", "time", "data")
 
 
-@dataclasses.dataclass(frozen=True)
-class RunInfo:
-    """What the files of an output folder say.
-
-    Attributes:
-        folder: the output folder.
-        config: content of config.json.
-        metrics, events: lines of metrics.jsonl and events.jsonl.
-        summary: content of summary.json; {} if there is none.
-        is_locked: whether a process is writing there.
-    """
-
-    folder: Path
-    config: dict[str, Any]
-    metrics: list[dict[str, Any]]
-    events: list[dict[str, Any]]
-    summary: dict[str, Any]
-    is_locked: bool
-
-    @property
-    def state(self) -> str:
-        """running, finished, stopped, died or unknown."""
-        if self.is_locked:
-            return "running"
-        if not self.events:  # of an earlier version of Brisk
-            return "finished" if self.summary else "unknown"
-        last = str(self.events[-1]["event"])
-        return "died" if last == "started" else last
-
-    @property
-    def seconds(self) -> float:
-        """Wall time of all launches, without what was lost; that of a launch that died ends with its last files."""
-        if self.state == "finished":
-            return float(self.summary.get("seconds", 0.0))
-        if not self.events:
-            return 0.0
-        last = self.events[-1]
-        if last["event"] != "started":
-            return float(last["seconds"])
-        written = max(path.stat().st_mtime for path in self.folder.iterdir() if path.is_file())
-        return float(last["seconds"] + max(0.0, (time.time() if self.is_locked else written) - last["time"]))
-
-    def row(self) -> tuple[str, ...]:
-        """The cells of the table."""
-        evaluations = [record for record in self.metrics if "val/top1" in record]
-        # A record of training is of the epoch under way. Of an epoch without evaluation there is no other.
-        epochs = (record["epoch"] - ("val/top1" not in record) for record in self.metrics)
-        best = max((max(each["val/top1"], each.get("val/ema_top1", 0.0)) for each in evaluations), default=None)
-        rates = [record["images_per_second"] for record in self.metrics if "images_per_second" in record]
-        if self.state == "finished":  # the mean instead of the last interval
-            rates.append(self.summary.get("images_per_second", 0.0))
-        return (
-            str(self.folder),
-            self.state,
-            str(self.config.get("arch")),
-            f"{max(epochs, default=0)}/{self.config.get('epochs')}",
-            "" if best is None else f"{best:.2f} %",
-            f"{rates[-1]:,.0f}" if rates else "",
-            tqdm.format_interval(self.seconds),
-            str(self.config.get("data_dir") or "synthetic"),
-        )
-
-
-def read_run(folder: Path) -> RunInfo | None:
-    """The run whose output folder this is; None if it is none."""
-    config = read_object(folder / "config.json")
-    if "arch" not in config:
-        return None
-    return RunInfo(
-        folder=folder,
-        config=config,
-        metrics=read_lines(folder / METRICS),
-        events=read_lines(folder / EVENTS),
-        summary=read_object(folder / SUMMARY),
-        is_locked=is_locked(folder),
+def table_row(run: RunInfo) -> tuple[str, ...]:
+    """The cells of the table."""
+    best, rate = run.best_top1, run.speed("images_per_second")
+    return (
+        str(run.folder),
+        run.state,
+        str(run.config.get("arch")),
+        f"{run.epochs}/{run.config.get('epochs')}",
+        "" if best is None else f"{best:.2f} %",
+        "" if rate is None else f"{rate:,.0f}",
+        tqdm.format_interval(run.seconds),
+        str(run.config.get("data_dir") or "synthetic"),
     )
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; {} if there is none."""
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file; lines that are cut off are left out."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return []
-    found = []
-    for line in lines:
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
-    return found
-
-
-def is_locked(folder: Path) -> bool:
-    """Whether a run holds the lock of its output folder; see `utils.training.output.lock_output`."""
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a file system without locks
-        return False
-    finally:
-        os.close(opened)
-    return False
 
 
 def find_runs(folders: Sequence[Path]) -> Iterator[RunInfo]:
@@ -178,7 +72,7 @@ def read_options(
 
 def list_runs(folders: Sequence[Path]) -> None:
     """Print the table."""
-    rows = [HEADER, *(run.row() for run in find_runs(folders))]
+    rows = [HEADER, *map(table_row, find_runs(folders))]
     if len(rows) == 1:
         print(f"no runs in {', '.join(map(str, folders or [RUNS]))}")
         return

@@ -199,5 +199,5 @@ def assert_same_run(whole: Path, cut: Path, name: str = "last.pt", without: Sequ
 
 def curve(folder: Path) -> list[dict[str, Any]]:
     """The records of metrics.jsonl, without what depends on the machine."""
-    timing = ("images_per_second", "data_wait")
+    timing = ("images_per_second", "data_wait", "seconds", "checkpoint_seconds", "val/seconds", "gpu_memory_mb")
     return [{name: record[name] for name in record if name not in timing} for record in read_metrics(folder)]

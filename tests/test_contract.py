@@ -18,9 +18,11 @@ from scripts import (
     make_digits,
     performance,
     predict,
+    report,
     runs,
     scaling,
     track,
+    watch,
 )
 from tests.contract import CONTRACT, flags_of
 from utils import errors
@@ -39,9 +41,11 @@ PROGRAMS: tuple[Program[Any], ...] = (
     make_digits.PROGRAM,
     performance.PROGRAM,
     predict.PROGRAM,
+    report.PROGRAM,
     runs.PROGRAM,
     scaling.PROGRAM,
     track.PROGRAM,
+    watch.PROGRAM,
 )
 by_program = pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: str(program.name))
 

@@ -30,7 +30,16 @@ BY_NAME = {program.name: program for program in PROGRAMS}
 # Programs that are not ours: only their names are checked.
 FOREIGN = {"source", "pip"}
 # The other scripts measure for minutes, or install.
-RUN_HERE = {"train.py", "check_dataset.py", "convert_dataset.py", "export.py", "predict.py", "runs.py"}
+RUN_HERE = {
+    "train.py",
+    "check_dataset.py",
+    "convert_dataset.py",
+    "export.py",
+    "predict.py",
+    "report.py",
+    "runs.py",
+    "watch.py",
+}
 SEVERAL_MACHINES = {"torchrun", "srun", "sbatch"}
 # Flags in prose that are not ours, with their programs.
 FOREIGN_FLAGS = {
@@ -166,9 +175,10 @@ def test_mentions_of_pages_are_right() -> None:
 _SERIES = """
 import json, os, sys
 import train
-from scripts import check_dataset, convert_dataset, export, predict, runs
+from scripts import check_dataset, convert_dataset, export, predict, report, runs, watch
 
 mains = {"train.py": train.main, "runs.py": runs.main, "predict.py": predict.main, "export.py": export.main}
+mains |= {"report.py": report.main, "watch.py": watch.main}
 mains |= {"check_dataset.py": check_dataset.main, "convert_dataset.py": convert_dataset.main}
 os.chdir(sys.argv[1])
 results = []
@@ -280,6 +290,7 @@ def check_outputs(root: Path, outputs: dict[str, str]) -> None:
     assert "41 images of train, 41 images of val in 2 shards" in output_of(outputs, "convert_dataset.py")[0]
     assert re.search(r"top1 [\d.]+  top5 100.00  count 41\n", output_of(outputs, "predict.py")[0])
     assert "same class for 41 of 41" in output_of(outputs, "--format timm")[0]
+    assert "report.html: 1 run, " in output_of(outputs, "scripts/report.py")[0]
     assert re.search(rf"{RUN} +finished", output_of(outputs, "scripts/runs.py")[0])
     assert "from scratch" in output_of(outputs, "config.json")[0]
     assert "the held-out part of train/" in output_of(outputs, "--val-fraction")[0]

@@ -13,13 +13,15 @@ from tests.harness import ROOT, launch
 BASE = {"base"}
 DISTRIBUTED = BASE | {"distributed"}
 PIPELINES, MODELS = DISTRIBUTED | {"data"}, DISTRIBUTED | {"network"}
-TRAINING = PIPELINES | MODELS | {"training", "pipelines", "models"}
+REPORT = BASE | {"report"}
+TRAINING = PIPELINES | MODELS | REPORT | {"training", "pipelines", "models"}
 BENCHMARK, EXPORT = TRAINING | {"benchmark"}, TRAINING | {"export"}
 ARROWS: dict[str, set[str]] = {
     "base": BASE,
     "distributed": DISTRIBUTED,
     "data": DISTRIBUTED | {"data"},
     "network": DISTRIBUTED | {"network"},
+    "report": REPORT,
     "pipelines": PIPELINES | {"pipelines"},
     "models": MODELS | {"models"},
     "training": TRAINING,
@@ -90,6 +92,7 @@ def test_every_room_is_checked() -> None:
 WRONG = [
     ("import utils.distributed.group", "utils.log"),
     ("from utils.distributed import group", "utils.config"),
+    ("from utils.training.run import Run", "utils.report.page"),
     ("from utils.data.sampler import Sampler", "utils.distributed.group"),
     ("from utils.network.augment import Normalize", "utils.data.batch"),
     ("from utils.data.batch import Batch", "utils.network.gradients"),

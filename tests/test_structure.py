@@ -67,4 +67,4 @@ def test_tests_mirror_utils() -> None:
     rooms = {path.parent.name for path in tracked_files("utils/*/__init__.py") if path.parent.parent == ROOT / "utils"}
     folders = {path.relative_to(ROOT / "tests").parts[0] for path in tracked_files("tests/*/*.py")}
     assert folders - {"runs", "scripts"} == rooms
-    assert rooms >= {"data", "distributed", "network", "training", "benchmark"}
+    assert rooms >= {"data", "distributed", "network", "report", "training", "benchmark"}

@@ -99,7 +99,7 @@ class TrainConfig:
     )  # fmt: skip
     cache: Literal["auto", "none", "gpu", "host"] = _flag("auto", DATA, "Where training images stay decoded.")
     prefetch: int | None = _flag(None, DATA, "Batches that DALI prepares ahead.", MIN_1, shown=str(PREFETCH))
-    bad_files: Literal["error", "skip"] = _flag("error", DATA, "Policy for undecodable images.", from_checkpoint=True)
+    bad_files: Literal["error", "skip"] = _flag("error", DATA, "For undecodable images.", from_checkpoint=True)
     image_size: int = _flag(
         224, DATA, "Side of the network's input, pixels.", _MIN_8,
         unit="pixels", role="fixed", from_checkpoint=True,
@@ -214,6 +214,7 @@ class TrainConfig:
     seed: int = _flag(0, RUN, "Of weights, order and augmentation.", MIN_0, Limit(below=2**31), role="fixed")
     deterministic: bool = _flag(False, SWITCHES, "Same bits in every run; slower.", role="logged")
     log_steps: int = _flag(50, RUN, "Steps between lines of metrics.jsonl.", MIN_1, unit="steps")
+    report: bool = _flag(False, SWITCHES, "Also write report.html and report.json.")
     tensorboard: bool = _flag(False, SWITCHES, "Also write TensorBoard events.")
     track: Literal["none", "trackio", "wandb", "mlflow"] = _flag("none", RUN, "Tracker.")
     track_project: str | None = _flag(None, RUN, "Project of the tracker.", shown="brisk")

@@ -50,6 +50,18 @@ def test_an_interval_survives_a_resume(cpu: DistEnv) -> None:
     assert whole.read().loss == second.read().loss
 
 
+def test_the_gradient_norm_is_the_mean_over_clipped_steps_and_survives_a_resume(cpu: DistEnv) -> None:
+    first, second = Meter(cpu), Meter(cpu)
+    loader(first, [1.0])
+    first.add_grad_norm(torch.tensor(2.0))
+    second.load_state_dict(first.state_dict())
+    loader(second, [1.0])
+    second.add_grad_norm(torch.tensor(6.0))
+    assert second.read().speed()["grad_norm"] == 4.0
+    loader(second, [1.0])
+    assert "grad_norm" not in second.read().speed(), "nothing was clipped"
+
+
 def test_an_interval_has_the_figures_of_the_clock(cpu: DistEnv, clock: Clock) -> None:
     meter = Meter(cpu)
     clock.sleep(100)  # compilation, an evaluation
@@ -58,10 +70,19 @@ def test_an_interval_has_the_figures_of_the_clock(cpu: DistEnv, clock: Clock) ->
     with meter.paused():
         clock.sleep(30)
     clock.sleep(3)
-    assert meter.read() == Interval(1.0, images_per_second=80.0, data_wait=1.25 / 8, bad_steps=0, skipped_steps=0)
+    assert meter.read() == Interval(
+        1.0,
+        images_per_second=80.0,
+        data_wait=1.25 / 8,
+        bad_steps=0,
+        skipped_steps=0,
+        seconds=8.0,
+        checkpoint_seconds=30.0,
+    )
     train(meter, clock, steps=4, images=64, seconds=0.25, wait=0.25)
     second = meter.read()
     assert (second.images_per_second, second.data_wait) == (256.0, 1.0), "nothing is left of the one before"
+    assert (second.seconds, second.checkpoint_seconds) == (1.0, 0.0)
     assert meter.totals == Totals(steps=4, images=256.0, seconds=1.0, wait=1.0), "without the first"
 
 
@@ -143,14 +164,16 @@ def test_a_pause_begins_when_the_device_has_done_its_steps() -> None:
     assert not torch.cuda.current_stream().query()
     with meter.paused():
         assert torch.cuda.current_stream().query()
-    assert 0.5 < meter.read().data_wait <= 1, "the device slept in the wait, not in the pause"
+    interval = meter.read()
+    assert 0.5 < interval.data_wait <= 1, "the device slept in the wait, not in the pause"
+    assert interval.speed()["gpu_memory_mb"] > 0
 
 
 @pytest.mark.dist
 def test_ranks_are_summed(tmp_path: Path) -> None:
     spawn(measure_rank, (2, tmp_path), 2)  # type: ignore[no-untyped-call]
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
-    interval = Interval(math.nan, images_per_second=48.0, data_wait=0.375, bad_steps=1, skipped_steps=0)
+    interval = Interval(math.nan, images_per_second=48.0, data_wait=0.375, bad_steps=1, skipped_steps=0, seconds=2.0)
     assert ranks[0]["found"] == ranks[1]["found"] == repr([False, interval, False, interval])
     one = {"steps": 5, "images": 96.0, "seconds": 2.0, "wait": 0.75}
     assert ranks[0]["totals"] == ranks[1]["totals"]

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from nvidia.dali import fn, types
 from nvidia.dali.plugin.pytorch import DALIClassificationIterator, LastBatchPolicy
 
@@ -126,8 +127,7 @@ class StockValLoader:
         """
         files = _files_of(config, manifest)
         num_shards = min(env.world_size, len(manifest))  # DALI refuses a shard without images
-        start, end = (len(manifest) * shard // num_shards for shard in (env.rank, env.rank + 1))
-        self._indices = np.arange(start, min(end, len(manifest)))
+        self._indices = stock_shard(len(manifest), env.rank, env.world_size)
         self._identify_bad_file = functools.partial(identify_bad_file, config, manifest, env)
         if len(self._indices):
             pipeline = create_pipeline(
@@ -150,6 +150,13 @@ class StockValLoader:
             batch = _batch(outputs)
             if len(batch.targets):  # a shard that is smaller than others can end with a batch of padding alone
                 yield batch
+
+
+def stock_shard(num_images: int, rank: int, world_size: int) -> NDArray[np.int64]:
+    """Validation images of one rank, in order, as DALI's reader divides them."""
+    num_shards = min(world_size, num_images)
+    start, end = (num_images * shard // num_shards for shard in (rank, rank + 1))
+    return np.arange(start, min(end, num_images), dtype=np.int64)
 
 
 def _iterator(pipeline: Any, policy: LastBatchPolicy) -> Any:

@@ -1,6 +1,7 @@
 """Augmentation of a batch on the device: normalisation, mixup, CutMix, random erasing."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from timm.data.random_erasing import RandomErasing
@@ -30,12 +31,35 @@ class Normalize:
         """uint8 (N, 3, H, W) -> `dtype` (N, 3, H, W), same memory format."""
         return (images * self.scale - self.shift).to(self.dtype)
 
+    def inverse(self, images: Tensor) -> Tensor:
+        """Normalised images (N, 3, H, W) -> float32, 0 to 255."""
+        return (images.float() + self.shift) / self.scale
+
+
+class Samples(NamedTuple):
+    """Some training images, on the CPU.
+
+    Attributes:
+        images: uint8 (N, 3, H, W), as the loader gives them.
+        targets: int64 (N,).
+        augmented: float32 (N, 3, H, W), 0 to 255, as the network sees them.
+        mixed: int64 (N,), or float32 (N, num_classes) in a run that mixes.
+    """
+
+    images: Tensor
+    targets: Tensor
+    augmented: Tensor
+    mixed: Tensor
+
 
 class BatchAugment:
     """Training's augmentation of a whole batch, on the device.
 
     Mixup (arXiv:1710.09412) and CutMix (arXiv:1905.04899), one of them per batch where both are on; random erasing
     (arXiv:1708.04896).
+
+    Attributes:
+        samples: the first images of the batch after `keep_samples`; None before it.
     """
 
     def __init__(self, config: ResolvedConfig, normalize: Normalize, num_classes: int, device: torch.device) -> None:
@@ -50,11 +74,17 @@ class BatchAugment:
         self.mix = v2.RandomChoice(mixes) if mixes else None
         self._off_epoch, self._num_classes = config.mixup_off_epoch, num_classes
         self._mixes = True  # in the epoch under way
+        self.samples: Samples | None = None
+        self._num_samples = 0  # to keep of the next batch
         self.erase = RandomErasing(config.random_erase, device=device) if config.random_erase > 0 else None
 
     def start_epoch(self, epoch: int) -> None:
         """Turn mixup and CutMix off where `--mixup-off-epoch` is reached; `epoch` counts from 0."""
         self._mixes = not 0 < self._off_epoch <= epoch
+
+    def keep_samples(self, count: int) -> None:
+        """Keep this number of images of the next batch, which waits for the device."""
+        self._num_samples = count
 
     def __call__(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Augment one batch.
@@ -66,6 +96,7 @@ class BatchAugment:
         Returns:
             Images as floating point (N, 3, H, W); targets int64 (N,), or float32 (N, num_classes) in a run that mixes.
         """
+        before = images[: self._num_samples], targets[: self._num_samples]
         images = self._normalize(images)
         if self.mix is not None and not self._mixes:
             targets = one_hot(targets, self._num_classes).float()  # the captured step takes no other type
@@ -74,6 +105,10 @@ class BatchAugment:
             images = images.contiguous(memory_format=torch.channels_last)  # which roll and lerp need not keep
         if self.erase is not None:
             images = self.erase(images)
+        if self._num_samples:
+            augmented = self.normalize.inverse(images[: self._num_samples])
+            found = (*before, augmented, targets[: self._num_samples])
+            self.samples, self._num_samples = Samples(*(tensor.cpu() for tensor in found)), 0
         return images, targets
 
 

@@ -22,9 +22,11 @@ from utils.network.augment import Normalize
 from utils.network.gradients import AMP_DTYPES
 from utils.progress import with_bar
 from utils.training.autotune import choose_common_loader_settings, resolve
-from utils.training.checkpoint import Checkpoint
+from utils.training.checkpoint import BEST, Checkpoint, load
+from utils.training.mistakes import Mistakes, better_network, write_page
 from utils.training.output import EVALUATION, prepare_output
 from utils.training.resume import open_checkpoint, settings_of_checkpoint
+from utils.training.run import Run
 from utils.training.state import NETWORKS
 from utils.validation import require_data
 
@@ -57,11 +59,11 @@ def evaluate(
     num_images: int,
     env: DistEnv,
     amp_dtype: torch.dtype,
+    mistakes: Mistakes | None = None,
 ) -> dict[str, float | int]:
     """Top-1, top-5 and loss of `model` over all ranks' `batches`.
 
-    Counts are summed over the ranks and divided once; a mean of the ranks' means would weigh images unequally. A rank
-    without images takes part in the sum only.
+    Counts are summed over all ranks and divided once, as a mean of means weighs images unequally. A rank may have none.
 
     Args:
         model: maps images (N, 3, H, W) to logits (N, num_classes); neither compiled nor wrapped, as batches differ
@@ -70,6 +72,7 @@ def evaluate(
         normalize: uint8 images to floating point.
         num_images: validation images over all ranks.
         amp_dtype: of the forward pass; float32 is full precision.
+        mistakes: gets all predictions.
 
     Returns:
         `top1` and `top5` in percent, `loss` (cross entropy without smoothing, mean over images), `count`.
@@ -89,6 +92,8 @@ def evaluate(
         sums[1] += top5[:, 0].sum()
         sums[2] += top5.sum()
         sums[3] += len(targets)
+        if mistakes is not None:
+            mistakes.add(images, logits, targets)
     model.train(was_training)
     loss, top1, top5_count, count = all_reduce_sum(sums).tolist()
     if count != num_images:
@@ -123,7 +128,8 @@ def evaluate_checkpoint(config: TrainConfig, env: DistEnv) -> None:
     check_files(listed, resolved.data_dir, env)
     prepare_output(resolved.output_dir, env)
     _, splits = select_images(resolved, listed, env, saved.initial_files if saved else None)
-    result, note = _evaluate_networks(resolved, splits["val"], env, saved)
+    result, note, mistakes = _evaluate_networks(resolved, splits["val"], env, saved)
+    pictures = mistakes.pictures(_source(result, saved), None) if mistakes else None
     if env.is_main:
         if skipped := describe_exclusions(splits, resolved.output_dir):
             emit(f"skipped {skipped}")
@@ -131,6 +137,8 @@ def evaluate_checkpoint(config: TrainConfig, env: DistEnv) -> None:
             emit(f"note: {line}")
         write_json(config.output_dir / EVALUATION, result)
         emit(describe_result(result))
+        if pictures is not None:
+            emit(write_page(resolved.output_dir, pictures))
 
 
 def describe_result(result: Mapping[str, Any]) -> str:
@@ -145,8 +153,8 @@ def _shown(key: str, value: Any) -> str:
 
 def _evaluate_networks(
     config: ResolvedConfig, val: Manifest, env: DistEnv, saved: Checkpoint | None
-) -> tuple[dict[str, Any], str]:
-    """The content of evaluation.json, and a note on what pretrained weights leave open; "" for none."""
+) -> tuple[dict[str, Any], str, Mistakes | None]:
+    """The content of evaluation.json, a note on what pretrained weights leave open ("" for none), and `--report`'s."""
     if saved and saved.record.classes != val.classes:
         raise UserError(
             f"--data-dir {config.data_dir}: its classes are not those of {saved.path}, labels would mean something "
@@ -160,13 +168,16 @@ def _evaluate_networks(
     result: dict[str, Any] = {"checkpoint": str(saved.path) if saved else f"pretrained {config.pretrained}"}
     result |= {} if saved else {"weights": network.origin}
     result |= {"image_size": config.image_size, "val_resize": config.val_resize}
+    mistakes: dict[str, Mistakes] = {}
     for name in saved.state.networks if saved else NETWORKS[:1]:
         if saved:
             load_network(network.model, saved, name, config)
         batches = with_bar(loader, "evaluating", -(-len(val) // (env.world_size * config.batch_size)), env.is_main)
-        found = evaluate(network.model, batches, normalize, len(val), env, amp_dtype)
+        if config.report:
+            mistakes[name] = Mistakes(config, val, env)
+        found = evaluate(network.model, batches, normalize, len(val), env, amp_dtype, mistakes.get(name))
         result |= {("" if name == "model" else "ema_") + key: value for key, value in found.items()}
-    return result, network.note
+    return result, network.note, mistakes.get(better_network(result))
 
 
 def load_network(model: nn.Module, saved: Checkpoint, name: str, config: ResolvedConfig) -> None:
@@ -183,3 +194,34 @@ def load_network(model: nn.Module, saved: Checkpoint, name: str, config: Resolve
             "--num-classes out",
             on_all_ranks=True,
         ) from None
+
+
+def _source(result: dict[str, Any], saved: Checkpoint | None) -> dict[str, Any]:
+    """What report.json says of an evaluation with this `result`."""
+    name = better_network(result)
+    top1 = result["top1" if name == "model" else "ema_top1"]
+    of_epoch = {"epoch": saved.state.epoch} if saved else {}
+    return {"checkpoint": result["checkpoint"]} | of_epoch | {"network": name, "top-1": f"{top1:.2f} %"}
+
+
+def report_best(run: Run, val: Manifest) -> None:
+    """`--report` at the end of a run: evaluate best.pt once more, and write report.json and report.html.
+
+    Collective: call on every rank, after all else, as the run's model gets other weights.
+
+    Args:
+        run: at its end.
+        val: its validation images.
+    """
+    env, config = run.env, run.config
+    with sync_errors(env):
+        saved = load(config.output_dir / BEST)
+    top1 = {key.removeprefix("val/"): value for key, value in saved.state.result.items()}
+    name = better_network(top1)
+    run.state.model.load_state_dict(saved.state.networks[name])
+    mistakes = Mistakes(config, val, env)
+    batches = with_bar(run.val_loader, "evaluating", -(-len(val) // (env.world_size * config.batch_size)), env.is_main)
+    evaluate(run.state.model, batches, run.augment.normalize, run.num_val, env, run.amp_dtype, mistakes)
+    pictures = mistakes.pictures(_source(top1 | {"checkpoint": str(saved.path)}, saved), run.augment.samples)
+    if pictures is not None:
+        run.log.info(write_page(config.output_dir, pictures))

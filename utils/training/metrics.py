@@ -26,6 +26,10 @@ class Interval:
             mean over the ranks.
         bad_steps: how many steps in a row, up to now, had a loss that is not finite, on the rank with most of them.
         skipped_steps: steps whose fp16 gradients overflowed, so that the scaler left the weights alone.
+        seconds: wall time on this rank, without evaluation and checkpoints.
+        checkpoint_seconds: of the checkpoints on this rank since the last read.
+        grad_norm: mean over the steps whose gradients were clipped, before that; None without any.
+        gpu_memory_mb: most that torch has allocated on this rank's GPU since the launch, 10^6 bytes; None without one.
     """
 
     loss: float
@@ -33,6 +37,22 @@ class Interval:
     data_wait: float
     bad_steps: int
     skipped_steps: int
+    seconds: float
+    checkpoint_seconds: float = 0.0
+    grad_norm: float | None = None
+    gpu_memory_mb: float | None = None
+
+    def speed(self) -> dict[str, float]:
+        """Times, speed and memory under their keys in metrics.jsonl, without those that are None."""
+        found = {
+            "images_per_second": round(self.images_per_second, 1),
+            "data_wait": round(self.data_wait, 4),
+            "seconds": round(self.seconds, 3),
+            "checkpoint_seconds": round(self.checkpoint_seconds, 3),
+            "grad_norm": self.grad_norm,
+            "gpu_memory_mb": self.gpu_memory_mb,
+        }
+        return {name: value for name, value in found.items() if value is not None}
 
 
 @dataclasses.dataclass
@@ -75,10 +95,11 @@ class Meter:
 
     Attributes:
         skipped_steps: those of `Interval`, of the whole run, up to the last read.
+        checkpoint_seconds: in `paused` since the last read.
     """
 
     def __init__(self, env: DistEnv) -> None:
-        self.skipped_steps = 0
+        self.skipped_steps, self.checkpoint_seconds = 0, 0.0
         # Of all launches: their first intervals, with compilation and the filling of the queues; those that begin
         # within the first WARMUP_STEPS; the others.
         self._totals = {"first": Totals(), "early": Totals(), "steady": Totals()}
@@ -87,6 +108,8 @@ class Meter:
         self._bad_loss = torch.zeros((), dtype=torch.bool, device=env.device)  # within the step under way
         self._bad_steps = torch.zeros((), dtype=torch.int64, device=env.device)
         self._skipped = torch.zeros((), dtype=torch.int64, device=env.device)
+        self._grad_norm = torch.zeros((), device=env.device)  # sum over `_clipped_steps`
+        self._clipped_steps = 0
         self._images = 0
         self._waits: list[tuple[Any, Any]] = []
         self._recent: float | None = None
@@ -101,6 +124,11 @@ class Meter:
         self._timed_images = 0
         self._start_step = self._steps
         self._started = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the interval under way."""
+        return time.perf_counter() - self._started
 
     @property
     def totals(self) -> Totals:
@@ -119,7 +147,9 @@ class Meter:
         self._wait_for_device()
         began = time.perf_counter()
         yield
-        self._started += time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        self._started += seconds
+        self.checkpoint_seconds += seconds
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -167,6 +197,11 @@ class Meter:
         """Add a step that the fp16 scaler skipped, if `skipped`, a boolean scalar on the device, is true."""
         self._skipped += skipped
 
+    def add_grad_norm(self, norm: Tensor) -> None:
+        """Add the norm of a step's gradients, a scalar on the device, which is not waited for."""
+        self._grad_norm += norm
+        self._clipped_steps += 1
+
     def is_finite(self) -> bool:
         """Whether the last step's loss was, on every rank. Waits for the device.
 
@@ -184,7 +219,7 @@ class Meter:
             wait = sum(start.elapsed_time(end) for start, end in self._waits) / 1000
         else:
             wait = sum(end - start for start, end in self._waits)
-        seconds = time.perf_counter() - self._started
+        seconds = self.seconds
         counts = torch.tensor([self._images, self._timed_images, wait / seconds], dtype=torch.float64)
         bad_steps = torch.zeros(self._env.world_size, dtype=torch.float64)  # of each rank
         bad_steps[self._env.rank] = self._bad_steps
@@ -195,11 +230,20 @@ class Meter:
         self._is_first = False
         skipped = int(self._skipped)  # the same on all ranks, as they exchange gradients first
         self.skipped_steps += skipped
+        grad_norm = self._grad_norm.item() / self._clipped_steps if self._clipped_steps else None
+        is_cuda = self._env.device.type == "cuda"
+        memory = round(torch.cuda.max_memory_allocated(self._env.device) / 1e6, 1) if is_cuda else None
+        interval = Interval(
+            loss / images, timed / seconds, share, int(max(bad)), skipped, seconds, self.checkpoint_seconds, grad_norm,
+            memory,
+        )  # fmt: skip
         self._loss.zero_()
         self._skipped.zero_()
-        self._images = 0
+        self._grad_norm.zero_()
+        self._images = self._clipped_steps = 0
+        self.checkpoint_seconds = 0.0
         self.start()
-        return Interval(loss / images, timed / seconds, share, int(max(bad)), skipped)
+        return interval
 
     def _phase(self) -> str:
         """Key of the totals that the interval under way belongs to."""
@@ -222,12 +266,17 @@ class Meter:
         """The interval under way on this rank, and the totals."""
         totals = {phase: dataclasses.asdict(totals) for phase, totals in self._totals.items()}
         skipped = {"interval": int(self._skipped), "run": self.skipped_steps}
-        return {"loss": self._loss.item(), "images": self._images, "totals": totals, "skipped_steps": skipped}
+        norm = {"sum": self._grad_norm.item(), "steps": self._clipped_steps}
+        interval = {"loss": self._loss.item(), "images": self._images, "grad_norm": norm}
+        return interval | {"totals": totals, "skipped_steps": skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Undo of `state_dict`."""
         self._loss.fill_(state["loss"])
         self._images = state["images"]
+        norm = state.get("grad_norm", {"sum": 0.0, "steps": 0})  # not in the checkpoints of 0.1
+        self._grad_norm.fill_(norm["sum"])
+        self._clipped_steps = norm["steps"]
         self._skipped.fill_(state["skipped_steps"]["interval"])
         self.skipped_steps = state["skipped_steps"]["run"]
         self._totals = {phase: Totals(**totals) for phase, totals in state["totals"].items()}

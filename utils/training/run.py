@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -60,6 +61,8 @@ class Run:
         replaced: files of the output folder that `claim_output_dir` removes.
         initial: the images that the run began with.
         seconds_to_first_step: of this launch, from the start of the process; None before it.
+        first_step_seconds: the part of it in the first step, with its input and compilation.
+        facts: the start-up block, as names and texts.
         last_save_error: why the last save failed; known to rank 0 alone.
     """
 
@@ -84,6 +87,8 @@ class Run:
     replaced: list[Path]
     initial: Splits
     seconds_to_first_step: float | None = None
+    first_step_seconds: float | None = None
+    facts: dict[str, str] = dataclasses.field(default_factory=dict)
     last_save_error: str | None = None
 
     @property
@@ -194,7 +199,7 @@ class Run:
         self.stop.enable(self.env)  # at once: a signal that finds only one rank enabled ends the two in different ways
         if self.env.device.type == "cuda":
             torch.cuda.synchronize(self.env.device)
-        self.seconds_to_first_step = seconds_since_launch()
+        self.seconds_to_first_step, self.first_step_seconds = seconds_since_launch(), round(self.state.meter.seconds, 3)
         self.log.info(f"first step done {self.seconds_to_first_step:.1f} s after the launch")
         self.claim_output_dir()
 
@@ -208,14 +213,8 @@ class Run:
         lr = state.optimizer.param_groups[0]["lr"]
         interval = state.meter.read()
         self.log.train(
-            {
-                "epoch": state.epoch + 1,
-                "step": state.step,
-                "train/loss": interval.loss,
-                "lr": lr,
-                "images_per_second": round(interval.images_per_second, 1),
-                "data_wait": round(interval.data_wait, 4),
-            }
+            {"epoch": state.epoch + 1, "step": state.step, "train/loss": interval.loss, "lr": lr}
+            | interval.speed()
             | ({"skipped_steps": interval.skipped_steps} if state.scaler.is_enabled() else {})
         )
         where = f"at step {state.step}, lr {lr:.4g}"
@@ -229,6 +228,7 @@ class Run:
         """A stop is heeded between batches from now on, where an evaluation is due. Collective: call on every rank."""
         self.stop.enable(self.env)
         self.claim_output_dir()
+        self._evaluation_began = time.perf_counter()
 
     def val_batches(self) -> Iterator[Batch]:
         """This rank's validation images, once. Collective: consume on every rank.
@@ -257,7 +257,7 @@ class Run:
         previous, is_best = state.best, False
         if result:
             state.result = {"epoch": state.epoch, "step": state.step} | result
-            self.log.evaluation(state.result)
+            self.log.evaluation(state.result | {"val/seconds": round(time.perf_counter() - self._evaluation_began, 3)})
             top1 = evaluation_top1(result)
             is_best = previous is None or top1 > previous.top1
             state.evaluations_since_best = 0 if is_best else state.evaluations_since_best + 1
@@ -293,7 +293,9 @@ class Run:
                     (self.config.output_dir / SUMMARY).unlink(missing_ok=True)
                     self.log.event(
                         "started", self.state.step, self.state.seconds, host=os.uname().nodename, pid=os.getpid(),
-                        processes=self.env.world_size,
+                        processes=self.env.world_size, steps_per_epoch=self.sampler.steps_per_epoch,
+                        startup_seconds=self.seconds_to_first_step, first_step_seconds=self.first_step_seconds,
+                        facts=list(self.facts.items()),
                     )  # fmt: skip
             except OSError as error:
                 raise UserError(
@@ -371,7 +373,10 @@ class Run:
             RunFailed: the last checkpoint could not be written.
         """
         self.require_saved()
-        self.log.event("stopped", self.state.step, self.state.seconds, reason=self.stop.reason)
+        self.log.event(
+            "stopped", self.state.step, self.state.seconds, reason=self.stop.reason,
+            checkpoint_seconds=round(self.state.meter.checkpoint_seconds, 3),
+        )  # fmt: skip
         self.log.info(f"stopped by {self.stop.reason} at step {self.state.step}; {self.resume_hint} resumes here")
         if not self.stop.by_signal:
             terminate_torchrun()

@@ -116,7 +116,7 @@ class TrainState:
         """Clip the gradients to this norm (0: do not), update the weights, then their moving average."""
         if clip_grad > 0:
             self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.model.parameters(), clip_grad)
+            self.meter.add_grad_norm(nn.utils.clip_grad_norm_(self.model.parameters(), clip_grad))
         self._update_weights()
         if self.ema is not None:
             self.ema.update(self.model, step=self.step)

@@ -16,14 +16,13 @@ from utils.data.splits import Splits, describe_exclusions
 from utils.errors import RunFailed
 from utils.files import write_json
 from utils.log import SUMMARY
+from utils.report.output_folder import DATA_WAIT_WARNING
 from utils.training.batch_layout import layout_of, saved_layout
 from utils.training.checkpoint import BEST, Checkpoint
 from utils.training.compatibility import changed_flags
 from utils.training.optim import describe_ema, describe_optimizer, scaled_lr
 from utils.training.run import Run
 from utils.training.state import TrainState, evaluation_top1
-
-DATA_WAIT_WARNING = 0.02  # data wait above which the summary says what to do
 
 
 def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: Checkpoint | None) -> None:
@@ -65,6 +64,7 @@ def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: C
         facts["ignored"] = listed
     if changes := changed_flags(saved.config, config, env.world_size) if saved else []:
         facts["changed"] = ", ".join(changes)
+    run.facts = facts
     for name, fact in facts.items():
         run.log.info(f"{name:>8}  {fact}", indent=10)
     odd = describe_oddities(splits, run.sampler.steps_per_epoch) if env.is_main and saved is None else []
@@ -194,7 +194,9 @@ def write_summary(run: Run, cpu_threads: int) -> None:
     if run.env.is_main:
         try:
             write_json(config.output_dir / SUMMARY, summary)
-            run.log.event("finished", state.step, state.seconds)
+            run.log.event(
+                "finished", state.step, state.seconds, checkpoint_seconds=round(state.meter.checkpoint_seconds, 3)
+            )
         except OSError as error:
             raise RunFailed(
                 f"--output-dir {config.output_dir}: {SUMMARY} could not be written ({error.strerror}); "

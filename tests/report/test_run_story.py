@@ -1,0 +1,94 @@
+"""What a run's files add up to: lines, marks, time, names."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from utils.report.output_folder import RunInfo
+from utils.report.page import create_charts, render, short_names
+from utils.report.run_story import marks, steps_per_epoch, time_parts, wait_verdict
+
+
+def run_with(tmp_path: Path, **values: Any) -> RunInfo:
+    values.setdefault("folder", tmp_path)
+    values["folder"].mkdir(exist_ok=True)
+    defaults: dict[str, Any] = {"config": {"arch": "resnet50", "epochs": 2}, "metrics": [], "events": [], "summary": {}}
+    return RunInfo(**(defaults | {"is_locked": False} | values))
+
+
+def interval(step: int, **values: Any) -> dict[str, Any]:
+    usual = {"epoch": 1, "step": step, "train/loss": 1.0, "lr": 0.1, "images_per_second": 10.0, "data_wait": 0.25}
+    return usual | {"seconds": 8.0, "checkpoint_seconds": 1.0} | values
+
+
+STARTED = {"event": "started", "time": 0.0, "step": 1, "seconds": 0.0, "processes": 1, "steps_per_epoch": 20}
+
+
+def test_time_is_divided_and_adds_up(tmp_path: Path) -> None:
+    started = STARTED | {"startup_seconds": 5.0, "first_step_seconds": 2.0}
+    events = [started, {"event": "finished", "time": 60.0, "step": 20, "seconds": 50.0, "checkpoint_seconds": 3.0}]
+    evaluation = {"epoch": 1, "step": 20, "val/top1": 50.0, "val/seconds": 4.0}
+    run = run_with(tmp_path, metrics=[interval(10), interval(20), evaluation], events=events, summary={"seconds": 50.0})
+    assert {part.name: part.seconds for part in time_parts(run)} == {
+        "start": 5.0, "training": 10.0, "waiting": 4.0, "evaluation": 4.0, "checkpoints": 5.0, "other": 22.0,
+    }  # fmt: skip
+    without = [{"epoch": 1, "step": 1, "images_per_second": 1.0}]
+    assert time_parts(run_with(tmp_path, metrics=without)) == [], "Brisk 0.1 wrote no seconds"
+
+
+def test_kills_stops_and_deaths_are_marked(tmp_path: Path) -> None:
+    stopped = {"event": "stopped", "time": 2.0, "step": 30, "seconds": 9.0, "reason": "SIGTERM"}
+    events = [STARTED, STARTED | {"step": 11}, stopped, STARTED | {"step": 31}]
+    found = marks(run_with(tmp_path, metrics=[interval(36)], events=events), 20)
+    assert [(mark.x, mark.kind) for mark in found] == [(0.5, "killed"), (1.5, "resumed"), (1.8, "died")]
+    assert found[1].title == "stopped by SIGTERM at step 30, and resumed"
+
+
+@pytest.mark.parametrize(
+    ("events", "metrics", "steps"),
+    [
+        ([STARTED], [], 20.0),
+        ([], [{"epoch": 2, "step": 50, "val/top1": 1.0}], 25.0),
+        ([], [interval(5)], None),
+    ],
+)
+def test_how_long_an_epoch_is(tmp_path: Path, events: Any, metrics: Any, steps: float | None) -> None:
+    assert steps_per_epoch(run_with(tmp_path, events=events, metrics=metrics)) == steps
+
+
+@pytest.mark.parametrize(
+    ("wait", "verdict"), [(0.02, "2.0%: input is fast enough"), (0.03, "3.0%: input is late"), (None, "not known yet")]
+)
+def test_the_verdict_on_data_wait(tmp_path: Path, wait: float | None, verdict: str) -> None:
+    metrics = [] if wait is None else [interval(1, data_wait=wait)]
+    assert wait_verdict(run_with(tmp_path, metrics=metrics)).startswith(verdict)
+
+
+def test_records_of_any_content_make_a_page(tmp_path: Path) -> None:
+    """Of a later version, or edited by hand."""
+    odd = [interval(5, lr="high", data_wait=None, images_per_second=True), {"epoch": 1, "step": 6, "val/top1": None}]
+    run = run_with(
+        tmp_path, metrics=odd, events=[{"event": "started", "facts": [["a"], 1], "time": "x"}], is_locked=True
+    )
+    assert "▶</span> running" in render([run])
+
+
+def test_steps_are_the_axis_where_epochs_are_not_known(tmp_path: Path) -> None:
+    page = render([run_with(tmp_path, metrics=[interval(5), interval(10)])])
+    assert "Training loss by step." in page
+    assert create_charts([]) == []
+
+
+def test_three_long_runs_make_less_than_a_megabyte(tmp_path: Path) -> None:
+    metrics = [interval(step, **{"train/loss": 1 + step % 7 / 9}) for step in range(10, 450_000, 50)]
+    runs = [
+        run_with(tmp_path, folder=tmp_path / name, metrics=metrics, events=[STARTED], is_locked=True) for name in "abc"
+    ]
+    assert len(render(runs).encode()) < 1_000_000
+
+
+def test_names_are_short_and_different() -> None:
+    assert short_names([Path("/runs/a"), Path("/runs/b")]) == ["a", "b"]
+    assert short_names([Path("/one/run"), Path("/two/run")]) == ["one/run", "two/run"]
+    assert short_names([Path("/runs/a")]) == ["a"]

@@ -1,0 +1,175 @@
+"""scripts/report.py and train.py --report: the page in a real browser, its parts, and what is refused."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from scripts import report
+from tests.browser import SHIFTS, open_browser
+from tests.conftest import TINY, Refused
+from tests.contract import assert_keys
+from tests.harness import launch, launch_series, read_metrics
+from utils.report.pictures import read_pictures
+
+HOSTILE = '<script>document.title="hit"</script>"\'&<img src=x onerror=alert(1)>'
+
+
+@pytest.fixture(scope="module")
+def folders(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Real runs: one that was stopped and resumed, with all that a page can have, and one that diverged."""
+    root = tmp_path_factory.mktemp("runs")
+    flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--epochs", 2, "--output-dir")
+    mixed = (*flags, root / "mixed", "--report", "--mixup", 0.5, "--clip-grad", 1, "--ema-decay", 0.9)
+    stopped, resumed, diverged = launch_series(
+        (*mixed, "--time-limit", 0.001), mixed,
+        (*flags, root / "diverged", "--lr", 1e9, "--warmup-epochs", 0, "--max-bad-steps", 3),
+    )  # fmt: skip
+    assert [stopped.status, resumed.status, diverged.status] == [143, 0, 1], (resumed.err, diverged.err)
+    assert f"{root / 'mixed'}: report.html, report.json" in resumed.out
+    return [root / "mixed", root / "diverged"]
+
+
+@pytest.fixture
+def page(folders: list[Path], tmp_path: Path) -> Path:
+    assert report.main([*map(str, folders), "--output", str(tmp_path / "page.html")]) == 0
+    return tmp_path / "page.html"
+
+
+def test_the_page_in_a_browser(folders: list[Path], page: Path, tmp_path: Path) -> None:
+    hostile = tmp_path / HOSTILE.replace("/", "_")
+    shutil.copytree(folders[0], hostile)
+    content = json.loads((hostile / "report.json").read_text())
+    content["classes"][0]["name"] = content["worst"][0]["path"] = HOSTILE
+    (hostile / "report.json").write_text(json.dumps(content))
+    assert report.main([str(hostile), str(folders[1]), "--output", str(tmp_path / "hostile.html")]) == 0
+    papers = set()
+    with open_browser(tmp_path / "profile") as browser:
+        for path in (page, tmp_path / "hostile.html"):
+            for width in (400, 1600):
+                for scheme in ("light", "dark"):
+                    browser.open(path, width, scheme)
+                    browser.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
+                    assert browser.evaluate("document.documentElement.scrollWidth") <= width, (path, width)
+                    papers.add((scheme, browser.evaluate("getComputedStyle(document.body).backgroundColor")))
+                    images = "[...document.images].every(each => each.complete && each.naturalWidth > 0)"
+                    assert browser.evaluate(images), "a picture cannot be shown"
+                    assert browser.evaluate("document.scripts.length") == 0
+                    assert browser.evaluate(SHIFTS) == 0
+                    assert browser.problems() == []
+                    assert browser.requests() == [path.as_uri()]
+        assert browser.evaluate("document.title") == f"{hostile.name}, diverged: Brisk report"
+        assert browser.evaluate("document.body.textContent").count(HOSTILE) >= 2
+        small = "[...document.querySelectorAll('.chart > svg')].map(each => each.getBoundingClientRect().width)"
+        assert all(width > 300 for width in browser.evaluate(small)), "at 1,600 px"
+    assert len(papers) == len({colour for _, colour in papers}) == 2, "light and dark are a paper each"
+
+
+def test_the_page_says_what_the_files_say(folders: list[Path], page: Path) -> None:
+    text = page.read_text()
+    assert_keys("metrics.jsonl", read_metrics(folders[0])[0], "train, clipped")
+    summary = json.loads((folders[0] / "summary.json").read_text())
+    assert f"<b>{summary['best_top1']:.2f} %</b> best top-1" in text
+    for fact in (
+        "✓</span> finished", "✕</span> died", "The loss was not finite in", "stopped by", "Gradient norm",
+        "<code>--mixup</code></th><td>0.5</td><td>0.0</td>", "0.37 M parameters", "2 of 2", "taken for",
+        "before and after mixup", "if the run has the flag --report", "evaluation <b>",
+    ):  # fmt: skip
+        assert fact in text, fact
+    assert "<code>--output-dir</code></th><td>" in text, "all flags are in the folded part"
+    assert len(text) < 1_000_000
+    of_run = (folders[0] / "report.html").read_text()
+    assert "✓</span> finished" in of_run
+    assert "diverged" not in of_run
+
+
+def test_mistakes_are_those_of_the_best_weights(folders: list[Path], data: Path) -> None:
+    assert_keys("report.json", json.loads((folders[0] / "report.json").read_text()))
+    pictures = read_pictures(folders[0])
+    assert pictures is not None
+    wrong = sum(each["count"] - each["correct"] for each in pictures.classes)
+    assert sum(each["count"] for each in pictures.classes) == 41
+    best = json.loads((folders[0] / "summary.json").read_text())["best_top1"]
+    assert 100 * (1 - wrong / 41) == pytest.approx(best)
+    assert sum(each["count"] for each in pictures.confused) == wrong
+    assert len(pictures.worst) == min(wrong, 24)
+    for each in pictures.worst:
+        assert (data / "val" / each["path"]).is_file()
+        assert each["path"].startswith(f"{each['target']}/")
+        assert each["predicted"] != each["target"]
+        assert each["target_probability"] <= each["probability"]
+    assert len(pictures.samples) == 8, "a whole batch is smaller than the grid"
+    assert all(len(each["mixed"]) in (0, 2) for each in pictures.samples)
+    assert any(each["after"] for each in pictures.samples)
+
+
+def test_an_evaluation_writes_them_again(folders: list[Path], tmp_path: Path) -> None:
+    shutil.copytree(folders[0], tmp_path / "run")
+    before = json.loads((tmp_path / "run" / "report.json").read_text())
+    (tmp_path / "run" / "report.json").write_text(json.dumps(before | {"worst": [], "classes": []}))
+    (tmp_path / "run" / "report.html").unlink()
+    (done,) = launch_series(("--evaluate", "--report", "--output-dir", tmp_path / "run"))
+    assert done.status == 0, done.err
+    after = json.loads((tmp_path / "run" / "report.json").read_text())
+    for name in ("classes", "confused", "worst"):
+        assert after[name] == before[name]
+    assert after["samples"] == before["samples"], "training images are kept"
+    assert (tmp_path / "run" / "report.html").is_file()
+
+
+def test_a_run_that_was_cut_off(folders: list[Path], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(folders[0], run)
+    for name in ("summary.json", "report.json"):
+        (run / name).unlink()
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"epoch": 3, "st')
+    assert report.main([str(run), "--output", str(tmp_path / "page.html")]) == 0
+    assert "--evaluate --report" in (tmp_path / "page.html").read_text()
+    for name in ("metrics.jsonl", "events.jsonl"):
+        (run / name).unlink()
+    assert report.main([str(run), "--output", str(tmp_path / "page.html")]) == 0
+    assert "There is no log interval yet" in (tmp_path / "page.html").read_text()
+
+
+def test_refusals(folders: list[Path], tmp_path: Path, refused: Refused) -> None:
+    def check(*flags: object, fragments: tuple[str, ...]) -> None:
+        refused(*flags, main=report.main, program="report.py")(*fragments)
+
+    check(tmp_path / "none", fragments=(f"{tmp_path}/none: no such folder",))
+    check(tmp_path, fragments=(f"{tmp_path}: not an output folder", "scripts/runs.py lists the runs"))
+    output = tmp_path / "no" / "page.html"
+    check(folders[0], "--output", output, fragments=(f"--output {output}: cannot be written (No such file",))
+    broken = tmp_path / "broken"
+    shutil.copytree(folders[0], broken)
+    lines = (broken / "metrics.jsonl").read_text().splitlines()
+    for line in ("nonsense", "[1]", '{"step": "one", "epoch": 1}'):
+        (broken / "metrics.jsonl").write_text("\n".join([lines[0], line, *lines[1:]]))
+        check(broken, fragments=(f"{broken}/metrics.jsonl: line 2 of {len(lines) + 1} is no record of train.py",))
+    shutil.copy(folders[0] / "metrics.jsonl", broken)
+    nameless = {"source": {}, "classes": [{"count": 1, "correct": 1}], "confused": [], "worst": [], "samples": []}
+    for content in (
+        "{",
+        "[]",
+        '{"classes": 1}',
+        json.dumps(nameless),
+        json.dumps({**json.loads((broken / "report.json").read_text()), "x": 1}),
+    ):
+        (broken / "report.json").write_text(content)
+        check(broken, fragments=(f"{broken}/report.json: cannot be read", "--evaluate --report"))
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("loader", ["dali", "stock"])
+def test_several_processes_find_the_same_mistakes(data: Path, tmp_path: Path, loader: str) -> None:
+    flags = ("--data-dir", data, *TINY, "--batch-size", 4, "--loader", loader, "--output-dir", tmp_path, "--report")
+    found = []
+    for words, processes in (((*flags, "--epochs", 1), 2), ((*flags, "--evaluate"), 1)):
+        done = launch(*words, processes=processes)
+        assert done.status == 0, done.err
+        found.append(json.loads((tmp_path / "report.json").read_text()))
+    for name in ("classes", "worst", "samples"):
+        assert found[0][name] == found[1][name]
+    assert sorted(map(str, found[0]["confused"])) == sorted(map(str, found[1]["confused"]))

@@ -1,0 +1,1 @@
+"""Report: what output folders hold, as a page with charts and as text."""

@@ -1,0 +1,176 @@
+"""The report of some runs: one HTML page that needs nothing else, from their output folders (page.html, page.css)."""
+
+import dataclasses
+import datetime
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+from tqdm import tqdm
+
+from utils import __version__
+from utils.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Chart, Series, line_chart
+from utils.report.output_folder import RunInfo, number
+from utils.report.pictures import Pictures, read_pictures
+from utils.report.run_story import marks, notes, points, steps_per_epoch, time_parts, wait_verdict
+
+PAGE = "report.html"  # of `train.py --report`, in the output folder
+SYMBOLS = {"finished": "✓", "running": "▶", "stopped": "❚❚", "died": "✕", "unknown": "?"}
+NAMELESS = ("output_dir", "resume", "overwrite", "evaluate", "report")  # flags that say nothing about what was trained
+
+
+class _ChartKind(NamedTuple):
+    title: str
+    key: str
+    show: Callable[[float], str]
+    options: dict[str, bool]
+
+
+def _percent(value: float) -> str:
+    return f"{value:.3g} %"
+
+
+CHARTS = (
+    _ChartKind("Training loss", "train/loss", "{:.3g}".format, {"cuts_peaks": True}),
+    _ChartKind("Validation loss", "val/loss", "{:.3g}".format, {"cuts_peaks": True}),
+    _ChartKind("Validation top-1", "val/top1", _percent, {}),
+    _ChartKind("Validation top-1, moving average", "val/ema_top1", _percent, {}),
+    _ChartKind("Learning rate", "lr", "{:.3g}".format, {"from_zero": True, "may_be_log": True}),
+    _ChartKind("Images/s", "images_per_second", "{:,.0f}".format, {"from_zero": True}),
+    _ChartKind("Data wait", "data_wait", "{:.1%}".format, {"from_zero": True}),
+    _ChartKind("Gradient norm", "grad_norm", "{:.3g}".format, {"from_zero": True, "cuts_peaks": True}),
+    _ChartKind("GPU memory, MB", "gpu_memory_mb", "{:,.0f}".format, {"from_zero": True}),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Story:
+    """One run, as page.html shows it.
+
+    Attributes:
+        number: from 0, which chooses colour and dashes.
+        name: short, no two the same.
+        run: its files.
+        pictures: content of report.json; None if there is none.
+    """
+
+    number: int
+    name: str
+    run: RunInfo
+    pictures: Pictures | None
+
+    def headline(self) -> dict[str, str]:
+        """The figures that a reader wants first."""
+        speed = self.run.speed("images_per_second")
+        return {
+            "epochs": f"{self.run.epochs} of {self.run.config.get('epochs')}",
+            "time": tqdm.format_interval(self.run.seconds),
+            "images/s": "not known yet" if speed is None else f"{speed:,.0f}",
+            "data wait": wait_verdict(self.run),
+        }
+
+    @property
+    def symbol(self) -> str:
+        """Of the state."""
+        return SYMBOLS.get(self.run.state, SYMBOLS["unknown"])
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences on what a reader must know."""
+        return notes(self.run)
+
+    @property
+    def time_parts(self) -> list[Any]:
+        """See `time_parts`."""
+        return time_parts(self.run)
+
+    @property
+    def launches(self) -> list[str]:
+        """One line for each start."""
+        starts = [event for event in self.run.events if event.get("event") == "started"]
+        return [
+            f"{_date(event)}: {event.get('processes')} process{'es' if event.get('processes') != 1 else ''} on "
+            f"{event.get('host')}, first step {int(number(event, 'step') or 0)}"
+            for event in starts
+        ]
+
+    @property
+    def facts(self) -> list[list[str]]:
+        """The start-up block of the last launch, as names and texts."""
+        for event in reversed(self.run.events):
+            if isinstance(facts := event.get("facts"), list):
+                return [list(map(str, fact)) for fact in facts if isinstance(fact, list) and len(fact) == 2]
+        return []
+
+
+def _date(event: dict[str, Any]) -> str:
+    return datetime.datetime.fromtimestamp(number(event, "time") or 0.0).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def render(runs: Sequence[RunInfo]) -> str:
+    """The page, as text of a UTF-8 file.
+
+    Raises:
+        UserError: a report.json is broken.
+    """
+    names = short_names([run.folder for run in runs])
+    stories = [
+        Story(count, name, run, read_pictures(run.folder))
+        for count, (name, run) in enumerate(zip(names, runs, strict=True))
+    ]
+    environment = jinja2.Environment(
+        autoescape=True, loader=jinja2.FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )  # fmt: skip
+    flags = sorted({name for run in runs for name in run.config})
+    return environment.get_template("page.html").render(
+        style=Path(__file__).with_name("page.css").read_text(),
+        stories=stories,
+        charts=create_charts(stories),
+        differing=[row for row in _flag_rows(runs, flags) if len(set(row[1])) > 1 and row[0] not in NAMELESS],
+        flags=_flag_rows(runs, flags),
+        now=datetime.datetime.now().strftime("%Y-%m-%d %H:%M"),
+        version=__version__,
+        size={"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM},
+        duration=tqdm.format_interval,
+    )
+
+
+def short_names(folders: Sequence[Path]) -> list[str]:
+    """The last parts of the paths, as many as make them different."""
+    parts = [folder.absolute().parts for folder in folders]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(each[-length:]) for each in parts]
+        if len(set(names)) == len(set(parts)):
+            break
+    return names
+
+
+def create_charts(stories: Sequence[Story]) -> list[Chart]:
+    """The charts of all runs, by epoch, or by step where the files of a run do not say how long an epoch is."""
+    units = [steps_per_epoch(story.run) for story in stories]
+    x_title = "step" if None in units else "epoch"
+    divisors = [1.0 if None in units or unit is None else unit for unit in units]
+    pairs = list(zip(stories, divisors, strict=True))
+    end = max((record["step"] / divisor for story, divisor in pairs for record in story.run.metrics), default=0.0)
+    found = []
+    for kind in CHARTS:
+        series = []
+        for story, divisor in pairs:
+            line = points(story.run, kind.key, divisor)
+            series.append(Series(story.name, line, marks(story.run, divisor) if line else ()))
+        chart = line_chart(kind.title, x_title, series, kind.show, end=end, **kind.options)
+        if chart is not None:
+            found.append(chart)
+    return found
+
+
+def _flag_rows(runs: Sequence[RunInfo], names: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Name of each flag, and its values in the runs as in config.json."""
+    return [(name, [_shown(run.config.get(name)) for run in runs]) for name in names]
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,67 @@
+"""report.json: per-class accuracy, confused pairs and small pictures of a run, which `train.py --report` writes."""
+
+import base64
+import binascii
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from utils.errors import UserError
+
+PICTURES = "report.json"
+MAX_CLASSES, MAX_PAIRS = 1000, 20  # that a page shows
+_KEYS = {
+    "classes": {"name", "count", "correct"},
+    "confused": {"target", "predicted", "count"},
+    "worst": {"path", "target", "predicted", "probability", "target_probability", "jpeg"},
+    "samples": {"before", "after", "target", "mixed"},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Pictures:
+    """The content of report.json.
+
+    Attributes:
+        source: what was evaluated: checkpoint, network, epoch and top-1.
+        classes: `name`, `count` and `correct` of each class, those with the lowest accuracy first.
+        confused: `target`, `predicted` and `count` of the pairs of classes that are most often confused.
+        worst: `path`, `target`, `predicted`, `probability`, `target_probability` and `jpeg` of the wrongly
+            classified validation images, the largest loss first.
+        samples: `before`, `after` (both JPEG), `target` and `mixed` of the first training images of the last launch.
+    """
+
+    source: dict[str, Any]
+    classes: list[dict[str, Any]]
+    confused: list[dict[str, Any]]
+    worst: list[dict[str, Any]]
+    samples: list[dict[str, Any]]
+
+
+def read_pictures(folder: Path) -> Pictures | None:
+    """What `train.py --report` wrote to an output folder; None if nothing.
+
+    Raises:
+        UserError: it is broken.
+    """
+    path = folder / PICTURES
+    if not path.is_file():
+        return None
+    try:
+        found = Pictures(**json.loads(path.read_text()))
+        found = dataclasses.replace(found, classes=sorted(found.classes, key=_accuracy)[:MAX_CLASSES])
+        if not all(keys <= each.keys() for name, keys in _KEYS.items() for each in getattr(found, name)):
+            raise ValueError("a key is missing")
+        for picture in [*found.worst, *found.samples]:
+            for name in {"jpeg", "before", "after"} & picture.keys():
+                base64.b64decode(picture[name], validate=True)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, binascii.Error):
+        raise UserError(
+            f"{path}: cannot be read; train.py --evaluate --report --output-dir {folder} writes it again"
+        ) from None
+    return found
+
+
+def _accuracy(entry: dict[str, Any]) -> float:
+    return float(entry["correct"] / entry["count"]) if entry["count"] else 2.0  # a class without images comes last

@@ -1,0 +1,112 @@
+"""What a run's files add up to: its lines by epoch, its kills and resumes, where its time went, and notes on it."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from utils.report.charts import Mark, Point
+from utils.report.output_folder import DATA_WAIT_WARNING, RunInfo, number
+
+
+class Part(NamedTuple):
+    """A part of a run's time.
+
+    Attributes:
+        name: for people; also the class in page.css.
+        seconds: of all launches, on rank 0.
+        meaning: a sentence.
+    """
+
+    name: str
+    seconds: float
+    meaning: str
+
+
+def steps_per_epoch(run: RunInfo) -> float | None:
+    """Optimizer steps of an epoch; None where the files do not say."""
+    for event in reversed(run.events):
+        if steps := number(event, "steps_per_epoch"):
+            return steps
+    return next((record["step"] / record["epoch"] for record in run.evaluations if record["epoch"] > 0), None)
+
+
+def points(run: RunInfo, key: str, unit: float) -> list[Point]:
+    """The values of a key of metrics.jsonl, at steps / `unit`."""
+    return [(record["step"] / unit, number(record, key)) for record in run.metrics if key in record]
+
+
+def marks(run: RunInfo, unit: float) -> list[Mark]:
+    """Where launches were killed or stopped, and where they went on, at steps / `unit`."""
+    starts = [index for index, event in enumerate(run.events) if event.get("event") == "started"]
+    found = []
+    for index in starts[1:]:
+        step = max((number(run.events[index], "step") or 1.0) - 1, 0.0)  # a start is noted after its first step
+        before = run.events[index - 1].get("event")
+        if before == "started":
+            found.append(Mark(step / unit, "killed", f"killed later than step {step:.0f}, and resumed here"))
+        elif before == "stopped":
+            reason = run.events[index - 1].get("reason", "a signal")
+            found.append(Mark(step / unit, "resumed", f"stopped by {reason} at step {step:.0f}, and resumed"))
+        else:
+            found.append(Mark(step / unit, "resumed", f"trained on after its end at step {step:.0f}"))
+    if run.state == "died" and run.metrics:
+        step = run.metrics[-1]["step"]
+        found.append(Mark(step / unit, "died", f"the last launch died after step {step}"))
+    return found
+
+
+def notes(run: RunInfo) -> list[str]:
+    """Sentences on what a reader must know of a run."""
+    found = []
+    lost = [record["step"] for record in run.intervals if number(record, "train/loss") is None]
+    if lost:
+        found.append(
+            f"The loss was not finite in {len(lost)} of {len(run.intervals)} log intervals, the first up to step "
+            f"{lost[0]}: lower --lr, set --clip-grad 1, or warm up longer."
+        )
+    if run.state == "died":
+        found.append(
+            "The last launch ended without its end in events.jsonl: it was killed, or its log has the error. The same "
+            "command resumes from last.pt."
+        )
+    if run.state == "stopped":
+        reason = run.events[-1].get("reason", "a signal")
+        found.append(f"Stopped by {reason}, with a checkpoint. The same command resumes.")
+    if not run.metrics:
+        found.append("There is no log interval yet.")
+    return found
+
+
+def wait_verdict(run: RunInfo) -> str:
+    """A sentence on data wait."""
+    wait = run.speed("data_wait")
+    if wait is None:
+        return "not known yet"
+    if wait <= DATA_WAIT_WARNING:
+        return f"{wait:.1%}: input is fast enough"
+    return f"{wait:.1%}: input is late; scripts/benchmark.py finds why"
+
+
+def time_parts(run: RunInfo) -> list[Part]:
+    """Where the wall time of all launches went, without what was lost; [] where the files do not say."""
+    if not any("seconds" in record for record in run.intervals):
+        return []
+    first = _total(run.events, "first_step_seconds")
+    start = _total(run.events, "startup_seconds")
+    trained = max(0.0, _total(run.intervals, "seconds") - first)
+    waited = sum((number(each, "data_wait") or 0.0) * (number(each, "seconds") or 0.0) for each in run.intervals)
+    waited = min(waited, trained)
+    evaluated = _total(run.evaluations, "val/seconds")
+    saved = _total(run.intervals, "checkpoint_seconds") + _total(run.events, "checkpoint_seconds")
+    other = max(0.0, run.seconds - start - trained - evaluated - saved)
+    return [
+        Part("start", start, "from the start of the process to the end of the first step, of every launch"),
+        Part("training", trained - waited, "steps, without waiting for input"),
+        Part("waiting", waited, "data wait: the device had nothing to do, as input was late"),
+        Part("evaluation", evaluated, "of the validation images"),
+        Part("checkpoints", saved, "checks of the weights, and writing"),
+        Part("other", other, "between these, and steps that a log interval does not cover"),
+    ]
+
+
+def _total(records: Sequence[dict[str, object]], key: str) -> float:
+    return sum(number(record, key) or 0.0 for record in records)

@@ -1,0 +1,86 @@
+"""A run as text for a terminal: its state, its last values, and its curves in block characters."""
+
+import shutil
+from collections.abc import Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from utils.errors import escape_control_chars
+from utils.report.output_folder import RunInfo, number
+
+BLOCKS = " ▁▂▃▄▅▆▇█"
+ROWS = 5  # of a large curve
+LABEL = 12  # columns before a curve
+CURVES = (  # title, key of metrics.jsonl, format, rows
+    ("train loss", "train/loss", "{:.4f}", ROWS),
+    ("val top-1", "val/top1", "{:.2f} %", ROWS),
+    ("EMA top-1", "val/ema_top1", "{:.2f} %", 1),
+    ("lr", "lr", "{:.4g}", 1),
+    ("images/s", "images_per_second", "{:,.0f}", 1),
+    ("data wait", "data_wait", "{:.1%}", 1),
+)
+
+
+def screen(run: RunInfo) -> list[str]:
+    """The run in lines that fit the terminal."""
+    columns = shutil.get_terminal_size().columns
+    lines = headline(run)
+    for title, key, show, rows in CURVES:
+        values = [value for record in run.metrics if (value := number(record, key)) is not None]
+        if values:
+            lines += (
+                ["", *_curve(title, values, show, rows, columns)]
+                if rows > 1
+                else _curve(title, values, show, rows, columns)
+            )
+    if not run.metrics:
+        lines.append("no log interval yet")
+    return [line[: columns - 1].rstrip() for line in lines]
+
+
+def headline(run: RunInfo) -> list[str]:
+    """State and folder; progress, best top-1 and time."""
+    facts = [f"{run.epochs}/{run.config.get('epochs')} epochs", tqdm.format_interval(run.seconds)]
+    if run.best_top1 is not None:
+        facts.append(f"best top-1 {run.best_top1:.2f} %")
+    if run.metrics:
+        facts.append(f"step {run.metrics[-1]['step']:,}")
+    return [f"{run.state}  {escape_control_chars(str(run.folder))}", "  ".join(facts)]
+
+
+def record_line(record: dict[str, Any]) -> str:
+    """A record of metrics.jsonl as one line, without curves."""
+    facts = [f"epoch {record['epoch']}", f"step {record['step']}"]
+    names = (("val loss", "val/loss", "{:.4f}", 1), *CURVES)
+    values = ((title, number(record, key), show) for title, key, show, _ in names)
+    return "  ".join([*facts, *(f"{title} {show.format(value)}" for title, value, show in values if value is not None)])
+
+
+def _curve(title: str, values: Sequence[float], show: str, rows: int, columns: int) -> list[str]:
+    """A title with the last value, and the curve; the least and the largest value beside a large one."""
+    width = max(columns - LABEL - 14, 10)
+    drawn = draw_blocks(_fit(values, width), rows)
+    last = show.format(values[-1])
+    if rows == 1:
+        return [f"{title:<{LABEL}}{drawn[0]}  {last}"]
+    ends = [show.format(max(values)), *[""] * (rows - 2), show.format(min(values))]
+    lines = [f"{end:>{LABEL - 2}}  {line}" for end, line in zip(ends, drawn, strict=True)]
+    return [f"{title}  {last}", *lines]
+
+
+def _fit(values: Sequence[float], width: int) -> list[float]:
+    """`width` values: the means of equal parts, or each value several times."""
+    edges = [(len(values) * at // width, -(-len(values) * (at + 1) // width)) for at in range(width)]
+    return [sum(values[start:end]) / (end - start) for start, end in edges]
+
+
+def draw_blocks(values: Sequence[float], rows: int) -> list[str]:
+    """A bar for each value, in `rows` lines of block characters, from the least value at the bottom to the largest."""
+    low, high = min(values), max(values)
+    levels = rows * (len(BLOCKS) - 1)
+    heights = [1 + round((value - low) / (high - low) * (levels - 1)) if high > low else 1 for value in values]
+    return [
+        "".join(BLOCKS[min(max(height - row * 8, 0), 8)] for height in heights).rstrip()
+        for row in reversed(range(rows))
+    ]  # fmt: skip
