@@ -20,6 +20,17 @@ CURVES = (  # title, key of metrics.jsonl, format, rows
     ("images/s", "images_per_second", "{:,.0f}", 1),
     ("data wait", "data_wait", "{:.1%}", 1),
 )
+TABLE_ROWS = 12  # without the headings
+TRAINING = ("train/loss", "images_per_second", "data_wait")
+COLUMNS = (  # of the table of epochs: title, key, format
+    ("train loss", "train/loss", "{:.4f}"),
+    ("val loss", "val/loss", "{:.4f}"),
+    ("top-1", "val/top1", "{:.2f} %"),
+    ("top-5", "val/top5", "{:.2f} %"),
+    ("EMA top-1", "val/ema_top1", "{:.2f} %"),
+    ("images/s", "images_per_second", "{:,.0f}"),
+    ("data wait", "data_wait", "{:.1%}"),
+)
 
 
 def screen(run: RunInfo) -> list[str]:
@@ -55,6 +66,33 @@ def record_line(record: dict[str, Any]) -> str:
     names = (("val loss", "val/loss", "{:.4f}", 1), *CURVES)
     values = ((title, number(record, key), show) for title, key, show, _ in names)
     return "  ".join([*facts, *(f"{title} {show.format(value)}" for title, value, show in values if value is not None)])
+
+
+def epoch_table(run: RunInfo, rows: int = TABLE_ROWS) -> list[str]:
+    """The evaluated epochs, in `rows` lines at most: the first, the best, the last, and others at equal distances.
+
+    Losses and speeds of training are means over the epoch's log intervals. `*` marks the best top-1.
+    """
+    evaluations = run.evaluations
+    top1s = [max(number(each, name) or 0.0 for name in ("val/top1", "val/ema_top1")) for each in evaluations]
+    best = top1s.index(max(top1s)) if top1s else 0
+    shown = sorted({best, *(round(at * (len(top1s) - 1) / max(1, rows - 2)) for at in range(rows - 1))})
+    columns = [column for column in COLUMNS if any(column[1] in record for record in run.metrics)]
+    table = [["epoch", *(title for title, *_ in columns), ""]]
+    for at in (at for at in shown if at < len(top1s)):
+        epoch = evaluations[at]["epoch"]
+        intervals = [record for record in run.intervals if record["epoch"] == epoch]
+        values = [_mean(intervals if key in TRAINING else evaluations[at : at + 1], key) for _, key, _ in columns]
+        texts = ["" if value is None else show.format(value) for value, (*_, show) in zip(values, columns, strict=True)]
+        table.append([str(epoch), *texts, "*" if at == best else ""])
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join(f"{text:>{width}}" for text, width in zip(line, widths, strict=True)).rstrip() for line in table]
+
+
+def _mean(records: Sequence[dict[str, Any]], key: str) -> float | None:
+    """The mean of a key's finite values; None if there are none."""
+    values = [value for record in records if (value := number(record, key)) is not None]
+    return sum(values) / len(values) if values else None
 
 
 def _curve(title: str, values: Sequence[float], show: str, rows: int, columns: int) -> list[str]:

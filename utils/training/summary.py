@@ -16,7 +16,8 @@ from utils.data.splits import Splits, describe_exclusions
 from utils.errors import RunFailed
 from utils.files import write_json
 from utils.log import SUMMARY
-from utils.report.output_folder import DATA_WAIT_WARNING
+from utils.report.output_folder import DATA_WAIT_WARNING, read_run
+from utils.report.terminal import epoch_table
 from utils.training.batch_layout import layout_of, saved_layout
 from utils.training.checkpoint import BEST, Checkpoint
 from utils.training.compatibility import changed_flags
@@ -202,6 +203,8 @@ def write_summary(run: Run, cpu_threads: int) -> None:
                 f"--output-dir {config.output_dir}: {SUMMARY} could not be written ({error.strerror}); "
                 f"{run.resume_hint} tries again"
             ) from error
+    if run.env.is_main and (found := read_run(config.output_dir)) and len(found.evaluations) > 1:
+        run.log.info("\n".join(epoch_table(found)))
     run.log.info(
         f"top-1 {summary['top1']:.2f} %  top-5 {summary['top5']:.2f} %  best top-1 {summary['best_top1']:.2f} %  "
         f"{state.seconds:.0f} s  {totals.images_per_second:,.0f} images/s\n"
