@@ -43,3 +43,9 @@ def test_patterns(tmp_path: Path) -> None:
     touch(tmp_path, "a-0.tar", "a-1.tar", "b-0.tar", "train-0.tar", "val-0.tar")
     assert source_of(tmp_path, train_data="a-*")[1] == {"train": ["a-0.tar", "a-1.tar"], "val": ["val-0.tar"]}
     assert source_of(tmp_path, train_data="a-*", val_data=str(tmp_path / "b-*"))[1]["val"] == ["b-0.tar"]
+
+
+def test_a_pattern_names_the_folder_of_a_database(tmp_path: Path) -> None:
+    touch(tmp_path, "a/data.mdb", "a/lock.mdb", "b/data.mdb")
+    expected = {"train": ["a/data.mdb"], "val": ["b/data.mdb"]}
+    assert source_of(tmp_path, train_data="a", val_data="b") == ("Caffe LMDB", expected)

@@ -134,8 +134,9 @@ def _find(source: ShardFormat, data_dir: Path, given: Mapping[str, str]) -> dict
     """The shards of each split that are of this format."""
     found = source.find(data_dir) if len(given) < len(GLOBS) else {}
     for split, pattern in given.items():
-        paths = [Path(path) for path in sorted(glob.glob(pattern, root_dir=data_dir))]
-        found[split] = [data_dir / path for path in paths if source.is_shard(path.name)]
+        paths = [data_dir / path for path in sorted(glob.glob(pattern, root_dir=data_dir))]
+        paths = [database if (database := path / lmdb_database.DATA).is_file() else path for path in paths]
+        found[split] = [path for path in paths if source.is_shard(path.name)]
     return {split: shards for split, shards in found.items() if shards}
 
 
