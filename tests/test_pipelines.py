@@ -82,7 +82,9 @@ def test_a_new_origin_draws_anew_and_resumes(tmp_path: Path, cpu: DistEnv) -> No
     assert torch.equal(next(resumed).images, following)
 
 
-@pytest.mark.parametrize(("decode", "cache"), [("fused", "none"), ("full", "none"), ("full", "host")])
+@pytest.mark.parametrize(
+    ("decode", "cache"), [("fused", "none"), pytest.param("full", "none", marks=pytest.mark.slow), ("full", "host")]
+)
 @pytest.mark.parametrize(
     "augment", [pytest.param(name, marks=[] if name == "trivialaugment" else pytest.mark.slow) for name in POLICIES]
 )

@@ -69,7 +69,7 @@ def run_on_terminal(words: list[str], columns: int, timeout: float = 200) -> tup
         os.close(screen)
 
 
-@pytest.mark.parametrize("columns", [80, 140])
+@pytest.mark.parametrize("columns", [80, pytest.param(140, marks=pytest.mark.slow)])
 def test_a_run_on_a_terminal(data: Path, tmp_path: Path, columns: int) -> None:
     flags = ("--data-dir", data, *TINY, "--epochs", 2, "--batch-size", 8, "--output-dir", tmp_path / "run")
     status, terminal = run_on_terminal([*command(), *map(str, flags)], columns)

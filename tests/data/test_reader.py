@@ -31,9 +31,9 @@ from utils.data.shard_reader import ShardFiles
 from utils.distributed.group import DistEnv
 from utils.errors import BadFile
 
-READERS = (  # DALI's own reader is `--loader stock`; a user's code is no image; a conversion writes tars
+READERS = (  # DALI's own reader is `--loader stock`; a user's code is no image; a conversion and staging write files
     "utils.data.reader", "utils.data.shard_reader", "utils.data.stock_loader", "utils.data.user_code",
-    "utils.data.conversion",
+    "utils.data.conversion", "utils.data.staged_files", "utils.data.staging",
 )  # fmt: skip
 FORMATS = "utils.data.formats."
 ROOMS_WITH_IMAGES = ("data", "pipelines", "benchmark")  # where a file that is opened would be an image

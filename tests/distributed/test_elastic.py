@@ -75,6 +75,7 @@ def test_a_failure_is_1_after_the_restarts(data: Path, tmp_path: Path) -> None:
     assert done.err.count("is gone: killed") == len(done.err.splitlines()) == 2, done.err
 
 
+@pytest.mark.slow
 def test_auto_without_gpus_is_one_process(data: Path, tmp_path: Path) -> None:
     others = ("--processes", "auto", "--epochs", 1)
     done = launch(*flags(data, tmp_path, *others), env={"CUDA_VISIBLE_DEVICES": ""})

@@ -212,7 +212,7 @@ def test_overwrite_leaves_nothing_of_the_earlier_run(data: Path, two_epochs: Pat
 
 def test_a_checkpoint_of_another_version_is_refused(tmp_path: Path) -> None:
     torch.save({"format": 4, "model": {}}, tmp_path / LAST)
-    refusal = f"not a checkpoint of this version of Brisk: it has format 4, not {FORMAT}; resume"
+    refusal = f"not a checkpoint of this version of Brisk: it has format 4, not {FORMAT}; use it"
     with pytest.raises(UserError, match=refusal):
         load_newest(find_checkpoints(TrainConfig(output_dir=tmp_path)))
     torch.save({"model": {}}, tmp_path / LAST)

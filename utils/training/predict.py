@@ -72,7 +72,7 @@ def predict(options: PredictOptions, env: DistEnv, stack: contextlib.ExitStack) 
         emit(f"{saved.path}: {config.arch}{average}, {config.image_size} px of {config.val_resize}, amp {config.amp}")
         if ignored:
             emit(f"not predicted, as no image is named so: {describe_counts(ignored)}")
-    _write(predictor, options, env)
+    _write(predictor, options, env, stack)
 
 
 def _open_checkpoint(path: Path, env: DistEnv) -> Checkpoint:
@@ -251,8 +251,8 @@ def _create_predictor(
     )
 
 
-def _write(predictor: _Predictor, options: PredictOptions, env: DistEnv) -> None:
-    """Predict, and write the files as the rows come.
+def _write(predictor: _Predictor, options: PredictOptions, env: DistEnv, stack: contextlib.ExitStack) -> None:
+    """Predict, and write the files as the rows come; `stack` closes what an error leaves open.
 
     Raises:
         UserError: on all ranks: the folder cannot be written any more.
@@ -261,6 +261,7 @@ def _write(predictor: _Predictor, options: PredictOptions, env: DistEnv) -> None
     with _writing(options, env):
         if env.is_main:
             file = PredictionsFile(predictions_path(options), predictor.columns)
+            stack.callback(file.discard)
     pieces = predictor.pieces()
     for _ in with_bar(range(predictor.rounds), "predicting", predictor.rounds, env.is_main):
         gathered = gather_to_rank0(next(pieces, b""), env)

@@ -4,6 +4,7 @@ Every rank encodes its own rows (`Columns.encode`), and rank 0 writes the pieces
 """
 
 import collections
+import contextlib
 import csv
 import dataclasses
 import io
@@ -231,6 +232,11 @@ class PredictionsFile:
         os.fsync(self._file.fileno())
         self._file.close()
         rename(temporary_of(self._path), self._path)
+
+    def discard(self) -> None:
+        """Close the file under its temporary name; after `close` nothing happens."""
+        with contextlib.suppress(OSError):  # what could not be written
+            self._file.close()
 
 
 class ClassCounts:
