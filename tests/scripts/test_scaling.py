@@ -121,7 +121,7 @@ def test_a_signal_ends_the_run_under_way(data: Path, tmp_path: Path) -> None:
     assert "stopped by" in log.read_text()
 
 
-@pytest.mark.slow  # the test of a signal above has the same clean-up
+@pytest.mark.slow  # three programs, one after the other
 def test_a_run_that_ends_by_itself_does_not_take_the_others_along(data: Path, tmp_path: Path) -> None:
     flags = ("--data-dir", data, "--output-dir", tmp_path, "--flags", f"{FLAGS} --cache host")  # not for torch
     sizes = ("--batch-size", 4, "--log-steps", 1, "--processes", 1, "--rounds", 1, "--loaders", "torch,dali")
