@@ -4,12 +4,12 @@ Every rank encodes its own rows (`Columns.encode`), and rank 0 writes the pieces
 """
 
 import collections
+import contextlib
 import csv
 import dataclasses
 import io
-import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,13 +18,14 @@ from numpy.typing import NDArray
 
 from utils.data.inputs import NO_TARGET
 from utils.errors import UserError
-from utils.files import atomic_write_text, rename, temporary_of
+from utils.files import atomic_write_text, json_text, rename, temporary_of
 
 Format = Literal["csv", "jsonl", "parquet"]
 OutputType = Literal["prob", "logit"]
 FORMATS: tuple[Format, ...] = ("csv", "jsonl", "parquet")
 TOP = 5  # of the accuracy, besides 1
 PER_CLASS, CONFUSION = "per_class.csv", "confusion.csv"
+RESULTS = (*(f"predictions.{format}" for format in FORMATS), PER_CLASS, CONFUSION)
 ROWS = 20_000  # of a row group of parquet, at least: many small ones are slow to read
 
 
@@ -106,11 +107,9 @@ class Columns:
         if self.format == "parquet":
             return self._encode_parquet(values)
         if self.format == "jsonl":
-            lines = (json.dumps(dict(zip(values, row, strict=True))) for row in zip(*values.values(), strict=True))
+            lines = (json_text(dict(zip(values, row, strict=True))) for row in zip(*values.values(), strict=True))
             return "".join(f"{line}\n" for line in lines).encode()
-        text = io.StringIO(newline="")
-        csv.writer(text, lineterminator="\n").writerows(zip(*map(_spell, values.values()), strict=True))
-        return text.getvalue().encode()
+        return _csv_text(zip(*map(_spell, values.values()), strict=True)).encode()
 
     def heading(self) -> bytes:
         """First line of the file; none where the rows name the columns themselves."""
@@ -232,6 +231,13 @@ class PredictionsFile:
         self._file.close()
         rename(temporary_of(self._path), self._path)
 
+    def release(self) -> None:
+        """Close the file, whether it is complete or not; it gets no name."""
+        for each in (self._parquet, self._file):
+            with contextlib.suppress(OSError):
+                if each is not None:
+                    each.close()
+
 
 class ClassCounts:
     """How often each class was predicted for images of each class.
@@ -291,6 +297,18 @@ class ClassCounts:
 
 
 def _write_csv(path: Path, lines: Sequence[Sequence[Any]]) -> None:
-    text = io.StringIO(newline="")
-    csv.writer(text, lineterminator="\n").writerows(lines)
-    atomic_write_text(path, text.getvalue())
+    atomic_write_text(path, _csv_text(lines))
+
+
+class _Lines(io.StringIO):
+    """Lines of a csv.writer that end with a line feed."""
+
+    def write(self, line: str) -> int:
+        return super().write(line.removesuffix("\r\n") + "\n")
+
+
+def _csv_text(rows: Iterable[Sequence[Any]]) -> str:
+    # The writer quotes the characters of its own line ending only, so it has both: a file's name may contain them.
+    lines = _Lines(newline="")
+    csv.writer(lines, lineterminator="\r\n").writerows(rows)
+    return lines.getvalue()
