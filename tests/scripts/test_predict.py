@@ -23,6 +23,8 @@ from tests.contract import CONTRACT
 from tests.data.test_verification import dali_accepts
 from tests.harness import ROOT, launch, launch_and_end, launch_series, read_checkpoint, read_metrics
 from utils.training.output import PROBE_BYTES
+from utils.training.predict import _finish
+from utils.training.predictions import ClassCounts, Columns, PredictionsFile, PredictOptions
 from utils.training.state import NETWORKS
 
 SCRIPT = ROOT / "scripts" / "predict.py"
@@ -285,9 +287,7 @@ def test_a_full_disk(data: Path, trained: Path, tmp_path: Path, capsys: pytest.C
     resource.setrlimit(resource.RLIMIT_FSIZE, (PROBE_BYTES + 10_000, limits[1]))
     try:
         done = call_main(
-            predict.main,
-            list(map(str, (trained, *[data / "val"] * 30, "--output-dir", tmp_path))),
-            capsys,
+            predict.main, list(map(str, (trained, *[data / "val"] * 30, "--output-dir", tmp_path))), capsys
         )
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -295,6 +295,23 @@ def test_a_full_disk(data: Path, trained: Path, tmp_path: Path, capsys: pytest.C
     assert (done.status, done.err) == (2, f"predict.py: --output-dir {tmp_path}: {reason}\n")
     assert os.listdir(tmp_path) == []
     gc.collect()  # a file that is still open is a warning, and so an error
+
+
+def test_an_earlier_result_stays_where_the_last_rows_do_not_fit(tmp_path: Path) -> None:
+    options = PredictOptions(tmp_path, [], 1, "csv", "prob", None, None, None, "cpu", tmp_path)
+    columns = Columns("csv", CLASSES, "prob", 1, has_targets=False)
+    (tmp_path / "predictions.csv").write_text("earlier")
+    file = PredictionsFile(tmp_path / "predictions.csv", columns)
+    file.write(bytes(1000))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            _finish(file, ClassCounts(), columns, options)
+        file.release()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / "predictions.csv").read_text() == "earlier"
 
 
 @pytest.mark.slow

@@ -279,13 +279,14 @@ def _writing(options: PredictOptions, env: DistEnv) -> Iterator[None]:
 def _finish(file: PredictionsFile, counts: ClassCounts, columns: Columns, options: PredictOptions) -> None:
     """Give the files their names, the predictions last: where they are, the others are theirs."""
     folder = options.output_dir
+    file.complete()  # what takes room comes before an earlier result is removed
     for name in RESULTS:
         (folder / name).unlink(missing_ok=True)  # of an earlier run, with other sources
         if name != predictions_path(options).name:
             temporary_of(folder / name).unlink(missing_ok=True)
     if columns.has_targets:
         counts.write(folder, columns.classes)
-    file.close()
+    file.publish()
 
 
 def _print_summary(images: int, bad: int, counts: ClassCounts, options: PredictOptions) -> None:

@@ -183,7 +183,7 @@ class PredictionsFile:
     """A file of predictions that has its name when it is complete.
 
     Args:
-        path: of the file. What is written before `close` is in a temporary file beside it.
+        path: of the file. What is written before `publish` is in a temporary file beside it.
         columns: its columns.
 
     Raises:
@@ -221,14 +221,17 @@ class PredictionsFile:
             self._parquet.write_table(pa.Table.from_batches(self._batches))
         self._batches = []
 
-    def close(self) -> None:
-        """Complete the file and give it its name."""
+    def complete(self) -> None:
+        """Write what is left, down to the disk."""
         if self._parquet is not None:
             self._write_batches()
             self._parquet.close()
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
+
+    def publish(self) -> None:
+        """Give the complete file its name."""
         rename(temporary_of(self._path), self._path)
 
     def release(self) -> None:
