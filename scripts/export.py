@@ -78,7 +78,7 @@ def export(options: Options) -> None:
     accuracy = "not evaluated" if trained.top1 is None else f"top-1 {trained.top1:.2f} %"
     with staged(options.output_dir, (LABELS, *files)) as folder:
         emit(f"{trained.path}: {trained.config.arch}, {trained.config.num_classes:,} classes, {weights}, {accuracy}")
-        (folder / LABELS).write_text(labels)
+        (folder / LABELS).write_bytes(labels.encode())
         try:
             compared = write_and_compare(
                 trained, options.format, options.input, options.half, folder, options.check, options.check_data

@@ -66,6 +66,18 @@ def test_shards_are_found_where_there_is_no_image(tmp_path: Path) -> None:
     assert list_inputs([str(tmp_path)]).shards == []
 
 
+def test_folders_of_shards_are_searched_as_those_of_images(tmp_path: Path) -> None:
+    """Links to folders are followed, hidden folders are not."""
+    for name in ("elsewhere/a.tar", "data/.cache/b.tar"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_bytes(b"")
+    data = tmp_path / "data"
+    (data / "linked").symlink_to(tmp_path / "elsewhere")
+    for name in ("circle", "circle-2"):
+        (data / name).symlink_to(data)
+    assert list_inputs([str(data)]).shards == [data / "linked" / "a.tar"]
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [

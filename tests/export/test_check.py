@@ -49,6 +49,14 @@ def test_a_difference_is_found(wrong: str) -> None:
         found.require(TOLERANCE, "model.onnx")
 
 
+def test_links_in_the_folder_of_images_may_form_circles(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "red").symlink_to(data / "val" / "red")
+    for name in ("one", "two", "three"):
+        (tmp_path / name).symlink_to(tmp_path)
+    images, _ = check_images(config_of(None), tmp_path)
+    assert len(images) == len(list((data / "val" / "red").iterdir()))
+
+
 def test_images_of_the_run_are_those_of_its_evaluation(data: Path, cpu: DistEnv) -> None:
     config = config_of(data)
     images, source = check_images(config, None)

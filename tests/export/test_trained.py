@@ -10,7 +10,8 @@ from tests.conftest import CLASSES, assert_same
 from tests.export.checkpoints import MEAN, STD, write_checkpoint
 from tests.harness import read_checkpoint
 from utils.errors import UserError
-from utils.export.trained import find_checkpoint, load_trained
+from utils.export.trained import load_trained
+from utils.training.weights import find_best_checkpoints
 
 
 @pytest.mark.parametrize(
@@ -42,8 +43,8 @@ def test_an_average_that_is_not_there(tmp_path: Path) -> None:
 def test_a_folder_means_its_best_then_its_newest(tmp_path: Path) -> None:
     for name in ("last-1.pt", "last.pt", "best.pt"):
         (tmp_path / name).touch()
-        assert find_checkpoint(tmp_path) == tmp_path / name
-        assert find_checkpoint(tmp_path / "last-1.pt") == tmp_path / "last-1.pt"
+        assert find_best_checkpoints(tmp_path)[0] == tmp_path / name
+        assert find_best_checkpoints(tmp_path / "last-1.pt") == [tmp_path / "last-1.pt"]
 
 
 def test_timm_computes_the_size_before_the_crop(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from scripts import export, make_digits
-from tests.conftest import Refused
+from tests.conftest import Refused, call_main
 from tests.export.checkpoints import write_checkpoint
 from tests.harness import ROOT, launch, launch_and_end, read_checkpoint
 from utils.export.formats import FORMATS
@@ -59,9 +60,14 @@ def test_formats_of_one_network_share_a_folder(
     other = read_checkpoint(best.parent, "best.pt") | {"classes": ["one", "two"]}
     torch.save(other, tmp_path / "other.pt")
     refused(tmp_path / "other.pt", "--format", "pt2", "--output-dir", out, main=export.main, program="export.py")(
-        f"--output-dir {out}: has labels.txt of other classes; give another folder, or --overwrite"
+        f"--output-dir {out}: has model.safetensors of other classes; give another folder, or remove it"
     )
     assert snapshot(out) == before
+    refused(tmp_path / "other.pt", *arguments[1:], "--overwrite", main=export.main, program="export.py")(
+        f"--output-dir {out}: has model.torchscript of other classes; give another folder, or remove it"
+    )
+    assert snapshot(out) == before
+    (out / "model.torchscript").unlink()
     assert run(tmp_path / "other.pt", "--format", "timm", "--output-dir", out, "--overwrite") == 0
     assert (out / "labels.txt").read_text() == "one\ntwo\n"
     assert json.loads((out / "config.json").read_text())["label_names"] == ["one", "two"]
@@ -128,6 +134,23 @@ def test_the_folder_of_a_run_is_not_written(best: Path, tmp_path: Path, refused:
     refused(empty[1], "--format", "timm", "--output-dir", tmp_path / "out", main=export.main, program="export.py")(
         "empty: no checkpoint in it; give the output folder of a run"
     )
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_full_disk(best: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """A limit of the size of files stands for it."""
+    out = tmp_path / "out"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        done = call_main(export.main, [str(best), "--format", name, "--output-dir", str(out)], capsys)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert done.status == 2
+    assert done.err.startswith(f"export.py: --output-dir {out}: cannot be written (")
+    assert "File too large" in done.err
+    assert done.err.endswith("; make room, or give another folder\n")
+    assert not out.exists()
 
 
 def test_packages_that_are_missing(best: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """scripts/predict.py as a command: the numbers of an evaluation, bad files, shards, several processes, kills."""
 
 import csv
+import gc
 import json
 import math
 import os
@@ -13,14 +14,18 @@ from typing import Any
 
 import pyarrow.parquet
 import pytest
+import torch
 
 from scripts import predict
 from tests import damage, shards
 from tests.conftest import CLASSES, TINY, Refused, call_main
 from tests.contract import CONTRACT
 from tests.data.test_verification import dali_accepts
-from tests.harness import ROOT, launch, launch_and_end, launch_series, read_metrics
+from tests.harness import ROOT, launch, launch_and_end, launch_series, read_checkpoint, read_metrics
 from utils.training.output import PROBE_BYTES
+from utils.training.predict import _finish
+from utils.training.predictions import ClassCounts, Columns, PredictionsFile, PredictOptions
+from utils.training.state import NETWORKS
 
 SCRIPT = ROOT / "scripts" / "predict.py"
 Row = dict[str, str]
@@ -216,7 +221,7 @@ def test_refused(data: Path, trained: Path, tmp_path: Path, refused: Refused) ->
     tar = shards.write_tar(tmp_path / "val.tar", {})
     check(tmp_path / "none.pt", image)("CHECKPOINT", "none.pt: no such file or folder")
     check(broken, image)("CHECKPOINT", "broken.pt: damaged, or not a readable checkpoint")
-    check(empty, image)("CHECKPOINT", "empty: no checkpoint in this folder")
+    check(empty, image)("CHECKPOINT", "empty: no checkpoint in it; give the output folder of a run")
     check(trained, empty)("empty: no images in it, and no shards")
     check(trained, tmp_path / "none.jpg")("none.jpg': no such file or folder")
     check(trained, tmp_path / "none-*.jpg")("none-*.jpg': no file of that name")
@@ -228,6 +233,52 @@ def test_refused(data: Path, trained: Path, tmp_path: Path, refused: Refused) ->
     check(trained, image, "--batch-size", 0)("--batch-size 0: must be 1 or more")
     check(trained, image, "--output-dir", image)(f"--output-dir {image}: cannot be written")
     check(trained)("Missing argument 'SOURCE...'")
+    check(trained, image, "--device", "tpu")("'tpu' is not one of")
+    check(trained, image, "--workers", 0)("--workers 0: must be 1 or more")
+    check(trained, image, "--output-type", "softmax")("'softmax' is not one of")
+    os.mkfifo(tmp_path / "pipe.pt")
+    check(tmp_path / "pipe.pt", image)("CHECKPOINT", "pipe.pt: no such checkpoint; give best.pt or last.pt of a run")
+    check(spoiled(trained, tmp_path, {"model_ema": None}), image, "--ema")("--ema: ", "has no EMA weights")
+    other = spoiled(trained, tmp_path, {"config": {"arch": "test_vit"}})
+    check(other, image)(f"{other}: its weights do not fit test_vit with 3 classes; give another file")
+    (tmp_path / "results" / "confusion.csv").mkdir(parents=True)
+    check(trained, image, "--output-dir", tmp_path / "results")("cannot be written (confusion.csv in it is a folder)")
+
+
+def spoiled(trained: Path, folder: Path, changes: dict[str, dict[str, Any] | None]) -> Path:
+    """The run's best.pt with other keys in some parts, and without those that are None."""
+    content = read_checkpoint(trained, "best.pt")
+    for name, values in changes.items():
+        if values is None:
+            del content[name]
+        else:
+            content[name] |= values
+    torch.save(content, folder / "spoiled.pt")
+    return folder / "spoiled.pt"
+
+
+def test_any_name_of_a_file_or_class_is_a_row_that_csv_reads(data: Path, trained: Path, tmp_path: Path) -> None:
+    content = read_checkpoint(trained, "best.pt")
+    content["classes"] = ["a,b\rc", 'd"e\nf', "g\r\nh"]
+    for network in NETWORKS:  # nothing but nan
+        content[network] = {name: value * math.nan for name, value in content[network].items()}
+    torch.save(content, tmp_path / "names.pt")
+    image = next((data / "val" / "red").iterdir()).read_bytes()
+    paths = [tmp_path / "a,b\rc" / f"{name}.jpg" for name in ("x\ry", "x\ny", "x\r\ny", 'x"y', "x,y", "\r")]
+    paths[0].parent.mkdir()
+    for path in paths:
+        path.write_bytes(image)
+    words = (tmp_path / "names.pt", *paths, "--output-dir", tmp_path / "out", "--batch-size", 10**9)
+    run_here(*words)
+    rows = read_rows(tmp_path / "out")
+    assert [row["path"] for row in rows] == [str(path) for path in paths]
+    assert {row["target"] for row in rows} == {"a,b\rc"}
+    assert {row[name] for row in rows for name in ("label", "label_2", "label_3")} == set(content["classes"])
+    with (tmp_path / "out" / "per_class.csv").open(newline="") as file:
+        assert [line["class"] for line in csv.DictReader(file)] == content["classes"]
+    run_here(*words, "--format", "jsonl")
+    lines = (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()
+    assert [json.loads(line, parse_constant=pytest.fail)["prob"] for line in lines] == [None] * len(paths)
 
 
 def test_a_full_disk(data: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -243,6 +294,24 @@ def test_a_full_disk(data: Path, trained: Path, tmp_path: Path, capsys: pytest.C
     reason = "cannot be written (File too large); the same command starts over"
     assert (done.status, done.err) == (2, f"predict.py: --output-dir {tmp_path}: {reason}\n")
     assert os.listdir(tmp_path) == []
+    gc.collect()  # a file that is still open is a warning, and so an error
+
+
+def test_an_earlier_result_stays_where_the_last_rows_do_not_fit(tmp_path: Path) -> None:
+    options = PredictOptions(tmp_path, [], 1, "csv", "prob", None, None, None, "cpu", tmp_path)
+    columns = Columns("csv", CLASSES, "prob", 1, has_targets=False)
+    (tmp_path / "predictions.csv").write_text("earlier")
+    file = PredictionsFile(tmp_path / "predictions.csv", columns)
+    file.write(bytes(1000))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            _finish(file, ClassCounts(), columns, options)
+        file.release()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / "predictions.csv").read_text() == "earlier"
 
 
 @pytest.mark.slow

@@ -123,14 +123,24 @@ def _format_of(path: str) -> ShardFormat | None:
 
 def _shards_below(folder: str) -> list[Path]:
     found: list[Path] = []
-    for parent, folders, names in os.walk(folder):
-        folders.sort()
+    seen: set[tuple[int, int]] = set()
+    for parent, folders, names in os.walk(folder, followlinks=True, onerror=_refuse_folder):
+        status = os.stat(parent)
+        is_new = (status.st_dev, status.st_ino) not in seen
+        seen.add((status.st_dev, status.st_ino))
+        folders[:] = sorted(name for name in folders if is_new and not name.startswith("."))
+        if not is_new:  # links may form a circle
+            continue
         paths = [os.path.join(parent, name) for name in sorted(names) if not name.startswith(".")]
         found += [Path(path) for path in paths if _format_of(path) is not None]
     if not found:
         refuse_unreadable(Path(folder))
         raise UserError(f"{folder}: no images in it, and no shards; {_REMEDY}")
     return found
+
+
+def _refuse_folder(error: OSError) -> None:
+    raise UserError(f"{error.filename}: cannot be read ({error.strerror}); check its permissions")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -12,10 +12,9 @@ from PIL import Image
 from torch import Tensor
 
 from utils.config import ResolvedConfig
-from utils.data.codecs import is_image
 from utils.data.decoding import upright_rgb
 from utils.data.formats.base import Record
-from utils.data.formats.folder import file_record
+from utils.data.formats.folder import file_record, list_images
 from utils.data.reader import open_image
 from utils.data.shard_reader import ShardFiles
 from utils.data.splits import read_data
@@ -100,7 +99,7 @@ def check_images(config: ResolvedConfig, folder: Path | None) -> tuple[Tensor, s
         At most `NUM_IMAGES` pixels, uint8 (N, image_size, image_size, 3), and what they are, for the user.
 
     Raises:
-        UserError: the folder that was given has no image.
+        UserError: the folder that was given has no image, or cannot be read.
     """
     if folder is not None:
         images = _decode(config, _records_below(folder))
@@ -115,11 +114,8 @@ def check_images(config: ResolvedConfig, folder: Path | None) -> tuple[Tensor, s
 
 def _records_below(folder: Path) -> list[Record]:
     """Image files below a folder, in the order of their names."""
-    found = []
-    for root, folders, names in os.walk(folder, followlinks=True):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        found += [os.path.join(root, name) for name in sorted(names) if is_image(name) and not name.startswith(".")]
-    return [file_record(found[index]) for index in _spread(len(found))]
+    found, _ = list_images(folder)
+    return [file_record(os.path.join(folder, found[index].name)) for index in _spread(len(found))]
 
 
 def _records_of_run(config: ResolvedConfig) -> list[Record]:

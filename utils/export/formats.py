@@ -1,6 +1,7 @@
 """The formats of an export: how each writes a network into a folder, and how its own runtime reads it back."""
 
 import dataclasses
+import io
 import json
 import shutil
 import warnings
@@ -12,9 +13,10 @@ from typing import Any, cast
 import timm
 import timm.models
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
-from utils.errors import UserError
+from utils.errors import UserError, first_line
 from utils.export.classifier import Classifier
 from utils.export.trained import Trained
 from utils.files import write_json
@@ -57,13 +59,16 @@ def write_timm(trained: Trained, classifier: Classifier, metadata: dict[str, Any
         "std": std,
     }
     settings: Any = trained.model.pretrained_cfg
-    timm.models.save_for_hf(
-        trained.model,
-        str(folder),
-        model_config={"label_names": list(trained.classes), "pretrained_cfg": data_config},
-        model_args={"img_size": size} if settings["fixed_input_size"] else None,
-        safe_serialization=True,
-    )
+    try:
+        timm.models.save_for_hf(
+            trained.model,
+            str(folder),
+            model_config={"label_names": list(trained.classes), "pretrained_cfg": data_config},
+            model_args={"img_size": size} if settings["fixed_input_size"] else None,
+            safe_serialization=True,
+        )
+    except SafetensorError as error:  # a full disk is one
+        raise OSError(first_line(error)) from error
     path = folder / "config.json"
     content = json.loads(path.read_text())
     valid = {name: value for name, value in content["pretrained_cfg"].items() if name not in OF_OTHERS}
@@ -125,7 +130,9 @@ def write_torchscript(trained: Trained, classifier: Classifier, metadata: dict[s
     """model.torchscript, traced, with the facts as its extra file metadata.json."""
     with without_deprecation():
         traced = cast(Any, torch.jit.trace)(classifier, example(trained, classifier), check_trace=False)
-        torch.jit.save(traced, str(folder / "model.torchscript"), _extra_files={METADATA: json.dumps(metadata)})
+        content = io.BytesIO()  # torch aborts the process where a file cannot be written
+        torch.jit.save(traced, content, _extra_files={METADATA: json.dumps(metadata)})
+    (folder / "model.torchscript").write_bytes(content.getbuffer())
 
 
 def read_torchscript(folder: Path) -> Network:
@@ -150,7 +157,9 @@ def without_deprecation() -> Iterator[None]:
 def write_pt2(trained: Trained, classifier: Classifier, metadata: dict[str, Any], folder: Path) -> None:
     """model.pt2, which `torch.export.load` reads, with the facts as its extra file metadata.json."""
     program = torch.export.export(classifier, (example(trained, classifier),), dynamic_shapes=batch_is_dynamic())
-    torch.export.save(program, str(folder / "model.pt2"), extra_files={METADATA: json.dumps(metadata)})
+    content = io.BytesIO()  # as in `write_torchscript`
+    torch.export.save(program, content, extra_files={METADATA: json.dumps(metadata)})
+    (folder / "model.pt2").write_bytes(content.getbuffer())
 
 
 def read_pt2(folder: Path) -> Network:

@@ -24,7 +24,8 @@ def label_lines(classes: Sequence[str]) -> str:
 def check_output(folder: Path, files: Sequence[str], labels: str, overwrite: bool) -> None:
     """Raise UserError if the folder is a run's, or has what would be replaced, unless `overwrite`.
 
-    A folder may hold several formats of one network, so a labels.txt with the same classes is no obstacle.
+    A folder may hold several formats of one network, so a labels.txt with the same classes is no obstacle. With other
+    classes it is, also with `overwrite`, if the files of another format stay there.
     """
     for name in (LAST, BEST):
         if os.path.lexists(folder / name):
@@ -33,6 +34,13 @@ def check_output(folder: Path, files: Sequence[str], labels: str, overwrite: boo
     path = folder / LABELS
     if os.path.lexists(path) and not (path.is_file() and path.read_bytes() == labels.encode()):
         present.append(LABELS)
+    if present[-1:] == [LABELS]:
+        stale = [name for each in FORMATS.values() for name in each.files if name not in files]
+        for name in stale:
+            if os.path.lexists(folder / name):
+                raise UserError(
+                    f"--output-dir {folder}: has {name} of other classes; give another folder, or remove it"
+                )
     if present and not overwrite:
         other = " of other classes" if present[0] == LABELS else ""
         raise UserError(

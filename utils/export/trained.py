@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,9 @@ from torch import nn
 from models import Normalization, create_model
 from utils.config import ResolvedConfig
 from utils.errors import UserError
-from utils.training.checkpoint import BEST, EARLIER, LAST, Checkpoint, load
+from utils.training.checkpoint import load
 from utils.training.state import NETWORKS
+from utils.training.weights import choose_network, find_best_checkpoints
 
 MODEL, EMA = NETWORKS
 
@@ -69,37 +69,20 @@ class Trained:
         }
 
 
-def find_checkpoint(path: Path) -> Path:
-    """The checkpoint file that a path means: itself, or of an output folder best.pt, else the newest.
-
-    Raises:
-        UserError: there is none.
-    """
-    if os.path.isfile(path):
-        return path
-    if not os.path.isdir(path):
-        raise UserError(f"{path}: no such checkpoint; give best.pt or last.pt of a run, or its output folder")
-    for name in (BEST, LAST, *EARLIER):
-        if os.path.isfile(path / name):
-            return path / name
-    raise UserError(f"{path}: no checkpoint in it; give the output folder of a run, or a checkpoint file")
-
-
 def load_trained(path: Path, ema: bool | None = None) -> Trained:
     """Read the network of a checkpoint.
 
     Args:
-        path: as for `find_checkpoint`.
-        ema: whether to take the moving average; None takes the better of the two by the checkpoint's evaluation, and
-            of a checkpoint without one the model.
+        path: as for `find_best_checkpoints`.
+        ema: as for `choose_network`.
 
     Raises:
         UserError: no such checkpoint, a damaged one, one without a moving average where that is wanted, or weights that
             do not fit its architecture.
     """
-    saved = load(find_checkpoint(path), "CHECKPOINT")
+    saved = load(find_best_checkpoints(path)[0], "CHECKPOINT")
     assert saved.path is not None, "read from a file"
-    weights = _choose_weights(saved, ema)
+    weights = choose_network(saved, ema)
     config, tensors = saved.config, saved.state.networks[weights]
     model = create_model(config.arch, config.num_classes, image_size=config.image_size)
     try:
@@ -118,12 +101,3 @@ def load_trained(path: Path, ema: bool | None = None) -> Trained:
         top1=top1,
         path=saved.path,
     )
-
-
-def _choose_weights(saved: Checkpoint, ema: bool | None) -> str:
-    if ema and EMA not in saved.state.networks:
-        raise UserError(f"--ema: {saved.path} has no EMA weights; leave --ema out")
-    if ema is None:
-        result = saved.state.result
-        ema = EMA in saved.state.networks and result.get("val/ema_top1", -1.0) > result.get("val/top1", -1.0)
-    return EMA if ema else MODEL

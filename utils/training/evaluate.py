@@ -184,11 +184,17 @@ def load_network(model: nn.Module, saved: Checkpoint, name: str, config: Resolve
     """Load the weights of the network `name` of a checkpoint.
 
     Raises:
-        UserError: on all ranks: the head is of another size.
+        UserError: on all ranks: the head is of another size, or the weights are of another architecture.
     """
     try:
         model.load_state_dict(saved.state.networks[name])
     except RuntimeError:
+        if config.num_classes == saved.config.num_classes:
+            raise UserError(
+                f"{saved.path}: its weights do not fit {config.arch} with {config.num_classes} classes; give another "
+                "file",
+                on_all_ranks=True,
+            ) from None
         raise UserError(
             f"--num-classes {config.num_classes}: the checkpoint's head has {saved.config.num_classes} classes; leave "
             "--num-classes out",

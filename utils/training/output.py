@@ -5,6 +5,7 @@ import errno
 import fcntl
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from utils.distributed.collectives import all_gather_object, sync_errors
@@ -18,13 +19,16 @@ OUTPUTS = ("config.json", METRICS, EVENTS, "last.pt", "best.pt", SUMMARY, EVALUA
 PROBE_BYTES = 100_000  # more than the small files take: a full disk is found before the run
 
 
-def prepare_output(folder: Path, env: DistEnv, stack: contextlib.ExitStack | None = None) -> None:
+def prepare_output(
+    folder: Path, env: DistEnv, stack: contextlib.ExitStack | None = None, names: Sequence[str] = OUTPUTS
+) -> None:
     """Make the output folder and check that it can be written. Collective: call on every rank.
 
     Args:
         folder: to be made, unless it is there.
         env: this process.
         stack: at its end a folder that was made here is removed, if it is still empty.
+        names: of files that will be written there.
 
     Raises:
         UserError: on all ranks, if rank 0 cannot write there.
@@ -42,7 +46,7 @@ def prepare_output(folder: Path, env: DistEnv, stack: contextlib.ExitStack | Non
                 probe.write_bytes(bytes(PROBE_BYTES))
             finally:
                 probe.unlink(missing_ok=True)
-            for name in OUTPUTS:
+            for name in names:
                 if (folder / name).is_dir():
                     raise IsADirectoryError(errno.EISDIR, f"{name} in it is a folder")
         except OSError as error:

@@ -31,13 +31,11 @@ from utils.network.augment import Normalize
 from utils.network.gradients import AMP_DTYPES
 from utils.progress import end_status, show_status, with_bar
 from utils.training.autotune import choose_common_loader_settings, resolve
-from utils.training.checkpoint import BEST, EARLIER, LAST, Checkpoint, load_newest
+from utils.training.checkpoint import Checkpoint, load_newest
 from utils.training.evaluate import compute_logits, describe_result, load_network, start_evaluation
 from utils.training.output import lock_output, prepare_output
 from utils.training.predictions import (
-    CONFUSION,
-    FORMATS,
-    PER_CLASS,
+    RESULTS,
     TOP,
     ClassCounts,
     Columns,
@@ -49,6 +47,7 @@ from utils.training.predictions import (
 from utils.training.readable_batches import ReadableBatches
 from utils.training.resume import settings_of_checkpoint
 from utils.training.state import NETWORKS
+from utils.training.weights import choose_network, find_best_checkpoints
 
 
 def predict(options: PredictOptions, env: DistEnv, stack: contextlib.ExitStack) -> None:
@@ -58,13 +57,13 @@ def predict(options: PredictOptions, env: DistEnv, stack: contextlib.ExitStack) 
         UserError: on all ranks: the checkpoint, a source or the output folder cannot be used.
     """
     saved = _open_checkpoint(options.checkpoint, env)
-    prepare_output(options.output_dir, env, stack)
+    prepare_output(options.output_dir, env, stack, RESULTS)
     lock_output(options.output_dir, env, stack)
     show_status("listing the images")
     manifest, ignored = _list_images(options, saved.record.classes, env)
     show_status("preparing the predictions")
     config = _resolve(options, saved, manifest, env)
-    name = _choose_network(saved, options.ema)
+    name = choose_network(saved, options.ema)
     predictor = _create_predictor(config, saved, name, options, manifest, env)
     end_status()
     if env.is_main:
@@ -80,7 +79,7 @@ def _open_checkpoint(path: Path, env: DistEnv) -> Checkpoint:
     saved: Checkpoint | None = None
     skipped: list[str] = []
     with sync_errors(env):
-        saved, skipped = load_newest(_find_checkpoints(path), "CHECKPOINT")
+        saved, skipped = load_newest(find_best_checkpoints(path), "CHECKPOINT")
     assert saved is not None, "there is a file"
     if env.is_main:
         for line in skipped:
@@ -88,16 +87,6 @@ def _open_checkpoint(path: Path, env: DistEnv) -> Checkpoint:
     if len(set(all_gather_object((saved.record.run, saved.position), env))) > 1:
         raise UserError(f"CHECKPOINT {path}: not the same on all ranks; use a shared folder", on_all_ranks=True)
     return saved
-
-
-def _find_checkpoints(path: Path) -> list[Path]:
-    """The file, or those of a folder, the preferred one first."""
-    if not os.path.isdir(path):
-        return [path]
-    found = [path / name for name in (BEST, LAST, *EARLIER) if os.path.isfile(path / name)]
-    if not found:
-        raise UserError(f"CHECKPOINT {path}: no checkpoint in this folder; give that of a run, or a file")
-    return found
 
 
 def _list_images(options: PredictOptions, classes: tuple[str, ...], env: DistEnv) -> tuple[Manifest, Mapping[str, int]]:
@@ -123,7 +112,10 @@ def _list_images(options: PredictOptions, classes: tuple[str, ...], env: DistEnv
 def _resolve(options: PredictOptions, saved: Checkpoint, manifest: Manifest, env: DistEnv) -> ResolvedConfig:
     """The configuration with which `--evaluate` evaluates the checkpoint."""
     values: dict[str, Any] = {"data_dir": options.output_dir}  # not read
-    values |= {name: value for name in ("batch_size", "workers") if (value := getattr(options, name)) is not None}
+    # The loader takes memory for whole batches.
+    values["batch_size"] = min(options.batch_size or saved.config.batch_size, len(manifest))
+    if options.workers is not None:
+        values["workers"] = options.workers
     if saved.config.loader in ("stock", "synthetic"):  # which have the pixels of `dali`, or none
         values["loader"] = "dali"
     config = TrainConfig(
@@ -133,17 +125,6 @@ def _resolve(options: PredictOptions, saved: Checkpoint, manifest: Manifest, env
         config, _ = settings_of_checkpoint(config, saved.config, saved.path or "", env)
     settings = choose_common_loader_settings(config, env, saved, manifest)
     return resolve(config, saved.record.classes, env, settings, saved)
-
-
-def _choose_network(saved: Checkpoint, ema: bool | None) -> str:
-    """Name of the network whose predictions are wanted, in `NETWORKS`."""
-    model, average = NETWORKS
-    if ema and average not in saved.state.networks:
-        raise UserError(f"--ema: {saved.path} has no moving average; leave --ema out", on_all_ranks=True)
-    result = saved.state.result
-    if ema is None:
-        ema = result.get("val/ema_top1", -1) > result.get("val/top1", -1)
-    return average if ema else model
 
 
 class _Batch(NamedTuple):
@@ -261,7 +242,7 @@ def _write(predictor: _Predictor, options: PredictOptions, env: DistEnv, stack: 
     with _writing(options, env):
         if env.is_main:
             file = PredictionsFile(predictions_path(options), predictor.columns)
-            stack.callback(file.discard)
+            stack.callback(file.release)
     pieces = predictor.pieces()
     for _ in with_bar(range(predictor.rounds), "predicting", predictor.rounds, env.is_main):
         gathered = gather_to_rank0(next(pieces, b""), env)
@@ -298,13 +279,14 @@ def _writing(options: PredictOptions, env: DistEnv) -> Iterator[None]:
 def _finish(file: PredictionsFile, counts: ClassCounts, columns: Columns, options: PredictOptions) -> None:
     """Give the files their names, the predictions last: where they are, the others are theirs."""
     folder = options.output_dir
-    for name in (*(f"predictions.{format}" for format in FORMATS), PER_CLASS, CONFUSION):
+    file.complete()  # what takes room comes before an earlier result is removed
+    for name in RESULTS:
         (folder / name).unlink(missing_ok=True)  # of an earlier run, with other sources
         if name != predictions_path(options).name:
             temporary_of(folder / name).unlink(missing_ok=True)
     if columns.has_targets:
         counts.write(folder, columns.classes)
-    file.close()
+    file.publish()
 
 
 def _print_summary(images: int, bad: int, counts: ClassCounts, options: PredictOptions) -> None:

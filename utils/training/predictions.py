@@ -8,9 +8,8 @@ import contextlib
 import csv
 import dataclasses
 import io
-import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,13 +18,14 @@ from numpy.typing import NDArray
 
 from utils.data.inputs import NO_TARGET
 from utils.errors import UserError
-from utils.files import atomic_write_text, rename, temporary_of
+from utils.files import atomic_write_text, json_text, rename, temporary_of
 
 Format = Literal["csv", "jsonl", "parquet"]
 OutputType = Literal["prob", "logit"]
 FORMATS: tuple[Format, ...] = ("csv", "jsonl", "parquet")
 TOP = 5  # of the accuracy, besides 1
 PER_CLASS, CONFUSION = "per_class.csv", "confusion.csv"
+RESULTS = (*(f"predictions.{format}" for format in FORMATS), PER_CLASS, CONFUSION)
 ROWS = 20_000  # of a row group of parquet, at least: many small ones are slow to read
 
 
@@ -107,11 +107,9 @@ class Columns:
         if self.format == "parquet":
             return self._encode_parquet(values)
         if self.format == "jsonl":
-            lines = (json.dumps(dict(zip(values, row, strict=True))) for row in zip(*values.values(), strict=True))
+            lines = (json_text(dict(zip(values, row, strict=True))) for row in zip(*values.values(), strict=True))
             return "".join(f"{line}\n" for line in lines).encode()
-        text = io.StringIO(newline="")
-        csv.writer(text, lineterminator="\n").writerows(zip(*map(_spell, values.values()), strict=True))
-        return text.getvalue().encode()
+        return _csv_text(zip(*map(_spell, values.values()), strict=True)).encode()
 
     def heading(self) -> bytes:
         """First line of the file; none where the rows name the columns themselves."""
@@ -185,7 +183,7 @@ class PredictionsFile:
     """A file of predictions that has its name when it is complete.
 
     Args:
-        path: of the file. What is written before `close` is in a temporary file beside it.
+        path: of the file. What is written before `publish` is in a temporary file beside it.
         columns: its columns.
 
     Raises:
@@ -223,20 +221,25 @@ class PredictionsFile:
             self._parquet.write_table(pa.Table.from_batches(self._batches))
         self._batches = []
 
-    def close(self) -> None:
-        """Complete the file and give it its name."""
+    def complete(self) -> None:
+        """Write what is left, down to the disk."""
         if self._parquet is not None:
             self._write_batches()
             self._parquet.close()
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
+
+    def publish(self) -> None:
+        """Give the complete file its name."""
         rename(temporary_of(self._path), self._path)
 
-    def discard(self) -> None:
-        """Close the file under its temporary name; after `close` nothing happens."""
-        with contextlib.suppress(OSError):  # what could not be written
-            self._file.close()
+    def release(self) -> None:
+        """Close the file, whether it is complete or not; it gets no name."""
+        for each in (self._parquet, self._file):
+            with contextlib.suppress(OSError):
+                if each is not None:
+                    each.close()
 
 
 class ClassCounts:
@@ -297,6 +300,18 @@ class ClassCounts:
 
 
 def _write_csv(path: Path, lines: Sequence[Sequence[Any]]) -> None:
-    text = io.StringIO(newline="")
-    csv.writer(text, lineterminator="\n").writerows(lines)
-    atomic_write_text(path, text.getvalue())
+    atomic_write_text(path, _csv_text(lines))
+
+
+class _Lines(io.StringIO):
+    """Lines of a csv.writer that end with a line feed."""
+
+    def write(self, line: str) -> int:
+        return super().write(line.removesuffix("\r\n") + "\n")
+
+
+def _csv_text(rows: Iterable[Sequence[Any]]) -> str:
+    # The writer quotes the characters of its own line ending only, so it has both: a file's name may contain them.
+    lines = _Lines(newline="")
+    csv.writer(lines, lineterminator="\r\n").writerows(rows)
+    return lines.getvalue()
