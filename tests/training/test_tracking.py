@@ -17,7 +17,7 @@ import pytest
 
 from scripts import track
 from tests.conftest import TINY, Refused, assert_same_run
-from tests.harness import ROOT, Started, launch, read_metrics, start
+from tests.harness import ROOT, Finished, Started, launch, read_metrics, start
 from tests.tracker import FileTracker
 from utils.training.tracking import TRACKING, Sender
 
@@ -120,24 +120,44 @@ def test_the_end_has_outcome_and_summary_and_a_finished_run_its_weights(
 # The process that sends, started by another one as train.py starts it
 
 FOLLOW = """
-import sys, time
+import os, subprocess, sys, time
 from pathlib import Path
 from tests.tracker import FileTracker
 from utils.training import tracking
 
 tracking.READ_SECONDS, tracking.RETRY_SECONDS, tracking.END_SECONDS = 0.05, (0.05, 0.1), 2.0
-folder, pid = Path(sys.argv[1]), int(sys.argv[2])
+tracking.MAX_OUTPUT_BYTES = 1000
+folder, pid = Path(sys.argv[1]), int(sys.argv[-1])
 
 def create():
+    print("of the package", flush=True)
+    if (folder / "exits").exists():
+        sys.exit("not logged in")
+    if (folder / "forks").exists():
+        subprocess.Popen(["sleep", "600"])
+        if os.fork() == 0:
+            time.sleep(600)
     while (folder / "hangs").exists():
-        time.sleep(0.05)
+        print("waiting", flush=True)
+        time.sleep(0.01)
     return FileTracker(folder / "tracker")
 
-with tracking.captured_output(folder) as messages:
-    print("of the package", flush=True)
-    sys.exit(tracking.follow(tracking.Sender(folder, "file", create), pid, "file", folder, messages))
+sys.exit(tracking.send_run(folder, "file", create, pid=pid))
 """
-# Starts the program above, and then lives until a signal comes.
+# Starts the program above as train.py does, and ends at once.
+SHORT = f"""
+import sys, types
+from pathlib import Path
+from utils.training import tracking
+
+folder = Path(sys.argv[1])
+tracking.PROGRAM = folder / "follow.py"
+tracking.PROGRAM.write_text({FOLLOW!r})
+config = types.SimpleNamespace(output_dir=folder, track="file", track_project=None, track_checkpoint=False)
+with tracking.TrackerProcess(config, True, None) as tracker:
+    tracker.start()
+"""
+# Starts it, and then lives until a signal comes.
 PARENT = f"""
 import os, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", {FOLLOW!r}, sys.argv[1], str(os.getpid())], start_new_session=True)
@@ -190,11 +210,60 @@ def test_it_sends_the_rest_when_its_parent_was_killed(run: Path) -> None:
     assert calls(run, "finish") == [("died", {}, None)]
 
 
+def test_a_run_that_ends_at_once_is_sent(run: Path) -> None:
+    assert launch(run, program=SHORT) == Finished(0, "", "")
+    assert calls(run) == [*SENT, (3, {"epoch": 1, "val/top1": 50.0})]
+    assert len(calls(run, "finish")) == 1
+
+
+def test_the_next_process_waits_and_goes_on_from_what_the_first_has_sent(run: Path) -> None:
+    (run / "hangs").touch()
+    with follow(run) as first:
+        first.wait_for((run / "tracking.log").exists)
+        with follow(run) as second:
+            waits = f"-> FLOCK  ADVISORY  WRITE {second.pid} "
+            second.wait_for(lambda: waits in Path("/proc/locks").read_text())
+            (run / "hangs").unlink()
+            for started in (first, second):
+                started.send(signal.SIGTERM, started.pid)
+                assert started.end().status == 0
+    assert [run_id for run_id, *_ in calls(run, "open")] == [None, "first"]
+    assert calls(run) == [*SENT, (3, {"epoch": 1, "val/top1": 50.0})]
+
+
+def test_what_a_tracker_leaves_running_does_not_keep_others_out(run: Path) -> None:
+    (run / "forks").touch()
+    with follow(run) as first:
+        first.wait_for(lambda: len(calls(run)) == 4)
+        first.send(signal.SIGTERM, first.pid)
+        assert first.end().status == 0
+        (run / "forks").unlink()
+        with follow(run) as second:
+            second.wait_for(lambda: len(calls(run, "open")) == 2, timeout=30)
+
+
+def test_a_package_that_exits_is_a_failure(run: Path) -> None:
+    (run / "exits").touch()
+    with follow(run) as started:
+        line = "--track file: not logged in; training goes on, and so do the attempts\n"
+        started.wait_for(lambda: started.err == line)
+        (run / "exits").unlink()
+        started.wait_for(lambda: len(calls(run)) == 4)
+
+
+def test_what_a_package_prints_does_not_fill_the_disk(run: Path) -> None:
+    (run / "hangs").touch()
+    log = run / "tracking.log"
+    with follow(run) as started:
+        started.wait_for(lambda: log.exists() and log.stat().st_size > 900)
+        started.wait_for(lambda: log.stat().st_size < 500)
+
+
 def test_it_ends_though_the_tracker_hangs(run: Path) -> None:
     (run / "hangs").touch()
+    (run / "forks").touch()
     with start(run, program=PARENT) as started:
-        started.wait_for(lambda: (run / "tracking.log").exists())
-        started.descendants()
+        started.wait_for(lambda: len(started.descendants()) == 3)
         os.kill(started.pid, signal.SIGKILL)
         started.check_nothing_left()
     assert calls(run, "open") == []
