@@ -222,7 +222,9 @@ def test_an_object_with_no_name_of_a_file(run: Stage, object_server: ObjectServe
     address = f"{object_server.env['AWS_ENDPOINT_URL']}/{BUCKET}/{prefix}/{name}"
     key = {"Authorization": "AWS4-HMAC-SHA256 Credential=key/20200101/us-east-1/s3/aws4_request"}
     urllib.request.urlopen(urllib.request.Request(address, b"b", key, method="PUT")).close()
-    with pytest.raises(UserError, match=r": an object has no name of a file \(.*\); rename it, or give another prefix$"):
+    with pytest.raises(
+        UserError, match=r": an object has no name of a file \(.*\); rename it, or give another prefix$"
+    ):
         run()
 
 
