@@ -55,7 +55,7 @@ def test_a_launch_that_begins_with_an_evaluation_is_noted_before_its_first_step(
 
 
 @pytest.mark.parametrize(
-    ("first", "kept"),
+    ("first", "expected"),
     [
         # Killed before a checkpoint: its time is lost, too.
         ([STARTED | {"startup_seconds": 5.0, "first_step_seconds": 2.0}], {"start": 6.0, "training": 13.0}),
@@ -69,7 +69,7 @@ def test_a_launch_that_begins_with_an_evaluation_is_noted_before_its_first_step(
         ),
     ],
 )
-def test_time_of_several_launches(tmp_path: Path, first: list[dict[str, Any]], kept: dict[str, float]) -> None:
+def test_time_of_several_launches(tmp_path: Path, first: list[dict[str, Any]], expected: dict[str, float]) -> None:
     step = first[-1]["step"] + 1 if len(first) > 1 else 1
     events = [
         *first, STARTED | {"step": step, "startup_seconds": 6.0, "first_step_seconds": 3.0},
@@ -78,7 +78,7 @@ def test_time_of_several_launches(tmp_path: Path, first: list[dict[str, Any]], k
     metrics = [interval(10, data_wait=0.0), interval(20, data_wait=0.0)]
     run = run_with(tmp_path, metrics=metrics, events=events, summary={"seconds": 50.0})
     found = {part.name: part.seconds for part in time_parts(run)}
-    assert {name: found[name] for name in kept} == kept
+    assert {name: found[name] for name in expected} == expected
     assert sum(found.values()) == 50.0
 
 

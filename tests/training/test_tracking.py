@@ -18,7 +18,7 @@ import pytest
 from scripts import track
 from tests.conftest import TINY, Refused, assert_same_run
 from tests.harness import ROOT, Finished, Started, launch, read_metrics, start
-from tests.tracker import FileTracker
+from tests.tracker import FOLLOW, PARENT, SHORT, FileTracker
 from utils.training.tracking import TRACKING, Sender
 
 STEPS = [{"epoch": 1, "step": step, "train/loss": 1 / step, "lr": 0.1} for step in (1, 2, 3)]
@@ -118,51 +118,6 @@ def test_the_end_has_outcome_and_summary_and_a_finished_run_its_weights(
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The process that sends, started by another one as train.py starts it
-
-FOLLOW = """
-import os, subprocess, sys, time
-from pathlib import Path
-from tests.tracker import FileTracker
-from utils.training import tracking
-
-tracking.READ_SECONDS, tracking.RETRY_SECONDS, tracking.END_SECONDS = 0.05, (0.05, 0.1), 2.0
-tracking.MAX_OUTPUT_BYTES = 1000
-folder, pid = Path(sys.argv[1]), int(sys.argv[-1])
-
-def create():
-    print("of the package", flush=True)
-    if (folder / "exits").exists():
-        sys.exit("not logged in")
-    if (folder / "forks").exists():
-        subprocess.Popen(["sleep", "600"])
-        if os.fork() == 0:
-            time.sleep(600)
-    while (folder / "hangs").exists():
-        print("waiting", flush=True)
-        time.sleep(0.01)
-    return FileTracker(folder / "tracker")
-
-sys.exit(tracking.send_run(folder, "file", create, pid=pid))
-"""
-# Starts the program above as train.py does, and ends at once.
-SHORT = f"""
-import sys, types
-from pathlib import Path
-from utils.training import tracking
-
-folder = Path(sys.argv[1])
-tracking.PROGRAM = folder / "follow.py"
-tracking.PROGRAM.write_text({FOLLOW!r})
-config = types.SimpleNamespace(output_dir=folder, track="file", track_project=None, track_checkpoint=False)
-with tracking.TrackerProcess(config, True, None) as tracker:
-    tracker.start()
-"""
-# Starts it, and then lives until a signal comes.
-PARENT = f"""
-import os, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", {FOLLOW!r}, sys.argv[1], str(os.getpid())], start_new_session=True)
-time.sleep(600)
-"""
 
 
 def follow(folder: Path) -> Started:
