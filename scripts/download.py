@@ -34,6 +34,7 @@ from utils.errors import UserError, first_line
 
 BLOCK = 1 << 20
 TIMEOUT = 30.0  # seconds without a byte
+NOTHING_LEFT = 416  # HTTP status: the file ends where the request begins
 FINAL = (400, 401, 403, 404, 410)  # HTTP statuses that another attempt would not change
 ATTEMPTS, PAUSE = 5, 2.0  # in a row that bring no byte; seconds before the second, twice as long before each other
 
@@ -84,6 +85,8 @@ def download(url: str, path: Path) -> None:
             _append(url, path)
             return
         except (HTTPException, OSError) as error:  # urllib's errors are OSErrors
+            if isinstance(error, HTTPError) and error.code == NOTHING_LEFT and before:
+                return  # a kill came after the last byte; its MD5 says whether it is whole
             failures = 1 if _size(path) > before else failures + 1
             if failures == ATTEMPTS or (isinstance(error, HTTPError) and error.code in FINAL):
                 raise UserError(
@@ -98,11 +101,16 @@ def _append(url: str, path: Path) -> None:
 
     Raises:
         HTTPException, OSError: the attempt has failed; `path` has what came.
-        UserError: `path` cannot be written.
+        UserError: `path` cannot be written, or a web page came, as of a login; `path` is as it was.
     """
     done = _size(path)
     request = urllib.request.Request(url, headers={"Range": f"bytes={done}-"} if done else {})
     with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
+        if answer.headers.get_content_type() == "text/html":
+            raise UserError(
+                f"{url}: a web page came instead of the archive, as of a proxy or a login; open the address in a "
+                "browser, or give --url file:///PATH of a copy"
+            )
         is_partial = getattr(answer, "status", None) == 206  # not with file:, and not of every server
         start = done if is_partial else 0
         length = answer.headers.get("Content-Length")

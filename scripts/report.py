@@ -45,7 +45,7 @@ def read_options(
     output: Annotated[Path, typer.Option(help="The page to write.", metavar="FILE.html")] = Path("report.html"),
 ) -> ReportOptions:
     """Write a page on runs: curves, times, flags, and the mistakes of the best weights."""
-    return ReportOptions(list(dict.fromkeys(runs)), output)
+    return ReportOptions(list({folder.resolve(): folder for folder in reversed(runs)}.values())[::-1], output)
 
 
 def write_report(options: ReportOptions) -> None:

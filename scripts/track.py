@@ -23,7 +23,7 @@ from utils.cli import REQUIRED, Program, number_option, train_flag, with_train_f
 from utils.errors import UserError
 from utils.log import METRICS
 from utils.training.trackers import TRACKERS
-from utils.training.tracking import Sender, captured_output, follow, send_all
+from utils.training.tracking import send_run
 from utils.validation import require_tracker
 
 
@@ -67,12 +67,8 @@ def send(options: Options) -> int:
     if not (options.run / METRICS).is_file():
         raise UserError(f"{options.run}: has no {METRICS}; give the output folder of a run")
     create = functools.partial(TRACKERS[options.track], options.track_project, options.run)
-    sender = Sender(options.run, options.track, create, options.track_checkpoint)
     try:
-        with captured_output(options.run) as messages:
-            if options.follow is not None:
-                return follow(sender, options.follow, options.track, options.run, messages)
-            return send_all(sender, options.track, options.run, messages)
+        return send_run(options.run, options.track, create, options.track_checkpoint, options.follow)
     except OSError as error:
         raise UserError(
             f"{options.run}: cannot be written ({error.strerror}), and the tracker's run is noted there; make room"

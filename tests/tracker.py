@@ -1,4 +1,4 @@
-"""A tracker in a file, and nothing that is slow to import."""
+"""A tracker in a file, and programs that send to it; nothing that is slow to import."""
 
 import json
 from collections.abc import Mapping
@@ -6,6 +6,52 @@ from pathlib import Path
 from typing import Any
 
 from utils.training.trackers import Outcome
+
+# Sends a folder while the process of the last argument lives. Files in the folder say what the package does.
+FOLLOW = """
+import os, subprocess, sys, time
+from pathlib import Path
+from tests.tracker import FileTracker
+from utils.training import tracking
+
+tracking.READ_SECONDS, tracking.RETRY_SECONDS, tracking.END_SECONDS = 0.05, (0.05, 0.1), 2.0
+tracking.MAX_OUTPUT_BYTES = 1000
+folder, pid = Path(sys.argv[1]), int(sys.argv[-1])
+
+def create():
+    print("of the package", flush=True)
+    if (folder / "exits").exists():
+        sys.exit("not logged in")
+    if (folder / "forks").exists():
+        subprocess.Popen(["sleep", "600"])
+        if os.fork() == 0:
+            time.sleep(600)
+    while (folder / "hangs").exists():
+        print("waiting", flush=True)
+        time.sleep(0.01)
+    return FileTracker(folder / "tracker")
+
+sys.exit(tracking.send_run(folder, "file", create, pid=pid))
+"""
+# Starts the program above as train.py does, and ends at once.
+SHORT = f"""
+import sys, types
+from pathlib import Path
+from utils.training import tracking
+
+folder = Path(sys.argv[1])
+tracking.PROGRAM = folder / "follow.py"
+tracking.PROGRAM.write_text({FOLLOW!r})
+config = types.SimpleNamespace(output_dir=folder, track="file", track_project=None, track_checkpoint=False)
+with tracking.TrackerProcess(config, True, None) as tracker:
+    tracker.start()
+"""
+# Starts it, and then lives until a signal comes.
+PARENT = f"""
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", {FOLLOW!r}, sys.argv[1], str(os.getpid())], start_new_session=True)
+time.sleep(600)
+"""
 
 
 class FileTracker:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import threading
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -212,6 +213,17 @@ def test_a_name_that_is_no_path(run: Stage, object_server: ObjectServer, prefix:
     (folder / "sub").write_bytes(b"a file where a folder must be")
     with pytest.raises(
         UserError, match=r"^--stage-dir: .*/sub cannot be written \(File exists\); give another folder$"
+    ):
+        run()
+
+
+@pytest.mark.parametrize("name", ["a//b.jpg", "a/../../b.jpg"])
+def test_an_object_with_no_name_of_a_file(run: Stage, object_server: ObjectServer, prefix: str, name: str) -> None:
+    address = f"{object_server.env['AWS_ENDPOINT_URL']}/{BUCKET}/{prefix}/{name}"
+    key = {"Authorization": "AWS4-HMAC-SHA256 Credential=key/20200101/us-east-1/s3/aws4_request"}
+    urllib.request.urlopen(urllib.request.Request(address, b"b", key, method="PUT")).close()
+    with pytest.raises(
+        UserError, match=r": an object has no name of a file \(.*\); rename it, or give another prefix$"
     ):
         run()
 

@@ -1,12 +1,14 @@
 """What a run's files add up to: lines, marks, time, names."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from utils.report.charts import Mark
 from utils.report.output_folder import RunInfo
-from utils.report.page import create_charts, render, short_names
+from utils.report.page import Story, create_charts, render, short_names
 from utils.report.run_story import marks, steps_per_epoch, time_parts, wait_verdict
 
 
@@ -43,6 +45,54 @@ def test_kills_stops_and_deaths_are_marked(tmp_path: Path) -> None:
     found = marks(run_with(tmp_path, metrics=[interval(36)], events=events), 20)
     assert [(mark.x, mark.kind) for mark in found] == [(0.5, "killed"), (1.5, "resumed"), (1.8, "died")]
     assert found[1].title == "stopped by SIGTERM at step 30, and resumed"
+
+
+def test_a_launch_that_begins_with_an_evaluation_is_noted_before_its_first_step(tmp_path: Path) -> None:
+    events = [STARTED, STARTED | {"step": 20, "startup_seconds": None}]
+    run = run_with(tmp_path, metrics=[interval(20)], events=events)
+    assert marks(run, 20)[0] == Mark(1.0, "killed", "killed later than step 20, and resumed here")
+    assert Story(0, "run", run, None).launches[1].endswith("first step 21")
+
+
+@pytest.mark.parametrize(
+    ("first", "expected"),
+    [
+        # Killed before a checkpoint: its time is lost, too.
+        ([STARTED | {"startup_seconds": 5.0, "first_step_seconds": 2.0}], {"start": 6.0, "training": 13.0}),
+        # Stopped before the end of a log interval: its first step is in none.
+        (
+            [
+                STARTED | {"startup_seconds": 5.0, "first_step_seconds": 2.0},
+                {"event": "stopped", "time": 2.0, "step": 3, "seconds": 4.0},
+            ],
+            {"start": 11.0, "training": 13.0},
+        ),
+    ],
+)
+def test_time_of_several_launches(tmp_path: Path, first: list[dict[str, Any]], expected: dict[str, float]) -> None:
+    step = first[-1]["step"] + 1 if len(first) > 1 else 1
+    events = [
+        *first, STARTED | {"step": step, "startup_seconds": 6.0, "first_step_seconds": 3.0},
+        {"event": "finished", "time": 60.0, "step": 20, "seconds": 50.0},
+    ]  # fmt: skip
+    metrics = [interval(10, data_wait=0.0), interval(20, data_wait=0.0)]
+    run = run_with(tmp_path, metrics=metrics, events=events, summary={"seconds": 50.0})
+    found = {part.name: part.seconds for part in time_parts(run)}
+    assert {name: found[name] for name in expected} == expected
+    assert sum(found.values()) == 50.0
+
+
+def test_an_evaluation_of_a_run_that_died_does_not_lengthen_it(tmp_path: Path) -> None:
+    run = run_with(tmp_path, events=[STARTED])
+    for name, written in (("metrics.jsonl", 30), ("evaluation.json", 9000), ("tracking.json", 9000)):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (written, written))
+    assert (run.state, run.seconds) == ("died", 30.0)
+
+
+def test_a_first_value_of_zero(tmp_path: Path) -> None:
+    metrics = [interval(5, grad_norm=0.0), interval(10, grad_norm=3.0)]
+    assert "Gradient norm by epoch" in render([run_with(tmp_path, metrics=metrics, events=[STARTED])])
 
 
 @pytest.mark.parametrize(

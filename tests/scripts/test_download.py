@@ -34,11 +34,12 @@ class Server(ThreadingHTTPServer):
         limit: bytes after which an answer is cut off; 0 for none.
         has_ranges: whether a Range header is heeded.
         open_gate: an answer waits for it after `limit` bytes, instead of being cut off.
+        kind: the Content-Type of answers; "" for none.
     """
 
     def __init__(self, content: bytes) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.content, self.limit, self.has_ranges = content, 0, True
+        self.content, self.limit, self.has_ranges, self.kind = content, 0, True, ""
         self.ranges: list[str] = []
         self.open_gate: threading.Event | None = None
 
@@ -61,8 +62,13 @@ class Handler(BaseHTTPRequestHandler):
             return
         start = int(asked.removeprefix("bytes=").removesuffix("-")) if asked and server.has_ranges else 0
         body = server.content[start:]
+        if start and not body:
+            self.send_error(416)
+            return
         self.send_response(206 if start else 200)
         self.send_header("Content-Length", str(len(body)))
+        if server.kind:
+            self.send_header("Content-Type", server.kind)
         self.end_headers()
         first = body[: server.limit] if server.limit else body
         self.wfile.write(first)
@@ -156,6 +162,26 @@ def test_the_same_command_goes_on_after_a_kill(server: Server, tmp_path: Path) -
     assert download.main(flags_for(server, folder)) == 0
     assert server.ranges == ["", f"bytes={size}-"]
     assert_complete(folder, tmp_path / "source" / "imagenette2-160")
+
+
+def test_a_kill_after_the_last_byte_is_taken_up(server: Server, tmp_path: Path) -> None:
+    folder = tmp_path / "data" / "imagenette"
+    folder.parent.mkdir()
+    part = folder.with_name(f".imagenette.{download.IMAGENETTE['160'].md5[:8]}.tgz")
+    part.write_bytes(server.content)
+    assert download.main(flags_for(server, folder)) == 0
+    assert_complete(folder, tmp_path / "source" / "imagenette2-160")
+
+
+def test_a_web_page_does_not_replace_what_has_come(server: Server, tmp_path: Path, refused: Refused) -> None:
+    folder = tmp_path / "data" / "imagenette"
+    folder.parent.mkdir()
+    part = folder.with_name(f".imagenette.{download.IMAGENETTE['160'].md5[:8]}.tgz")
+    part.write_bytes(server.content[:1000])
+    server.has_ranges, server.kind = False, "text/html; charset=utf-8"
+    refuse = functools.partial(refused, main=download.main, program="download.py")
+    refuse(*flags_for(server, folder))(f"download.py: {server.url}: a web page came instead of the archive, as of a")
+    assert part.read_bytes() == server.content[:1000]
 
 
 def test_a_damaged_archive_is_refused_and_downloaded_anew(server: Server, tmp_path: Path, refused: Refused) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from scripts import report
 from tests.browser import SHIFTS, open_browser
-from tests.conftest import TINY, Refused
+from tests.conftest import TINY, Refused, assert_same_run
 from tests.contract import assert_keys
 from tests.harness import launch, launch_series, read_metrics
 from utils.report.pictures import read_pictures
@@ -102,6 +102,13 @@ def test_mistakes_are_those_of_the_best_weights(folders: list[Path], data: Path)
     assert len(pictures.samples) == 8, "a whole batch is smaller than the grid"
     assert all(len(each["mixed"]) in (0, 2) for each in pictures.samples)
     assert any(each["after"] for each in pictures.samples)
+
+
+def test_the_flag_changes_no_bit(folders: list[Path], data: Path, tmp_path: Path) -> None:
+    flags = (*TINY, "--batch-size", 8, "--epochs", 2, "--mixup", 0.5, "--clip-grad", 1, "--ema-decay", 0.9)
+    (done,) = launch_series(("--data-dir", data, *flags, "--output-dir", tmp_path))
+    assert done.status == 0, done.err
+    assert_same_run(folders[0], tmp_path)
 
 
 def test_an_evaluation_writes_them_again(folders: list[Path], tmp_path: Path) -> None:

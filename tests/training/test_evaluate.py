@@ -16,6 +16,7 @@ from tests.harness import launch, launch_series
 from utils.data.formats.folder import scan_splits
 from utils.distributed.group import DistEnv
 from utils.training.evaluate import _shown, evaluate
+from utils.training.mistakes import Mistakes
 from utils.training.optim import create_ema
 
 CONFIG = resolved(batch_size=4, image_size=32, val_resize=36, workers=1, hw_decoder_load=0.65, prefetch=2)
@@ -63,6 +64,26 @@ def test_counts_are_right(data: Path, cpu: DistEnv, loader: str) -> None:
 class Shift(nn.Module):
     def forward(self, logits: torch.Tensor) -> torch.Tensor:
         return logits.roll(1, dims=1)
+
+
+class Rounded(nn.Module):
+    """Logits with many equal ones, as of half precision; those of one image are not finite."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits = torch.randn(len(images), 3, generator=torch.Generator().manual_seed(0)).round()
+        logits[0] = math.nan
+        return logits
+
+
+def test_mistakes_are_those_of_top1(data: Path, cpu: DistEnv) -> None:
+    _, val = scan_splits(data)
+    batches = pipelines.create_val_loader(CONFIG, val, cpu)
+    mistakes = Mistakes(CONFIG, val, cpu)
+    top1 = evaluate(Rounded(), batches, lambda images: images.float(), 41, cpu, torch.float32, mistakes)["top1"]
+    pictures = mistakes.pictures({}, None)
+    assert pictures is not None
+    assert sum(each["correct"] for each in pictures.classes) == round(top1 * 41 / 100)
+    assert all(0 <= each["probability"] <= 1 for each in pictures.worst)
 
 
 CLASSES = 12

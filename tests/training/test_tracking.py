@@ -17,8 +17,8 @@ import pytest
 
 from scripts import track
 from tests.conftest import TINY, Refused, assert_same_run
-from tests.harness import ROOT, Started, launch, read_metrics, start
-from tests.tracker import FileTracker
+from tests.harness import ROOT, Finished, Started, launch, read_metrics, start
+from tests.tracker import FOLLOW, PARENT, SHORT, FileTracker
 from utils.training.tracking import TRACKING, Sender
 
 STEPS = [{"epoch": 1, "step": step, "train/loss": 1 / step, "lr": 0.1} for step in (1, 2, 3)]
@@ -119,31 +119,6 @@ def test_the_end_has_outcome_and_summary_and_a_finished_run_its_weights(
 # ---------------------------------------------------------------------------------------------------------------------
 # The process that sends, started by another one as train.py starts it
 
-FOLLOW = """
-import sys, time
-from pathlib import Path
-from tests.tracker import FileTracker
-from utils.training import tracking
-
-tracking.READ_SECONDS, tracking.RETRY_SECONDS, tracking.END_SECONDS = 0.05, (0.05, 0.1), 2.0
-folder, pid = Path(sys.argv[1]), int(sys.argv[2])
-
-def create():
-    while (folder / "hangs").exists():
-        time.sleep(0.05)
-    return FileTracker(folder / "tracker")
-
-with tracking.captured_output(folder) as messages:
-    print("of the package", flush=True)
-    sys.exit(tracking.follow(tracking.Sender(folder, "file", create), pid, "file", folder, messages))
-"""
-# Starts the program above, and then lives until a signal comes.
-PARENT = f"""
-import os, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", {FOLLOW!r}, sys.argv[1], str(os.getpid())], start_new_session=True)
-time.sleep(600)
-"""
-
 
 def follow(folder: Path) -> Started:
     return start(folder, os.getpid(), program=FOLLOW)
@@ -190,11 +165,60 @@ def test_it_sends_the_rest_when_its_parent_was_killed(run: Path) -> None:
     assert calls(run, "finish") == [("died", {}, None)]
 
 
+def test_a_run_that_ends_at_once_is_sent(run: Path) -> None:
+    assert launch(run, program=SHORT) == Finished(0, "", "")
+    assert calls(run) == [*SENT, (3, {"epoch": 1, "val/top1": 50.0})]
+    assert len(calls(run, "finish")) == 1
+
+
+def test_the_next_process_waits_and_goes_on_from_what_the_first_has_sent(run: Path) -> None:
+    (run / "hangs").touch()
+    with follow(run) as first:
+        first.wait_for((run / "tracking.log").exists)
+        with follow(run) as second:
+            waits = f"-> FLOCK  ADVISORY  WRITE {second.pid} "
+            second.wait_for(lambda: waits in Path("/proc/locks").read_text())
+            (run / "hangs").unlink()
+            for started in (first, second):
+                started.send(signal.SIGTERM, started.pid)
+                assert started.end().status == 0
+    assert [run_id for run_id, *_ in calls(run, "open")] == [None, "first"]
+    assert calls(run) == [*SENT, (3, {"epoch": 1, "val/top1": 50.0})]
+
+
+def test_what_a_tracker_leaves_running_does_not_keep_others_out(run: Path) -> None:
+    (run / "forks").touch()
+    with follow(run) as first:
+        first.wait_for(lambda: len(calls(run)) == 4)
+        first.send(signal.SIGTERM, first.pid)
+        assert first.end().status == 0
+        (run / "forks").unlink()
+        with follow(run) as second:
+            second.wait_for(lambda: len(calls(run, "open")) == 2, timeout=30)
+
+
+def test_a_package_that_exits_is_a_failure(run: Path) -> None:
+    (run / "exits").touch()
+    with follow(run) as started:
+        line = "--track file: not logged in; training goes on, and so do the attempts\n"
+        started.wait_for(lambda: started.err == line)
+        (run / "exits").unlink()
+        started.wait_for(lambda: len(calls(run)) == 4)
+
+
+def test_what_a_package_prints_does_not_fill_the_disk(run: Path) -> None:
+    (run / "hangs").touch()
+    log = run / "tracking.log"
+    with follow(run) as started:
+        started.wait_for(lambda: log.exists() and log.stat().st_size > 900)
+        started.wait_for(lambda: log.stat().st_size < 500)
+
+
 def test_it_ends_though_the_tracker_hangs(run: Path) -> None:
     (run / "hangs").touch()
+    (run / "forks").touch()
     with start(run, program=PARENT) as started:
-        started.wait_for(lambda: (run / "tracking.log").exists())
-        started.descendants()
+        started.wait_for(lambda: len(started.descendants()) == 3)
         os.kill(started.pid, signal.SIGKILL)
         started.check_nothing_left()
     assert calls(run, "open") == []

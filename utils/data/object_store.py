@@ -222,6 +222,10 @@ class ObjectStore:
             raise UserError(self._missing(what)) from None
         if status in ("401", "403"):
             raise UserError(self._denied(f"access to {what} is denied ({_reason(error)})")) from None
+        if "invalid path" in text:
+            raise UserError(
+                f"{self._url}: an object has no name of a file ({_reason(error)}); rename it, or give another prefix"
+            ) from None
         if (status[:1] in ("3", "4") and status not in ("408", "429")) or isinstance(
             error, self._errors.InvalidPathError | self._errors.NotSupportedError
         ):

@@ -172,7 +172,7 @@ def _limits(
     low, high = min(values), max(values)
     of_runs = [[y for _, y in each.points if y is not None] for each in series]
     if cuts_peaks:
-        high = min(high, 3 * statistics.median_low([abs(each[0]) for each in of_runs if each]))
+        high = min(high, 3 * statistics.median_low([abs(each[0]) for each in of_runs if each]) or high)
         low = min(low, high)
     peaks = [max(each) for each in of_runs if each]
     if may_be_log and min(peaks) > 0 and max(peaks) > 10 * min(peaks):

@@ -12,6 +12,7 @@ from typing import Any
 from utils.errors import UserError
 from utils.log import EVENTS, METRICS, SUMMARY
 
+OF_TRAINING = (METRICS, EVENTS, "last.pt")  # that nothing but training writes
 DATA_WAIT_WARNING = 0.02  # data wait above which a run should have faster input
 
 
@@ -54,7 +55,8 @@ class RunInfo:
         seconds, began = (number(self.events[-1], name) or 0.0 for name in ("seconds", "time"))
         if self.events[-1].get("event") != "started":
             return seconds
-        written = max((path.stat().st_mtime for path in self.folder.iterdir() if path.is_file()), default=began)
+        files = [self.folder / name for name in OF_TRAINING]
+        written = max((path.stat().st_mtime for path in files if path.is_file()), default=began)
         return seconds + max(0.0, (time.time() if self.is_locked else written) - began)
 
     @property

@@ -14,7 +14,7 @@ from utils import __version__
 from utils.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Chart, Series, line_chart
 from utils.report.output_folder import RunInfo, number
 from utils.report.pictures import Pictures, read_pictures
-from utils.report.run_story import marks, notes, points, steps_per_epoch, time_parts, wait_verdict
+from utils.report.run_story import PARTS, marks, notes, points, steps_before, steps_per_epoch, time_parts, wait_verdict
 
 PAGE = "report.html"  # of `train.py --report`, in the output folder
 SYMBOLS = {"finished": "✓", "running": "▶", "stopped": "❚❚", "died": "✕", "unknown": "?"}
@@ -92,7 +92,7 @@ class Story:
         starts = [event for event in self.run.events if event.get("event") == "started"]
         return [
             f"{_date(event)}: {event.get('processes')} process{'es' if event.get('processes') != 1 else ''} on "
-            f"{event.get('host')}, first step {int(number(event, 'step') or 0)}"
+            f"{event.get('host')}, first step {steps_before(event) + 1}"
             for event in starts
         ]
 
@@ -135,6 +135,7 @@ def render(runs: Sequence[RunInfo]) -> str:
         version=__version__,
         size={"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM},
         duration=tqdm.format_interval,
+        meanings=PARTS,
     )
 
 

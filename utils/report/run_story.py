@@ -1,24 +1,33 @@
 """What a run's files add up to: its lines by epoch, its kills and resumes, where its time went, and notes on it."""
 
+import itertools
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from utils.report.charts import Mark, Point
 from utils.report.output_folder import DATA_WAIT_WARNING, RunInfo, number
+
+PARTS = {  # of a run's time: name, which is also the class in page.css, and meaning
+    "start": "from the start of the process to the end of the first step, of every launch",
+    "training": "steps, without waiting for input",
+    "waiting": "data wait: the device had nothing to do, as input was late",
+    "evaluation": "of the validation images",
+    "checkpoints": "checks of the weights, and writing",
+    "other": "between these, and steps that a log interval does not cover",
+}
 
 
 class Part(NamedTuple):
     """A part of a run's time.
 
     Attributes:
-        name: for people; also the class in page.css.
+        name: a key of PARTS.
         seconds: of all launches, on rank 0.
-        meaning: a sentence.
     """
 
     name: str
     seconds: float
-    meaning: str
 
 
 def steps_per_epoch(run: RunInfo) -> float | None:
@@ -27,6 +36,13 @@ def steps_per_epoch(run: RunInfo) -> float | None:
         if steps := number(event, "steps_per_epoch"):
             return steps
     return next((record["step"] / record["epoch"] for record in run.evaluations if record["epoch"] > 0), None)
+
+
+def steps_before(start: dict[str, Any]) -> int:
+    """Optimizer steps that were done when a launch began."""
+    # Noted after its first step, or before an evaluation with which it begins.
+    is_noted_before = start.get("startup_seconds", 0.0) is None
+    return max(int(number(start, "step") or 0.0) - (not is_noted_before), 0)
 
 
 def points(run: RunInfo, key: str, unit: float) -> list[Point]:
@@ -39,15 +55,15 @@ def marks(run: RunInfo, unit: float) -> list[Mark]:
     starts = [index for index, event in enumerate(run.events) if event.get("event") == "started"]
     found = []
     for index in starts[1:]:
-        step = max((number(run.events[index], "step") or 1.0) - 1, 0.0)  # a start is noted after its first step
+        step = steps_before(run.events[index])
         before = run.events[index - 1].get("event")
         if before == "started":
-            found.append(Mark(step / unit, "killed", f"killed later than step {step:.0f}, and resumed here"))
+            found.append(Mark(step / unit, "killed", f"killed later than step {step}, and resumed here"))
         elif before == "stopped":
             reason = run.events[index - 1].get("reason", "a signal")
-            found.append(Mark(step / unit, "resumed", f"stopped by {reason} at step {step:.0f}, and resumed"))
+            found.append(Mark(step / unit, "resumed", f"stopped by {reason} at step {step}, and resumed"))
         else:
-            found.append(Mark(step / unit, "resumed", f"trained on after its end at step {step:.0f}"))
+            found.append(Mark(step / unit, "resumed", f"trained on after its end at step {step}"))
     if run.state == "died" and run.metrics:
         step = run.metrics[-1]["step"]
         found.append(Mark(step / unit, "died", f"the last launch died after step {step}"))
@@ -90,22 +106,33 @@ def time_parts(run: RunInfo) -> list[Part]:
     """Where the wall time of all launches went, without what was lost; [] where the files do not say."""
     if not any("seconds" in record for record in run.intervals):
         return []
-    first = _total(run.events, "first_step_seconds")
-    start = _total(run.events, "startup_seconds")
+    starts = _kept_starts(run)
+    first = sum(_first_step_seconds(run, *pair) for pair in itertools.pairwise([*starts, None]))
+    start = _total(starts, "startup_seconds")
     trained = max(0.0, _total(run.intervals, "seconds") - first)
     waited = sum((number(each, "data_wait") or 0.0) * (number(each, "seconds") or 0.0) for each in run.intervals)
     waited = min(waited, trained)
     evaluated = _total(run.evaluations, "val/seconds")
     saved = _total(run.intervals, "checkpoint_seconds") + _total(run.events, "checkpoint_seconds")
     other = max(0.0, run.seconds - start - trained - evaluated - saved)
+    return list(map(Part, PARTS, (start, trained - waited, waited, evaluated, saved, other)))
+
+
+def _kept_starts(run: RunInfo) -> list[dict[str, Any]]:
+    """Starts of the last launch, and of those that left a checkpoint; the time of others was lost with their steps."""
+    starts = [event for event in run.events if event.get("event") == "started"]
     return [
-        Part("start", start, "from the start of the process to the end of the first step, of every launch"),
-        Part("training", trained - waited, "steps, without waiting for input"),
-        Part("waiting", waited, "data wait: the device had nothing to do, as input was late"),
-        Part("evaluation", evaluated, "of the validation images"),
-        Part("checkpoints", saved, "checks of the weights, and writing"),
-        Part("other", other, "between these, and steps that a log interval does not cover"),
-    ]
+        start for count, start in enumerate(starts, start=1)
+        if all(steps_before(later) > steps_before(start) for later in starts[count:])
+    ]  # fmt: skip
+
+
+def _first_step_seconds(run: RunInfo, start: dict[str, Any] | None, following: dict[str, Any] | None) -> float:
+    """Time of a launch's first step, if it is part of a log interval: a stop or a kill may have come before its end."""
+    assert start is not None, "only the last is followed by None"
+    end = math.inf if following is None else steps_before(following)
+    is_logged = any(steps_before(start) < record["step"] <= end for record in run.intervals)
+    return (number(start, "first_step_seconds") or 0.0) if is_logged else 0.0
 
 
 def _total(records: Sequence[dict[str, object]], key: str) -> float:

@@ -87,13 +87,14 @@ def evaluate(
         if len(targets) == 0:
             continue
         logits = compute_logits(model, images, normalize, env, amp_dtype)
-        top5 = logits.topk(min(5, logits.shape[1]), dim=1).indices == targets[:, None]
+        predicted = logits.topk(min(5, logits.shape[1]), dim=1).indices
+        top5 = predicted == targets[:, None]
         sums[0] += nn.functional.cross_entropy(logits, targets, reduction="sum")
         sums[1] += top5[:, 0].sum()
         sums[2] += top5.sum()
         sums[3] += len(targets)
         if mistakes is not None:
-            mistakes.add(images, logits, targets)
+            mistakes.add(images, logits, predicted[:, 0], targets)
     model.train(was_training)
     loss, top1, top5_count, count = all_reduce_sum(sums).tolist()
     if count != num_images:

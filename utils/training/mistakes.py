@@ -7,6 +7,7 @@ import base64
 import contextlib
 import dataclasses
 import io
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,12 +64,13 @@ class Mistakes:
         self._done = 0
         self._worst: list[_Wrong] = []
 
-    def add(self, images: Tensor, logits: Tensor, targets: Tensor) -> None:
+    def add(self, images: Tensor, logits: Tensor, predicted: Tensor, targets: Tensor) -> None:
         """The next batch, in the loader's order; waits for the device.
 
         Args:
             images: uint8 (N, 3, H, W).
-            logits: float32 (N, num_classes).
+            logits: float32 (N, num_classes); what is not finite counts as a probability of 0.
+            predicted: int64 (N,), the classes that count as top-1, as half precision makes equal logits.
             targets: int64 (N,).
 
         Raises:
@@ -79,9 +81,8 @@ class Mistakes:
         is_named = self._manifest.images is not None  # synthetic images have targets of their own
         if is_named and not np.array_equal(self._manifest.labels[indices], targets.cpu().numpy()):
             raise RuntimeError("validation images came in another order; their names would be wrong")
-        losses = nn.functional.cross_entropy(logits, targets, reduction="none")
-        probabilities = logits.softmax(dim=1)
-        probability, predicted = probabilities.max(dim=1)
+        losses = nn.functional.cross_entropy(logits, targets, reduction="none").nan_to_num(nan=math.inf)
+        probabilities = logits.softmax(dim=1).nan_to_num(nan=0.0)
         self._found.append(np.stack([targets.cpu().numpy(), predicted.cpu().numpy()]))
         for at in losses.topk(min(NUM_WORST, len(losses))).indices.tolist():
             if int(predicted[at]) != int(targets[at]):
@@ -89,7 +90,7 @@ class Mistakes:
                 self._worst.append(
                     _Wrong(
                         float(losses[at]), int(indices[at]), int(targets[at]), int(predicted[at]),
-                        float(probability[at]), of_target, images[at].cpu(),
+                        float(probabilities[at, predicted[at]]), of_target, images[at].cpu(),
                     )
                 )  # fmt: skip
         self._worst = sorted(self._worst, key=lambda wrong: -wrong.loss)[:NUM_WORST]

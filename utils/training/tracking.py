@@ -6,7 +6,7 @@ not sent can be sent later: scripts/track.py RUN.
 
 import contextlib
 import fcntl
-import json
+import math
 import os
 import signal
 import subprocess
@@ -22,14 +22,17 @@ from utils.config import ResolvedConfig
 from utils.errors import EXIT_DONE, EXIT_FAILED, escape_control_chars, first_line
 from utils.files import write_json
 from utils.log import EVENTS, METRICS, SUMMARY, Log
+from utils.report.output_folder import read_lines, read_object
 from utils.training.trackers import Outcome, Tracker
 
 TRACKING = "tracking.json"  # of each tracker: id of the run, and what was sent
 OUTPUT = "tracking.log"  # what the tracker's package prints; locked by the process that sends
 PROGRAM = Path(__file__).resolve().parents[2] / "scripts" / "track.py"
+MAX_OUTPUT_BYTES = 10_000_000  # of OUTPUT, which then begins anew: a disk that it fills would have no checkpoint
 POLL_SECONDS = 0.2
 READ_SECONDS = 2.0  # between two looks at the files
 RETRY_SECONDS = (5.0, 300.0)  # after a failure, twice as long each time
+END_SIGNALS = (signal.SIGTERM, signal.SIGINT)  # which ask for the rest
 END_SECONDS = 60.0  # for the rest to be sent when a run has ended
 WAIT_SECONDS, WAIT_STOPPED_SECONDS = 30.0, 5.0  # that a finished run waits for that, and one that must end
 SAVE_LINES = 100  # after which TRACKING is written
@@ -62,11 +65,15 @@ class TrackerProcess(contextlib.AbstractContextManager["TrackerProcess"]):
             words += ["--track-project", config.track_project]
         if config.track_checkpoint:
             words += ["--track-checkpoint"]
+        # Signals that come before it is ready wait until then: a short run ends earlier.
+        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
         try:
             # Of another session, so that Ctrl-C does not reach it: it sends the rest when this process has ended.
             self._process = subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)
         except OSError as error:
             self._log.info(f"warning: --track {config.track}: not started ({error.strerror}); training goes on")
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         process, self._process = self._process, None
@@ -106,7 +113,7 @@ class Sender:
     ) -> None:
         self._folder, self._name, self._create_tracker = folder, name, create_tracker
         self._with_checkpoint = with_checkpoint
-        self._states = _read_json(folder / TRACKING)  # of all trackers
+        self._states = read_object(folder / TRACKING)  # of all trackers
         self._sent: dict[str, Any] = {"run_id": None, "step": 0, "epoch": 0} | self._states.get(name, {})
         self._tracker: Tracker | None = None
 
@@ -132,26 +139,26 @@ class Sender:
         outcome = self._outcome()
         best = self._folder / "best.pt"
         is_sent = self._with_checkpoint and outcome == "finished" and best.is_file()
-        self._open().finish(outcome, _read_json(self._folder / SUMMARY), best if is_sent else None)
+        self._open().finish(outcome, read_object(self._folder / SUMMARY), best if is_sent else None)
 
     def _open(self) -> Tracker:
         if self._tracker is None:
             tracker = self._create_tracker()
             name = self._folder.absolute().name
-            self._sent["run_id"] = tracker.open(self._sent["run_id"], name, _read_json(self._folder / "config.json"))
+            self._sent["run_id"] = tracker.open(self._sent["run_id"], name, read_object(self._folder / "config.json"))
             self._save()
             self._tracker = tracker
         return self._tracker
 
     def _new_records(self) -> Iterator[dict[str, Any]]:
-        """Records that were not sent, in order; a last line without its end is being written."""
-        for record in _read_lines(self._folder / METRICS):
+        """Records that were not sent, in order; a last line that is being written is left out."""
+        for record in read_lines(self._folder / METRICS):
             key = _order_key(record)
             if record[key] > self._sent[key]:
                 yield record
 
     def _outcome(self) -> Outcome:
-        events = [event["event"] for event in _read_lines(self._folder / EVENTS)]
+        events = [event.get("event") for event in read_lines(self._folder / EVENTS)]
         if not events:
             return "died"
         return "finished" if events[-1] == "finished" else "stopped" if events[-1] == "stopped" else "died"
@@ -161,38 +168,52 @@ class Sender:
             write_json(self._folder / TRACKING, self._states | {self._name: self._sent})
 
 
-def follow(sender: Sender, pid: int, name: str, folder: Path, messages: IO[str]) -> int:
-    """Send while the process `pid`, which has started this one, lives, and then the rest; returns the exit status.
+def send_run(
+    folder: Path,
+    name: str,
+    create_tracker: Callable[[], Tracker],
+    with_checkpoint: bool = False,
+    pid: int | None = None,
+) -> int:
+    """Send a run; returns the exit status.
 
     Args:
-        sender: of the run.
-        pid: the training process.
-        name: of the tracker.
-        folder: output folder.
-        messages: where failures are printed; one that repeats itself is printed once.
+        folder, name, create_tracker, with_checkpoint: as of `Sender`.
+        pid: the training process, which has started this one: send while it lives, and then the rest.
+
+    Raises:
+        OSError: the folder cannot be written.
     """
-    end = _End(pid)
+    end = None if pid is None else _End(pid, folder / OUTPUT)  # before a wait for another process
+    with captured_output(folder) as messages:
+        sender = Sender(folder, name, create_tracker, with_checkpoint)  # of what that one has sent
+        if end is not None:
+            _follow(sender, end, name, messages)
+        return _send_all(sender, name, folder, messages)
+
+
+def _follow(sender: Sender, end: "_End", name: str, messages: IO[str]) -> None:
+    """Send until `end`; a failure that repeats itself is printed once."""
     retry_seconds, last_failure = RETRY_SECONDS[0], ""
     while not end.is_due():
         try:
             sender.send()
             retry_seconds, pause = RETRY_SECONDS[0], READ_SECONDS
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             failure = first_line(error)
             if failure != last_failure:
                 _print(messages, f"--track {name}: {failure}; training goes on, and so do the attempts")
             last_failure, pause = failure, retry_seconds
             retry_seconds = min(2 * retry_seconds, RETRY_SECONDS[1])
         end.wait(pause)
-    return send_all(sender, name, folder, messages)
 
 
-def send_all(sender: Sender, name: str, folder: Path, messages: IO[str]) -> int:
-    """Send what is left, and the end of the launch; returns the exit status. Arguments as of `follow`."""
+def _send_all(sender: Sender, name: str, folder: Path, messages: IO[str]) -> int:
+    """Send what is left, and the end of the launch; returns the exit status."""
     try:
         sender.send()
         sender.finish()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         _print(messages, f"--track {name}: {first_line(error)}; {resend_command(folder, name)} sends the rest")
         return EXIT_FAILED
     return EXIT_DONE
@@ -207,9 +228,15 @@ def captured_output(folder: Path) -> Iterator[IO[str]]:
     Raises:
         OSError: the file cannot be written.
     """
-    with (folder / OUTPUT).open("a") as output, os.fdopen(os.dup(2), "w") as messages:
+    with (
+        (folder / OUTPUT).open("a") as locked,
+        (folder / OUTPUT).open("a") as output,
+        os.fdopen(os.dup(2), "w") as messages,
+    ):
+        for file in (locked, messages):  # else a tracker's process that lives on keeps the lock, or a pipe open
+            os.register_at_fork(after_in_child=file.close)
         with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(output, fcntl.LOCK_EX)
+            fcntl.flock(locked, fcntl.LOCK_EX)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         for number in (1, 2):
@@ -220,13 +247,14 @@ def captured_output(folder: Path) -> Iterator[IO[str]]:
 class _End:
     """When to send the rest: SIGTERM or SIGINT came, or the training process `pid` has ended.
 
-    This process ends END_SECONDS after that, whatever it waits for.
+    This process ends END_SECONDS after that, whatever it waits for. Until then the file `output` is kept short.
     """
 
-    def __init__(self, pid: int) -> None:
-        self._pid, self._is_asked = pid, False
-        for number in (signal.SIGTERM, signal.SIGINT):
+    def __init__(self, pid: int, output: Path) -> None:
+        self._pid, self._output, self._is_asked = pid, output, False
+        for number in END_SIGNALS:
             signal.signal(number, self._ask)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, END_SIGNALS)
         threading.Thread(target=self._limit, daemon=True).start()
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
@@ -242,32 +270,22 @@ class _End:
             time.sleep(POLL_SECONDS)
 
     def _limit(self) -> None:
-        while not self.is_due():
+        deadline = math.inf
+        while time.monotonic() < deadline:
+            if self.is_due():
+                deadline = min(deadline, time.monotonic() + END_SECONDS)
+            with contextlib.suppress(OSError):
+                if self._output.stat().st_size > MAX_OUTPUT_BYTES:
+                    os.truncate(self._output, 0)
             time.sleep(POLL_SECONDS)
-        time.sleep(END_SECONDS)
+        if os.getpgrp() == os.getpid():  # with what the tracker's package has started
+            os.killpg(0, signal.SIGKILL)
         os._exit(EXIT_FAILED)
 
 
 def _order_key(record: Mapping[str, Any]) -> str:
     """The key that orders a record among those of its kind: evaluations have the step of the log interval before."""
     return "epoch" if "val/top1" in record else "step"
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Content of a JSON file; {} where there is none."""
-    with contextlib.suppress(OSError, ValueError):
-        found = json.loads(path.read_text())
-        return found if isinstance(found, dict) else {}
-    return {}
-
-
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """Objects of a file of JSON lines, without a last line that is being written."""
-    try:
-        text = path.read_text()
-    except OSError:
-        return []
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def _print(messages: IO[str], text: str) -> None:
