@@ -14,7 +14,7 @@ from tests.conftest import TINY, Refused, assert_same_run
 from tests.harness import error_line, launch, launch_series, start
 from tests.object_server import BUCKET, ObjectServer, objects_of
 from tests.shards import write_webdataset
-from utils.data.staged_files import RECORD, STAGE
+from utils.data.staged_files import RECORD, STAGE, StagedFiles
 
 URL = f"s3://{BUCKET}/sets/tiny"
 FLAGS = (*TINY, "--batch-size", "4", "--loader", "torch")
@@ -154,14 +154,19 @@ class TestDeaths:
         assert [path.name for path in (folder / STAGE).iterdir()] == [RECORD]
 
     def test_two_runs_share_what_is_staged(self, server: ObjectServer, tmp_path: Path) -> None:
+        """A third one that is at it makes both wait, so that they go on at the same time."""
         flags = ("--data-dir", URL, "--stage-dir", tmp_path / "stage", *FLAGS, "--epochs", 1)
+        third = StagedFiles(tmp_path / "stage" / BUCKET / "sets/tiny")
+        assert third.try_lock()
         with (
             start(*flags, "--output-dir", tmp_path / "one", env=server.env) as one,
             start(*flags, "--output-dir", tmp_path / "two", env=server.env) as two,
         ):
+            for run in (one, two):
+                run.wait_for(lambda run=run: ": another process stages there; waiting for its end\n" in run.out)  # type: ignore[misc]
+            third.close()
             first, second = one.end(), two.end()
         assert [first.status, second.status] == [0, 0], first.err + second.err
-        assert (first.out + second.out).count(": another process stages there; waiting for its end\n") == 1
         assert server.gets("sets/tiny") == MANY + 13
 
     def test_an_object_that_changes_ends_all_ranks(self, server: ObjectServer, tmp_path: Path) -> None:
