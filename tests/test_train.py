@@ -33,7 +33,7 @@ from utils.training.state import mean_buffers
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("processes", [pytest.param(count, marks=pytest.mark.slow) for count in (2, 3)])
 def test_41_images_for_5_epochs(data: Path, tmp_path: Path, processes: int) -> None:
     """A prime number, and still the same number of steps on every rank: else the run would hang."""
     flags = ("--data-dir", data, *TINY, "--epochs", 5, "--batch-size", 4, "--output-dir", tmp_path)

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from train import train_step
 from utils.benchmark.loaders import open_loaders
 from utils.benchmark.run import collect
@@ -48,6 +50,7 @@ def measured(run: Run, manifest: Manifest, slow: bool) -> Verdict:
         return diagnose(collect(FACTS, run, train_step, [dataclasses.replace(loader, stream=stream, queue=1)], files))
 
 
+@pytest.mark.slow  # its loader sleeps
 def test_verdict_changes_sides(opened: Callable[..., tuple[Run, Manifest]]) -> None:
     # The light network is some 20 times as fast as the slow loader, the heavy one 5 times slower; and one window has no
     # noise, so nothing is balanced. A busy machine cannot make up for that.

@@ -329,7 +329,7 @@ def used():
 before = process()
 gc.disable()  # nothing may wait for a garbage collection
 figures = []
-for number in range(20):
+for number in range(12):
     split, cache = ("train", "val")[number % 2], ("none", "auto")[number // 2 % 2]
     with Feed(sys.argv[1], split, batch_size=8, image_size=64, device="cpu", cache=cache) as feed:
         for images, targets in feed:

@@ -19,6 +19,7 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
+@pytest.mark.slow  # compiles
 def test_compiled_kernels_land_in_the_users_cache(variables: pytest.MonkeyPatch, tmp_path: Path) -> None:
     variables.setenv("XDG_CACHE_HOME", str(tmp_path))
     enable_compile_cache()

@@ -60,6 +60,7 @@ def test_flags_that_do_not_fit(refused: Refused, good: list[str], tmp_path: Path
     refused(*good, "--transform", f"{path}:f", "--dali-plugin", "x.so")("--dali-plugin x.so: no such file")
 
 
+@pytest.mark.slow  # two launches of two processes
 @pytest.mark.dist
 def test_mistakes_end_all_ranks(data: Path, tmp_path: Path) -> None:
     """A function that does not fit, and a file that is not the same on two machines."""

@@ -33,6 +33,7 @@ def test_small_runs_use_every_visible_gpu() -> None:
     assert gpus_of_round(1, 2, 2, "") == "", "none is to be used"
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_each_round_sees_its_own_gpus(data: Path, tmp_path: Path) -> None:
     flags = ("--data-dir", data, "--output-dir", tmp_path / "out", "--flags", FLAGS, "--batch-size", 4)
@@ -50,6 +51,7 @@ def has_first_step(log: Path) -> bool:
     return log.exists() and "first step" in log.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_table_and_files(data: Path, tmp_path: Path) -> None:
     flags = ("--data-dir", data, "--output-dir", tmp_path / "out", "--flags", FLAGS, "--batch-size", 4)
