@@ -83,8 +83,10 @@ def test_a_run_on_a_terminal(data: Path, tmp_path: Path, columns: int) -> None:
     assert any(" steps " in line for line in bars) == (columns == 140)
     assert any(re.match(r"evaluating +\d+% \|", line) for line in shown)
     last = terminal.states[-1]
-    epochs = [line for line in last if line.startswith("epoch ")]
+    epochs = [line for line in last if re.match(r"epoch \d", line)]
     assert [line[:9] for line in epochs] == ["epoch 1/2", "epoch 2/2"]
+    table = [line.split() for line in last if re.match(r"epoch  |    [12]  ", line)]
+    assert [row[0] for row in table] == ["epoch", "1", "2"]
     assert all("val top-1" in line and "train loss" in line for line in epochs)
     assert all(len(line) <= columns or " " not in line.strip() for line in last), "long paths alone are longer"
     chosen = next(number for number, line in enumerate(last) if line.startswith("  chosen  "))

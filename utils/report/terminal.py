@@ -78,6 +78,8 @@ def epoch_table(run: RunInfo, rows: int = TABLE_ROWS) -> list[str]:
     best = top1s.index(max(top1s)) if top1s else 0
     shown = sorted({best, *(round(at * (len(top1s) - 1) / max(1, rows - 2)) for at in range(rows - 1))})
     columns = [column for column in COLUMNS if any(column[1] in record for record in run.metrics)]
+    if any(key == "val/ema_top1" for _, key, _ in columns):  # the table fits 80 columns
+        columns = [column for column in columns if column[1] != "val/top5"]
     table = [["epoch", *(title for title, *_ in columns), ""]]
     for at in (at for at in shown if at < len(top1s)):
         epoch = evaluations[at]["epoch"]
