@@ -1,17 +1,22 @@
 """On a real GPU: the batches that the loaders return. Run by scripts/gpu_check.sh."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import pipelines
-from tests.conftest import resolved
+from tests import shards
+from tests.conftest import assert_same, resolved
+from tests.harness import ROOT
 from utils.config import ResolvedConfig
 from utils.data.formats.folder import scan_splits
 from utils.data.manifest import synthetic
 from utils.data.sampler import Sampler
+from utils.data.user_code import load_user_code
 from utils.distributed.group import DistEnv
 from utils.network.augment import BatchAugment, Normalize
 
@@ -133,6 +138,43 @@ def test_cached_images_are_those_of_the_files(data: Path, gpu: DistEnv) -> None:
         assert targets.tolist() == cached.targets.tolist() == other.targets.tolist()
         # Which decoder takes an image depends on its batch, and they round differently.
         assert (images.int() - cached.images.int()).abs().float().mean() < 1
+
+
+@pytest.mark.parametrize("write", [shards.write_webdataset, shards.write_tfrecord, shards.write_lmdb])
+@pytest.mark.parametrize(("decode", "cache"), [("fused", "none"), ("full", "none"), ("full", "gpu")])
+def test_shards_give_the_bits_of_the_folder(
+    data: Path, gpu: DistEnv, tmp_path: Path, write: Callable[[Path, Path], Path], decode: str, cache: str
+) -> None:
+    options: dict[str, Any] = {"batch_size": 8, "image_size": 32, "workers": 2, "decode": decode, "cache": cache}
+    for split in ("train", "val"):
+        batches = []
+        for source in (data, write(data, tmp_path / split)):
+            with pipelines.Feed(source, split, **options) as feed:
+                assert feed.device == gpu.device
+                batches.append([(images.clone(), targets.clone()) for _ in range(2) for images, targets in feed])
+        assert len(batches[0]) == (10 if split == "train" else 12)
+        assert_same(batches[1], batches[0])
+
+
+@pytest.mark.parametrize("decode", ["fused", "full"])
+def test_a_transform_changes_images_on_the_gpu_and_resumes(data: Path, gpu: DistEnv, decode: str) -> None:
+    plain = config_for("dali", decode=decode)
+    config = dataclasses.replace(plain, transform=f"{ROOT}/examples/transform.py:grayscale_and_blur")
+    load_user_code(config)
+    train, _ = scan_splits(data)
+    sampler = Sampler(len(train), 8)
+    stream, unchanged = (pipelines.create_train_loader(each, train, sampler, gpu) for each in (config, plain))
+    states, batches, changed = [], [], 0
+    for _ in range(7):
+        states.append(stream.state())
+        images = next(stream).images
+        assert images.device == gpu.device
+        batches.append(images.clone())
+        changed += int((images != next(unchanged).images).any(dim=(1, 2, 3)).sum())
+    assert 0.3 < changed / 56 < 0.9  # 0.6 is expected
+    resumed = pipelines.create_train_loader(config, train, sampler, gpu, 3, states[3])
+    for expected in batches[3:]:
+        assert torch.equal(next(resumed).images, expected)
 
 
 def test_validation_images_are_torchvisions(data: Path, gpu: DistEnv) -> None:
