@@ -159,6 +159,7 @@ def test_a_pause_begins_when_the_device_has_done_its_steps() -> None:
     meter = Meter(DistEnv(0, 0, 1, 1, torch.device("cuda", 0)))
     meter.update(torch.tensor(1.0, device="cuda"), 4)
     meter.start()
+    memory = torch.zeros(8_000_000, dtype=torch.uint8, device="cuda")
     with meter.waiting():
         torch.cuda._sleep(500_000_000)  # type: ignore[no-untyped-call]
     assert not torch.cuda.current_stream().query()
@@ -166,7 +167,7 @@ def test_a_pause_begins_when_the_device_has_done_its_steps() -> None:
         assert torch.cuda.current_stream().query()
     interval = meter.read()
     assert 0.5 < interval.data_wait <= 1, "the device slept in the wait, not in the pause"
-    assert interval.speed()["gpu_memory_mb"] > 0
+    assert interval.speed()["gpu_memory_mb"] >= memory.nbytes / 10**6
 
 
 @pytest.mark.dist
