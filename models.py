@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from utils.config import ResolvedConfig, size_schedule
+from utils.config import ResolvedConfig
 from utils.distributed.collectives import sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import UserError, first_line
 from utils.network.fused_layers import swap_fused_layers
+from utils.schedules import size_schedule
 from utils.validation import require_weights
 
 EMA_NAMES = ("state_dict_ema", "model_ema")  # of a moving average in a checkpoint, where timm looks for it

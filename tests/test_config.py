@@ -13,16 +13,9 @@ import pytest
 
 from tests.harness import ROOT, launch
 from utils.cli import parse
-from utils.config import (
-    FIRST,
-    TrainConfig,
-    evaluation_flags,
-    flag,
-    flag_fields,
-    flag_info,
-    flags_with_role,
-)
+from utils.config import TrainConfig, evaluation_flags, flag_fields, flags_with_role
 from utils.errors import UserError
+from utils.flags import FIRST, flag, flag_info
 from utils.limits import Limit
 
 FIELDS = flag_fields()

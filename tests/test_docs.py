@@ -20,8 +20,9 @@ from tests.pages import USER_PAGES, Block, Command, anchors, blocks, code_spans,
 from tests.shards import write_ilsvrc, write_imagenet, write_webdataset
 from tests.test_contract import PROGRAMS
 from utils.cli import TRAIN
-from utils.config import flag, flag_fields, flag_info
+from utils.config import flag_fields
 from utils.errors import UserError
+from utils.flags import flag, flag_info
 
 PAGES = tracked_files("*.md")
 BLOCKS = [block for path in USER_PAGES for block in blocks(path)]

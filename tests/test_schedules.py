@@ -3,9 +3,8 @@
 import pytest
 
 from tests.conftest import resolved
-from utils.config import policy_schedule, size_schedule
 from utils.errors import UserError
-from utils.schedules import parse_schedule, value_at
+from utils.schedules import parse_schedule, policy_schedule, size_schedule, value_at
 from utils.validation import validate
 
 

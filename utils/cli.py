@@ -10,16 +10,7 @@ from typing import Annotated, Any, Generic, TypeVar
 import typer
 
 from utils import __version__
-from utils.config import (
-    FlagInfo,
-    TrainConfig,
-    check_limits,
-    choices,
-    flag,
-    flag_fields,
-    flag_info,
-    kinds,
-)
+from utils.config import TrainConfig, check_limits, choices, flag_fields
 from utils.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -30,6 +21,7 @@ from utils.errors import (
     Stopped,
     UserError,
 )
+from utils.flags import FlagInfo, flag, flag_info, kinds
 from utils.log import emit, print_error
 from utils.recipes import read_recipe
 from utils.validation import require_source, require_tracker, require_user_code, require_weights, validate

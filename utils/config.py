@@ -6,59 +6,23 @@ and the rules of a resume are derived from the fields below, so a new flag is on
 
 import dataclasses
 import re
-import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from utils.files import write_json
-from utils.limits import ABOVE_0, MIN_0, MIN_1, Limit
-from utils.schedules import parse_schedule
+from utils.flags import DATA, FIRST, MODEL, OPTIMISATION, PRECISION, RUN, SWITCHES, Role, flag, flag_info, kinds
+from utils.flags import define_flag as _flag
+from utils.limits import ABOVE_0, MIN_0, MIN_1, MIN_8, Limit
 from utils.store_url import store_url
 
-FIRST, DATA, MODEL = "First run", "Data", "Model"
-OPTIMISATION, PRECISION, RUN, SWITCHES = "Optimisation", "Precision", "Run", "Switches"
 BATCH_SIZE = 256  # images per process and step, of a new run
 PREFETCH = 6  # batches
 RUNS = Path("runs")  # holds the output folders that have no --output-dir
 
-# What a resume with another value of a flag does: it is refused, or the change is logged (always, or only with several
-# processes), or nothing happens, as the flag does not touch what is computed.
-Role = Literal["fixed", "logged", "logged_if_several", "free"]
-_MIN_8, _BELOW_1 = Limit(minimum=8), Limit(minimum=0, below=1)
+_BELOW_1 = Limit(minimum=0, below=1)
 _PROBABILITY = Limit(minimum=0, maximum=1, noun="probability")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FlagInfo:
-    """What is known of a flag besides its name, type and default; see `flag_info`.
-
-    Attributes:
-        panel: heading of its part of `--help`.
-        help: one sentence.
-        shown: the default as `--help` shows it: as it is (True), not at all (False), or these words.
-        metavar: name of its value in `--help`; "" for that of its type.
-        unit: of its value.
-        limits: ranges, each with its own message, that the value must be in.
-        role: what a resume with another value does.
-        from_checkpoint: whether `--evaluate` takes the value from the checkpoint where it is not given.
-    """
-
-    panel: str
-    help: str
-    shown: str | bool = True
-    metavar: str = ""
-    unit: str = ""
-    limits: tuple[Limit, ...] = ()
-    role: Role = "free"
-    from_checkpoint: bool = False
-
-
-def _flag(default: Any, panel: str, help: str, *limits: Limit, **metadata: Any) -> Any:
-    """A field of TrainConfig; `metadata` as in FlagInfo."""
-    info = FlagInfo(panel=panel, help=help, limits=limits, **metadata)
-    return dataclasses.field(default=default, metadata={"flag": info})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,11 +65,11 @@ class TrainConfig:
     prefetch: int | None = _flag(None, DATA, "Batches that DALI prepares ahead.", MIN_1, shown=str(PREFETCH))
     bad_files: Literal["error", "skip"] = _flag("error", DATA, "For undecodable images.", from_checkpoint=True)
     image_size: int = _flag(
-        224, DATA, "Side of the network's input, pixels.", _MIN_8,
+        224, DATA, "Side of the network's input, pixels.", MIN_8,
         unit="pixels", role="fixed", from_checkpoint=True,
     )  # fmt: skip
     val_resize: int | None = _flag(
-        None, DATA, "Shorter side before the centre crop, pixels.", _MIN_8,
+        None, DATA, "Shorter side before the centre crop, pixels.", MIN_8,
         shown="image size x 8/7", unit="pixels", role="fixed", from_checkpoint=True,
     )  # fmt: skip
     val_split: str = _flag(
@@ -297,28 +261,10 @@ def flag_fields() -> list[dataclasses.Field[Any]]:
     return [field for field in dataclasses.fields(TrainConfig) if field.metadata]
 
 
-def flag_info(field: dataclasses.Field[Any]) -> FlagInfo:
-    """What is known of a flag besides its name, type and default."""
-    info: FlagInfo = field.metadata["flag"]
-    return info
-
-
 def choices(name: str) -> tuple[str, ...]:
     """The words that a field admits, if it names them; () if not."""
     found = (typing.get_args(kind) for kind in kinds(TrainConfig.__dataclass_fields__[name]))
     return next((words for words in found if words), ())
-
-
-def kinds(field: dataclasses.Field[Any]) -> tuple[Any, ...]:
-    """The types that a field admits, without None: `int | None` -> (int,)."""
-    is_union = isinstance(field.type, types.UnionType) or typing.get_origin(field.type) is typing.Union
-    admitted = typing.get_args(field.type) if is_union else (field.type,)
-    return tuple(kind for kind in admitted if kind is not types.NoneType)
-
-
-def flag(name: str) -> str:
-    """The command-line spelling of a field: `batch_size` -> `--batch-size`."""
-    return "--" + name.replace("_", "-")
 
 
 def flags_with_role(role: Role) -> tuple[str, ...]:
@@ -336,33 +282,3 @@ def check_limits(name: str, value: Any) -> None:
     info = flag_info(TrainConfig.__dataclass_fields__[name])
     for limit in info.limits if value not in choices(name) else ():
         limit.check(flag(name), value, info.unit)
-
-
-def size_schedule(config: TrainConfig) -> dict[int, int]:
-    """`--resize-schedule`: training size in pixels, by the epoch from which on it holds; {} where there is none.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-
-    def read(text: str) -> int:
-        if not text.isdecimal() or not _MIN_8.allows(int(text)):
-            raise ValueError("a size of 8 pixels or more")
-        return int(text)
-
-    return parse_schedule("--resize-schedule", config.resize_schedule, read)
-
-
-def policy_schedule(config: TrainConfig) -> dict[int, str]:
-    """`--augment-schedule`: policy by the epoch from which on it holds; {} where there is none.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-
-    def read(text: str) -> str:
-        if text not in choices("augment"):
-            raise ValueError(f"one of {', '.join(choices('augment'))}")
-        return text
-
-    return parse_schedule("--augment-schedule", config.augment_schedule, read)

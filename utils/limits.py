@@ -56,4 +56,4 @@ class Limit:
         return f"must be {' and '.join(parts)}"
 
 
-MIN_0, MIN_1, ABOVE_0 = Limit(minimum=0), Limit(minimum=1), Limit(above=0)
+MIN_0, MIN_1, MIN_8, ABOVE_0 = Limit(minimum=0), Limit(minimum=1), Limit(minimum=8), Limit(above=0)

@@ -6,8 +6,9 @@ from typing import Any
 
 import yaml
 
-from utils.config import flag_fields, kinds
+from utils.config import flag_fields
 from utils.errors import UserError
+from utils.flags import kinds
 
 MAX_LENGTH = 1_000_000  # characters
 

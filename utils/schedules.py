@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from typing import TypeVar
 
+from utils.config import TrainConfig, choices
 from utils.errors import UserError
+from utils.limits import MIN_8
 
 Value = TypeVar("Value")
 
@@ -36,3 +38,33 @@ def parse_schedule(flag: str, text: str, read: Callable[[str], Value]) -> dict[i
 def value_at(schedule: dict[int, Value], epoch: int, before: Value) -> Value:
     """The value in an epoch, from 0; `before` is that before the first epoch of the schedule."""
     return schedule.get(max((first for first in schedule if first <= epoch), default=-1), before)
+
+
+def size_schedule(config: TrainConfig) -> dict[int, int]:
+    """`--resize-schedule`: training size in pixels, by the epoch from which on it holds; {} where there is none.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or not MIN_8.allows(int(text)):
+            raise ValueError("a size of 8 pixels or more")
+        return int(text)
+
+    return parse_schedule("--resize-schedule", config.resize_schedule, read)
+
+
+def policy_schedule(config: TrainConfig) -> dict[int, str]:
+    """`--augment-schedule`: policy by the epoch from which on it holds; {} where there is none.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+
+    def read(text: str) -> str:
+        if text not in choices("augment"):
+            raise ValueError(f"one of {', '.join(choices('augment'))}")
+        return text
+
+    return parse_schedule("--augment-schedule", config.augment_schedule, read)

@@ -5,8 +5,10 @@ import os
 import stat
 from pathlib import Path
 
-from utils.config import RUNS, TrainConfig, check_limits, flag, flag_fields, policy_schedule, size_schedule
+from utils.config import RUNS, TrainConfig, check_limits, flag_fields
 from utils.errors import UserError
+from utils.flags import flag
+from utils.schedules import policy_schedule, size_schedule
 from utils.store_url import refuse_url, require_store, store_url
 
 

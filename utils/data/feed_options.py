@@ -12,7 +12,7 @@ from typing import Any, Literal, TypedDict
 import torch
 import torch.distributed as dist
 
-from utils.config import ResolvedConfig, TrainConfig, choices, flag, flag_fields, kinds
+from utils.config import ResolvedConfig, TrainConfig, choices, flag_fields
 from utils.data.cache import decoded_bytes
 from utils.data.manifest import Manifest
 from utils.data.settings import check_cache_fits, choose_loader_settings
@@ -21,6 +21,7 @@ from utils.distributed.group import DistEnv
 from utils.distributed.launcher import read_launch
 from utils.distributed.machine import inspect_machine
 from utils.errors import BadFile, UserError
+from utils.flags import flag, kinds
 from utils.validation import validate
 
 STATE_FORMAT = 1

@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from utils.config import ResolvedConfig, policy_schedule, size_schedule
+from utils.config import ResolvedConfig
 from utils.data.batch import Batch, TrainLoader
 from utils.data.sampler import Sampler
-from utils.schedules import value_at
+from utils.schedules import policy_schedule, size_schedule, value_at
 
 OpenLoader = Callable[[ResolvedConfig, int, dict[str, Any] | None], TrainLoader]
 

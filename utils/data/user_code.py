@@ -26,11 +26,12 @@ import nvidia.dali as dali
 from nvidia.dali import fn, plugin_manager
 from nvidia.dali.data_node import DataNode
 
-from utils.config import ResolvedConfig, size_schedule
+from utils.config import ResolvedConfig
 from utils.data.dali import dali_device, on_device, pipeline_options
 from utils.distributed.collectives import all_gather_object, sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import UserError, first_line
+from utils.schedules import size_schedule
 from utils.validation import require_user_code, split_transform
 
 TRIED_IMAGES = 64  # on which the function is tried: enough to see most of what it does at random

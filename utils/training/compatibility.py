@@ -11,7 +11,7 @@ import torch
 import torchvision
 from torch import Tensor
 
-from utils.config import ResolvedConfig, flag, flags_with_role
+from utils.config import ResolvedConfig, flags_with_role
 from utils.data.dali import DALI_VERSION
 from utils.data.listing import describe_difference, load_listing
 from utils.data.sampler import Sampler
@@ -23,6 +23,7 @@ from utils.data.verification import compare_contents, content_digests, load_dige
 from utils.distributed.collectives import broadcast, sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import START_ANEW, UserError
+from utils.flags import flag
 from utils.training.batch_layout import layout_of
 from utils.training.changes import (
     changed_names,

@@ -12,8 +12,9 @@ from timm.utils.model_ema import ModelEmaV3
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from utils.config import ResolvedConfig, TrainConfig, flag
+from utils.config import ResolvedConfig, TrainConfig
 from utils.errors import UserError, first_line
+from utils.flags import flag
 
 LR_BATCH = 256  # --lr is given per this many images (Goyal et al. 2017, arXiv:1706.02677, section 2.1)
 

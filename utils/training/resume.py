@@ -9,13 +9,14 @@ from typing import Any
 from torch import nn
 
 import models
-from utils.config import ResolvedConfig, TrainConfig, evaluation_flags, flag
+from utils.config import ResolvedConfig, TrainConfig, evaluation_flags
 from utils.data.sampler import Sampler
 from utils.data.scheduled_loader import config_of_epoch, schedules_agree
 from utils.distributed.collectives import all_gather_object, broadcast, sync_errors
 from utils.distributed.group import DistEnv
 from utils.distributed.launcher import restarted_by
 from utils.errors import START_ANEW, UserError
+from utils.flags import flag
 from utils.log import EVENTS, emit
 from utils.network.parallel import warm_up_ddp_buckets
 from utils.seed import seed_process, set_random_state

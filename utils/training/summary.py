@@ -4,7 +4,7 @@ import timm
 import torch
 
 from utils import __version__
-from utils.config import ResolvedConfig, flag
+from utils.config import ResolvedConfig
 from utils.data.cache import CACHED
 from utils.data.dali import DALI_VERSION
 from utils.data.formats.shards import ShardTable
@@ -15,6 +15,7 @@ from utils.data.settings import BY_DALI, LoaderSettings
 from utils.data.splits import Splits, describe_exclusions
 from utils.errors import RunFailed
 from utils.files import write_json
+from utils.flags import flag
 from utils.log import SUMMARY
 from utils.report.output_folder import DATA_WAIT_WARNING, read_run
 from utils.report.terminal import epoch_table
