@@ -98,9 +98,7 @@ def test_resume_in_mid_epoch_is_exact(data: Path, tmp_path: Path, extra: tuple[s
     for name in ("model", "optimizer", "scaler", "step"):
         assert_same(whole[name], resumed[name], name)
     assert read_losses(tmp_path / "whole") == read_losses(cut)
-    variant = (
-        "train, fp16, GPU" if "fp16" in extra else "train, clipped, GPU" if "--clip-grad" in extra else "train, GPU"
-    )
+    kind = ", fp16" if "fp16" in extra else ", clipped" if "--clip-grad" in extra else ""
     assert_keys("metrics.jsonl", read_metrics(cut)[0], f"train{kind}, GPU")
 
 
