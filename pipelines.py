@@ -28,6 +28,7 @@ from torch import Tensor
 from utils.config import ResolvedConfig
 from utils.data.batch import Batch, TrainLoader, ValLoader
 from utils.data.cache import CACHED, ImageCache, cached_images
+from utils.data.color_jitter import apply_color_jitter
 from utils.data.dali import (
     NUM_PIPELINES,
     dali_device,
@@ -139,12 +140,12 @@ def _random_crops(source: Any, config: ResolvedConfig, device: str) -> Any:
 
 def _train_images(source: Any, config: ResolvedConfig, device: str) -> Any:
     images = apply_transform(_random_crops(source, config, device), config, device)
-    return apply_policy(images, config.augment, config.image_size)
+    return apply_color_jitter(apply_policy(images, config), config.color_jitter)
 
 
 @dali.pipeline_def(exec_dynamic=True, enable_checkpointing=True, enable_conditionals=True)  # type: ignore[untyped-decorator]
 def train_pipeline(source: Callable[[BatchInfo], Any], config: ResolvedConfig, device: str) -> Any:
-    """Random crop, flip, `--transform` and auto-augment of `source`: uint8 NHWC images, int64 (N, 1) targets.
+    """Random crop, flip, `--transform`, policy and colour jitter of `source`: uint8 NHWC images, int64 (N, 1) targets.
 
     `source` gives encoded images, as `BatchReader`, or decoded ones, as `ImageCache`, by `config.cache`.
     """
@@ -204,7 +205,7 @@ def stock_train_pipeline(reader: dict[str, Any], config: ResolvedConfig, device:
         images = fn.resize(fn.decoders.image_random_crop(jpegs, **crop, **decoder), **resize)
     else:
         images = fn.random_resized_crop(fn.decoders.image(jpegs, **decoder), **crop, **resize)
-    images = apply_policy(images, config.augment, config.image_size)
+    images = apply_color_jitter(apply_policy(images, config), config.color_jitter)
     mirror = fn.random.coin_flip(probability=config.hflip)
     return fn.crop_mirror_normalize(images, dtype=types.UINT8, output_layout="HWC", mirror=mirror), targets
 

@@ -44,6 +44,7 @@ TIMEOUT = 600.0  # seconds to wait for another process, as train.py
     train_flag("batch_size", help="Images per process and batch.", shown="as in the run"),
     train_flag("workers"),
     train_flag("device", help="Where to compute."),
+    train_flag("eval_flip", help="Mean of an image's and its mirror's logits."),
 )
 def read_options(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A file, or the output folder of a run.")],
@@ -61,6 +62,7 @@ def read_options(
     workers: int | None,
     device: Literal["auto", "cuda", "cpu"],
     output_dir: Path,
+    eval_flip: bool,
 ) -> PredictOptions:
     """Predict the classes of images with a checkpoint, to a table with a row for each.
 
@@ -69,7 +71,9 @@ def read_options(
     MIN_1.check("--topk", topk)
     if format == "parquet":
         require_pyarrow()
-    return PredictOptions(checkpoint, sources, topk, format, output_type, ema, batch_size, workers, device, output_dir)
+    return PredictOptions(
+        checkpoint, sources, topk, format, output_type, ema, batch_size, workers, device, output_dir, eval_flip
+    )
 
 
 def check_paths(options: PredictOptions) -> None:

@@ -16,7 +16,7 @@ import pipelines
 from tests.conftest import resolved, write_data
 from utils.config import ResolvedConfig
 from utils.data.formats.folder import scan, scan_splits
-from utils.data.sampler import Sampler
+from utils.data.sampler import Sampler, create_sampler
 from utils.distributed.group import DistEnv
 
 POLICIES = ("none", "autoaugment", "randaugment", "trivialaugment")
@@ -168,6 +168,50 @@ def test_epochs_and_ranks_are_augmented_differently(data: Path, cpu: DistEnv) ->
             images += [*next(stream).images, *next(stream).images]
             stream.close()
         assert len({image.numpy().tobytes() for image in images}) == 32, "one picture, 32 different crops"
+
+
+RECIPES: list[dict[str, Any]] = [
+    {"augment": "randaugment", "randaugment_magnitude": 21, "randaugment_ops": 3, "randaugment_std": 1.5},
+    {"augment": "three-augment", "color_jitter": 0.3, "repeated_augmentation": 3},
+]
+
+
+@pytest.mark.parametrize("loader", ["dali", "stock", "torch"])
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: str(recipe["augment"]))
+def test_augmentation_of_recipes_continues_bit_for_bit(
+    data: Path, cpu: DistEnv, loader: str, recipe: dict[str, Any]
+) -> None:
+    train, _ = scan_splits(data)
+    config = config_for(loader=loader, **recipe)
+    sampler = create_sampler(config, len(train), cpu)
+    stream = pipelines.create_train_loader(config, train, sampler, cpu)
+    batches, states = [], []
+    for _ in range(8):
+        states.append(stream.state())
+        batches.append(next(stream))
+    stream.close()
+    for cut in (3, 6):  # within the first epoch and the second one
+        resumed = pipelines.create_train_loader(config, train, sampler, cpu, cut, states[cut])
+        for expected in batches[cut:]:
+            assert torch.equal(next(resumed).images, expected.images), cut
+        resumed.close()
+
+
+@pytest.mark.parametrize("loader", ["dali", "proxy", "torch"])
+def test_copies_of_an_image_are_augmented_differently(data: Path, cpu: DistEnv, loader: str) -> None:
+    train, _ = scan_splits(data)
+    train = dataclasses.replace(train, labels=np.arange(len(train)))
+    config = config_for(loader=loader, batch_size=9, repeated_augmentation=3)
+    sampler = create_sampler(config, len(train), cpu)
+    stream = pipelines.create_train_loader(config, train, sampler, cpu)
+    seen = []
+    for batch in range(2 * sampler.batches_per_epoch):
+        images, targets = next(stream)
+        assert targets.tolist() == sampler.indices(batch).tolist()
+        assert sorted(Counter(targets.tolist()).values()) == [3, 3, 3]
+        seen += [image.numpy().tobytes() for image in images]
+    stream.close()
+    assert len(set(seen)) == len(seen)
 
 
 @pytest.mark.parametrize("size", [(500, 375), (375, 500), (333, 333), (256, 1000), (257, 301), (64, 48), (1001, 259)])

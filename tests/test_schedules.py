@@ -34,7 +34,12 @@ def test_values_are_read() -> None:
         ({"resize_schedule": "0:128,5:160,3:192"}, "epochs must rise"),
         ({"resize_schedule": "0:7"}, "'7' is not a size of 8 pixels or more"),
         ({"resize_schedule": "0:big"}, "'big' is not a size"),
-        ({"augment_schedule": "0:mixup"}, "'mixup' is not one of none, autoaugment, randaugment, trivialaugment"),
+        ({"augment_schedule": "0:mixup"}, "'mixup' is not one of none, autoaugment, randaugment, trivialaugment, "),
+        ({"augment_schedule": "0:none", "randaugment_std": 0.5}, "--randaugment-std 0.5 without --augment randaugment"),
+        (
+            {"augment_schedule": "0:trivialaugment", "color_jitter": 0.4},
+            "--color-jitter 0.4 with the policy trivialaug",
+        ),
         ({"augment_schedule": "0:none", "augment": "randaugment"}, "--augment randaugment with --augment-schedule"),
         ({"accept_changes": True}, "--accept-changes with --resume auto: give --resume PATH"),
         ({"accept_changes": True, "resume": "none"}, "--accept-changes with --resume none: give --resume PATH"),
@@ -44,3 +49,16 @@ def test_what_is_refused(flags: dict[str, object], message: str) -> None:
     with pytest.raises(UserError) as caught:
         validate(resolved(data_dir="x", **flags))
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        # The last one, an evaluation, augments nothing.
+        {"augment_schedule": "5:randaugment", "randaugment_magnitude": 20, "randaugment_ops": 3},
+        {"augment_schedule": "0:none,5:three-augment", "color_jitter": 0.3},
+        {"augment": "autoaugment", "color_jitter": 0.3, "randaugment_std": 0.5, "evaluate": True},
+    ],
+)
+def test_what_fits(flags: dict[str, object]) -> None:
+    validate(resolved(data_dir="x", **flags))

@@ -93,9 +93,22 @@ class TrainConfig:
     workers: int | None = _flag(
         None, DATA, "CPU threads (torch: workers) per process.", MIN_1, shown="its share of the cores"
     )
-    augment: Literal["none", "autoaugment", "randaugment", "trivialaugment"] = _flag(
-        "none", DATA, "torchvision's policy, with any loader, after crop and flip.", role="fixed"
+    augment: Literal["none", "autoaugment", "randaugment", "trivialaugment", "three-augment"] = _flag(
+        "none", DATA, "Policy, with any loader, after crop and flip.", role="fixed"
     )
+    randaugment_magnitude: int = _flag(
+        9, DATA, "Out of 30; timm's m9 is 27.", Limit(minimum=0, maximum=30), role="fixed"
+    )
+    randaugment_ops: int = _flag(2, DATA, "Operations per image.", Limit(minimum=1, maximum=14), role="fixed")
+    randaugment_std: float = _flag(0.0, DATA, "Noise of the magnitude; timm's mstd x 3.", MIN_0, role="fixed")
+    color_jitter: float = _flag(
+        0.0, DATA, "Brightness, contrast, saturation by 1 ± this.", Limit(minimum=0, maximum=1),
+        shown="0, off", role="fixed",
+    )  # fmt: skip
+    repeated_augmentation: int = _flag(
+        1, DATA, "Copies of an image in an epoch, of 1/N of them.", Limit(minimum=1, maximum=100),
+        shown="1, off", role="fixed",
+    )  # fmt: skip
     transform: str | None = _flag(None, DATA, "Your DALI graph, before --augment.", shown="off", metavar="FILE.py:NAME")
     dali_plugin: str | None = _flag(None, DATA, "Compiled operators for --transform.", shown="off", metavar="LIB.so")
     resize_schedule: str = _flag(
@@ -175,6 +188,7 @@ class TrainConfig:
     accept_changes: bool = _flag(False, SWITCHES, "Go on from --resume PATH although the run differs from its own.")
     overwrite: bool = _flag(False, SWITCHES, "Replace what --resume does not continue.")
     evaluate: bool = _flag(False, SWITCHES, "Only evaluate: best.pt, or --resume PATH.")
+    eval_flip: bool = _flag(False, SWITCHES, "With --evaluate: mean of an image's and its mirror's logits.")
     seed: int = _flag(0, RUN, "Of weights, order and augmentation.", MIN_0, Limit(below=2**31), role="fixed")
     deterministic: bool = _flag(False, SWITCHES, "Same bits in every run; slower.", role="logged")
     log_steps: int = _flag(50, RUN, "Steps between lines of metrics.jsonl.", MIN_1, unit="steps")

@@ -68,3 +68,13 @@ def policy_schedule(config: TrainConfig) -> dict[int, str]:
         return text
 
     return parse_schedule("--augment-schedule", config.augment_schedule, read)
+
+
+def policies(config: TrainConfig) -> set[str]:
+    """The policies of all epochs of a run.
+
+    Raises:
+        UserError: the schedule cannot be read.
+    """
+    schedule = policy_schedule(config)
+    return set(schedule.values()) | (set() if 0 in schedule else {config.augment})

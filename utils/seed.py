@@ -21,7 +21,7 @@ class Stream(enum.Enum):
     PROCESS = (3, ("seed", "rank", "step"))  # Python's, NumPy's and torch's generators from that step on
     DALI = (4, ("seed", "rank", "pipeline", "step"))  # a DALI pipeline's operators from that step on
     PROXY = (5, ("seed", "rank", "epoch", "batch"))  # a DALI server from that batch of the epoch on
-    IMAGE = (6, ("seed", "epoch", "image"))  # of `--loader torch`
+    IMAGE = (6, ("seed", "draw", "image"))  # of `--loader torch`; see `BatchSampler` for the draw
 
 
 def make_deterministic() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from utils.config import RUNS, TrainConfig, check_limits, flag_fields
 from utils.errors import UserError
 from utils.flags import flag
-from utils.schedules import policy_schedule, size_schedule
+from utils.schedules import policies, policy_schedule, size_schedule
 from utils.store_url import refuse_url, require_store, store_url
 
 
@@ -23,6 +23,7 @@ def validate(config: TrainConfig) -> None:
     for field in flag_fields():
         check_limits(field.name, getattr(config, field.name))
     _check_schedule_and_sizes(config)
+    _check_augmentation(config)
     _check_sources(config)
     _check_val_images(config)
     _check_cache(config)
@@ -47,6 +48,30 @@ def _check_schedule_and_sizes(config: TrainConfig) -> None:
     if config.warmup_epochs is not None and config.warmup_epochs >= config.epochs:
         raise UserError(
             f"--warmup-epochs {config.warmup_epochs:g}: must be less than --epochs {config.epochs}; lower it"
+        )
+
+
+def _check_augmentation(config: TrainConfig) -> None:
+    """What the policies or the loader exclude; an evaluation augments nothing."""
+    if config.eval_flip and not config.evaluate:
+        raise UserError("--eval-flip without --evaluate: a run does not use it; add --evaluate, or leave it out")
+    if config.evaluate:
+        return
+    used = policies(config)
+    for name in ("randaugment_magnitude", "randaugment_ops", "randaugment_std"):
+        value = getattr(config, name)
+        if "randaugment" not in used and value != TrainConfig.__dataclass_fields__[name].default:
+            raise UserError(f"{flag(name)} {value:g} without --augment randaugment: nothing uses it; give that policy")
+    changing_colors = used - {"none", "three-augment"}
+    if config.color_jitter and changing_colors:
+        raise UserError(
+            f"--color-jitter {config.color_jitter:g} with the policy {min(changing_colors)}: it changes the colours "
+            "itself; leave one of them out"
+        )
+    if config.repeated_augmentation > 1 and config.loader == "stock":
+        raise UserError(
+            f"--repeated-augmentation {config.repeated_augmentation} with --loader stock: DALI's own reader gives each "
+            "image once; use --loader dali"
         )
 
 

@@ -59,15 +59,15 @@ LIMITS = dict.fromkeys(NAMES, 0.7) | dict.fromkeys(EXACT, 0.0)
 LIMITS |= {"ShearX": 0.8, "ShearY": 0.8, "Rotate": 1.0, "Contrast": 1.0, "Equalize": 2.0}
 
 
-def config_for(policy: Any, side: int) -> ResolvedConfig:
+def config_for(policy: Any, side: int, **values: Any) -> ResolvedConfig:
     return dataclasses.replace(
-        resolved(), augment=policy, image_size=side, crop_scale=1.0, hflip=0.0, cache="host", decode="full"
+        resolved(), augment=policy, image_size=side, crop_scale=1.0, hflip=0.0, cache="host", decode="full", **values
     )
 
 
 def torchvision(policy: str) -> Any:
     """Its transform, whose tables are private."""
-    return policies.torchvision_policy(policy)
+    return policies.torchvision_policy(config_for(policy, 224))
 
 
 def info(side: int, seed: int = 0) -> ImageInfo:
@@ -77,11 +77,11 @@ def info(side: int, seed: int = 0) -> ImageInfo:
     return np.array(Image.fromarray(small).resize((side, side), Image.Resampling.BICUBIC))
 
 
-def by_dali(pictures: list[ImageInfo], policy: str, runs: int = 1) -> list[ImageInfo]:
-    """The pictures, `runs` times augmented by the pipeline that trains."""
+def by_dali(pictures: list[ImageInfo], policy: str, runs: int = 1, **values: Any) -> list[ImageInfo]:
+    """The pictures, `runs` times augmented by the pipeline that trains; `values` are flags."""
     targets = [np.zeros(1, dtype=np.int64)] * len(pictures)
     pipeline = pipelines.train_pipeline(
-        lambda _: (pictures, targets), config_for(policy, pictures[0].shape[0]), "cpu",
+        lambda _: (pictures, targets), config_for(policy, pictures[0].shape[0], **values), "cpu",
         batch_size=len(pictures), num_threads=2, device_id=None, seed=0, prefetch_queue_depth=1,
     )  # fmt: skip
     pipeline.build()
@@ -90,9 +90,9 @@ def by_dali(pictures: list[ImageInfo], policy: str, runs: int = 1) -> list[Image
     return [np.array(images.at(index)) for images in batches for index in range(len(pictures))]
 
 
-def by_torchvision(pictures: list[ImageInfo], policy: str) -> list[ImageInfo]:
-    """The pictures, augmented as `--loader torch` does."""
-    transform = torch_train_transform(config_for(policy, pictures[0].shape[0]))
+def by_torchvision(pictures: list[ImageInfo], policy: str, **values: Any) -> list[ImageInfo]:
+    """The pictures, augmented as `--loader torch` does; `values` are flags."""
+    transform = torch_train_transform(config_for(policy, pictures[0].shape[0], **values))
     torch.manual_seed(0)
     return [transform(Image.fromarray(one)).permute(1, 2, 0).numpy() for one in pictures]
 
@@ -195,9 +195,11 @@ def sequences(policy: str) -> dict[tuple[Step, ...], float]:
     return found
 
 
-def outcomes(policy: str, image: ImageInfo, apply: Any) -> dict[bytes, float]:
-    """Every picture that can come of `image`, and its probability."""
-    chances = sequences(policy)
+def outcomes(
+    policy: str, image: ImageInfo, apply: Any, chances: dict[tuple[Step, ...], float] | None = None
+) -> dict[bytes, float]:
+    """Every picture that can come of `image`, and its probability; `chances` are those of the steps."""
+    chances = sequences(policy) if chances is None else chances
     todo = list(chances)
     images = [image] * len(todo)
     for stage in range(2):

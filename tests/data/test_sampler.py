@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+from timm.data.distributed_sampler import RepeatAugSampler
 
 from utils.data.sampler import Sampler, permutation, shard
 
@@ -71,6 +72,67 @@ def test_images_of_a_step_do_not_depend_on_who_shares_it(step: int) -> None:
     assert len(expected) == 8
     for world_size, batch_size, accum in [(2, 4, 1), (4, 2, 1), (1, 2, 4), (2, 2, 2), (4, 1, 2), (8, 1, 1)]:
         assert images_of_step(41, world_size, batch_size, accum, step) == expected
+
+
+# images, processes, batch size, batches per step, repeats
+REPEATED = [
+    (41, 1, 4, 1, 3),
+    (41, 2, 4, 2, 3),
+    (40, 4, 5, 2, 4),
+    (97, 3, 8, 1, 5),
+    (1000, 8, 16, 3, 3),
+    (7, 1, 7, 1, 100),
+]
+
+
+def repeated(layout: tuple[int, int, int, int, int]) -> list[Sampler]:
+    num_images, world_size, batch_size, accum, repeats = layout
+    return [Sampler(num_images, batch_size, accum, rank, world_size, 3, repeats) for rank in range(world_size)]
+
+
+@pytest.mark.parametrize("layout", REPEATED, ids=str)
+def test_repeats_are_dealt_as_by_timm(layout: tuple[int, int, int, int, int]) -> None:
+    """Of the same permutation, each rank gets what timm's RepeatAugSampler gives it, up to the last whole step."""
+    num_images, world_size, *_, repeats = layout
+    for sampler in repeated(layout):
+        theirs = RepeatAugSampler(range(num_images), world_size, sampler.rank, False, repeats, selected_round=0)
+        for epoch in range(2):
+            order = permutation(num_images, 3, epoch)
+            mine = epoch_of_rank(sampler, epoch)
+            assert mine == order[list(theirs)][: len(mine)].tolist()
+            assert len(mine) == Sampler(*layout[:1], layout[2], layout[3], 0, world_size).batches_per_epoch * layout[2]
+
+
+@pytest.mark.parametrize("layout", REPEATED, ids=str)
+def test_copies_of_an_epoch(layout: tuple[int, int, int, int, int]) -> None:
+    """Each image comes `repeats` times, as copies 0, 1, ...; the last may have fewer. Neighbours are on other ranks."""
+    repeats = layout[-1]
+    seen: dict[int, list[tuple[int, int]]] = {}
+    for sampler in repeated(layout):
+        for batch in range(sampler.batches_per_epoch):
+            for image, copy in zip(sampler.indices(batch).tolist(), sampler.copies(batch).tolist(), strict=True):
+                seen.setdefault(image, []).append((copy, sampler.rank))
+    whole = [each for each in seen.values() if len(each) == repeats]
+    assert len(whole) >= len(seen) - 1
+    assert len(seen) == -(-sum(map(len, seen.values())) // repeats)
+    for copies in seen.values():
+        assert sorted(copy for copy, _ in copies) == list(range(len(copies)))
+        assert len({rank for _, rank in copies}) == min(len(copies), layout[1])
+
+
+@pytest.mark.parametrize("step", [0, 1, 4, 5, 11])
+def test_copies_of_a_step_do_not_depend_on_who_shares_it(step: int) -> None:
+    """So a run with repeats resumes on another number of processes."""
+    found = []
+    for world_size, batch_size, accum in [(1, 8, 1), (2, 4, 1), (4, 2, 1), (1, 2, 4), (2, 2, 2), (8, 1, 1)]:
+        batches = [
+            list(zip(sampler.indices(number).tolist(), sampler.copies(number).tolist(), strict=True))
+            for sampler in repeated((41, world_size, batch_size, accum, 3))
+            for number in range(step * accum, (step + 1) * accum)
+        ]
+        found.append(sorted(itertools.chain(*batches)))
+    assert len(found[0]) == len(set(found[0])) == 8
+    assert all(each == found[0] for each in found)
 
 
 def test_epochs_and_seeds_differ() -> None:

@@ -1,9 +1,13 @@
-"""Augmentation of a batch on the device: normalisation is torchvision's, mixes weigh targets as images."""
+"""Augmentation of a batch on the device: normalisation is torchvision's, mixes weigh targets as images, and shares follow the papers."""
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from scipy.stats import binomtest, ks_2samp
+from timm.data.random_erasing import RandomErasing
 from torchvision.transforms import v2
 
 from tests.conftest import resolved
@@ -11,6 +15,7 @@ from utils.network.augment import BatchAugment, Normalize
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CPU = torch.device("cpu")
+MIN_CHANCE = 1e-3  # of statistics as far from what is expected; seeds are fixed
 
 
 def batch(size: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,6 +76,70 @@ def test_mixes_end_with_their_last_epoch() -> None:
     always = augment(mixup=1.0)
     always.start_epoch(1000)
     assert not torch.equal(always(images, targets)[1], torch.eye(5)[targets])
+
+
+def shares_of(mixer: BatchAugment, draws: int, side: int = 16) -> tuple[list[float], list[float]]:
+    """Of batches of a black and a white image: the target's share of the first one, and its share of the pixels."""
+    images = torch.zeros(2, side, side, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
+    images[1] = 255
+    black, white = mixer.normalize(images)[:, 0, 0, 0]
+    found = [mixer(images, torch.arange(2)) for _ in range(draws)]
+    pixels = [float(((white - mixed[0, 0]) / (white - black)).mean()) for mixed, _ in found]
+    return [float(soft[0, 0]) for _, soft in found], pixels
+
+
+@pytest.mark.parametrize("alpha", [0.2, 1.0])
+def test_shares_of_mixup_follow_numpys_beta(alpha: float) -> None:
+    torch.manual_seed(0)
+    shares, pixels = shares_of(augment(mixup=alpha), 2000)
+    expected = np.random.default_rng(0).beta(alpha, alpha, 20_000)
+    assert ks_2samp(shares, expected).pvalue > MIN_CHANCE
+    np.testing.assert_allclose(pixels, shares, atol=1e-5)
+
+
+@pytest.mark.parametrize("alpha", [0.2, 1.0])
+def test_boxes_of_cutmix_follow_numpys_beta(alpha: float) -> None:
+    """A box has the share 1 - lambda of the area, a random centre, and is cut off at the border."""
+    side, random = 32, np.random.default_rng(0)
+    half = (side * 0.5 * np.sqrt(1 - random.beta(alpha, alpha, 20_000))).astype(int)
+    column, row = random.integers(side, size=(2, 20_000))
+    width, height = (np.clip(at + half, 0, side) - np.clip(at - half, 0, side) for at in (column, row))
+    torch.manual_seed(0)
+    shares, pixels = shares_of(augment(cutmix=alpha), 2000, side)
+    assert ks_2samp(shares, 1 - width * height / side**2).pvalue > MIN_CHANCE
+    np.testing.assert_allclose(pixels, shares, atol=1e-5)
+
+
+def test_mixup_and_cutmix_get_half_of_the_batches_each() -> None:
+    torch.manual_seed(0)
+    mixer = augment(mixup=1.0, cutmix=1.0)
+    images = torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1).expand(2, 3, 16, 16).contiguous()
+    values = [len(mixer(images, torch.arange(2))[0][0].unique()) for _ in range(1000)]
+    plain = len(mixer.normalize(images)[0].unique())  # of one image: a value for each channel
+    mixup = sum(count == plain for count in values)  # one grey everywhere; a box that is too small to have a pixel, too
+    assert abs(mixup - 500) < 80
+
+
+def test_erased_rectangles_are_timms() -> None:
+    """Rate, areas and aspects of RandomErasing with its own defaults, which are the paper's."""
+    probability, side, count = 0.25, 48, 4000
+    images = torch.full((count, side, side, 3), 255, dtype=torch.uint8).permute(0, 3, 1, 2)
+    random.seed(0)
+    ours = augment(random_erase=probability)(images, torch.zeros(count, dtype=torch.int64))[0][:, 0] == 0
+    random.seed(1)
+    theirs = RandomErasing(1.0, device="cpu")(torch.ones(count, 1, side, side))[:, 0] == 0
+    rate = int(ours.flatten(1).any(1).sum())
+    assert binomtest(rate, count, probability).pvalue > MIN_CHANCE
+    shapes = []
+    for erased in (ours, theirs):
+        erased = erased[erased.flatten(1).any(1)]
+        height, width = (erased.any(axis).sum(1).double() for axis in (2, 1))
+        assert torch.equal(erased.sum((1, 2)), height * width), "rectangles"
+        shapes.append((height * width, height / width))
+    for one, other in zip(*shapes, strict=True):
+        assert ks_2samp(one, other).pvalue > MIN_CHANCE
+    assert 0.01 < float(shapes[0][0].min()) / side**2 < 0.04
+    assert 0.3 < float(shapes[0][0].max()) / side**2 < 0.36
 
 
 def test_random_erase_probability() -> None:

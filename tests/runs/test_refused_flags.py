@@ -13,7 +13,7 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
     )],
     *[(f"--{name} -1", (f"--{name} -1:", "must be 0 or more")) for name in ("seed", "checkpoint-steps", "patience")],
     *[(f"--{name} -1", (f"--{name} -1.0:", "must be 0 or more")) for name in (
-        "weight-decay", "warmup-epochs", "mixup", "cutmix", "clip-grad"
+        "weight-decay", "warmup-epochs", "mixup", "cutmix", "clip-grad", "randaugment-std"
     )],
     *[(f"--{name} 4", (f"--{name} 4:", "must be 8 or more")) for name in ("image-size", "val-resize")],
     *[(f"--{name} {value}", (f"--{name} {float(value)}:", "at least 0 and less than 1"))
@@ -34,10 +34,20 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
     (f"--seed {2**40}", (f"--seed {2**40}:", "less than 2147483648")),
     ("--loader foo", ("'--loader'", "'foo'", "dali, stock, proxy, torch, synthetic")),
     ("--decode foo", ("'--decode'", "'foo'", "auto, fused, full")),
-    ("--augment foo", ("'--augment'", "'foo'", "none, autoaugment, randaugment, trivialaugment")),
+    ("--augment foo", ("'--augment'", "'foo'", "none, autoaugment, randaugment, trivialaugment, three-augment")),
     ("--amp foo", ("'--amp'", "'foo'", "auto, bf16, fp16, none")),
     ("--device gpu", ("'--device'", "'gpu'", "auto, cuda, cpu")),
+    ("--randaugment-magnitude 31", ("--randaugment-magnitude 31:", "at least 0 and at most 30")),
+    ("--randaugment-ops 0", ("--randaugment-ops 0:", "at least 1 and at most 14")),
+    ("--color-jitter 1.5", ("--color-jitter 1.5:", "at least 0 and at most 1")),
+    ("--repeated-augmentation 0", ("--repeated-augmentation 0:", "at least 1 and at most 100")),
     # Combinations
+    *[(f"--randaugment-{flag}", (f"--randaugment-{flag} without --augment randaugment:", "give that policy"))
+      for flag in ("magnitude 7", "ops 3", "std 0.5")],
+    ("--augment randaugment --color-jitter 0.4",
+     ("--color-jitter 0.4 with the policy randaugment:", "leave one of them out")),
+    ("--repeated-augmentation 3 --loader stock", ("--repeated-augmentation 3 with --loader stock:", "use --loader dali")),
+    ("--eval-flip", ("--eval-flip without --evaluate:", "add --evaluate, or leave it out")),
     ("--bad-files ignore", ("'--bad-files'", "'ignore'", "error, skip")),
     ("--image-size 64 --val-resize 60", ("--val-resize 60:", "--image-size 64", "try --val-resize 73")),
     *[(f"--val-split {name}", (f"--val-split {name}:", "a folder beside train/, such as val"))

@@ -19,7 +19,7 @@ import torch
 from scripts import predict
 from tests import damage, shards
 from tests.conftest import CLASSES, TINY, Refused, call_main
-from tests.contract import CONTRACT
+from tests.contract import CONTRACT, assert_keys
 from tests.data.test_verification import dali_accepts
 from tests.harness import ROOT, launch, launch_and_end, launch_series, read_checkpoint, read_metrics
 from utils.training.output import PROBE_BYTES
@@ -103,6 +103,22 @@ def check_classes_files(folder: Path, rows: list[Row]) -> None:
     images = Counter(row["target"] for row in rows)
     expected = [[name, str(images[name]), str(100 * pairs[name, name] / images[name]), "100.0"] for name in CLASSES]
     assert lines == expected
+
+
+def test_mirror_images(data: Path, trained: Path, tmp_path: Path) -> None:
+    """`--eval-flip` of both programs: the same loss, which is not that of the images alone."""
+    flags = ("--evaluate", "--resume", trained / "best.pt", "--workers", 1, "--output-dir")
+    done = launch_series((*flags, tmp_path / "plain"), (*flags, tmp_path / "flipped", "--eval-flip"))
+    assert [run.status for run in done] == [0, 0], done
+    plain, flipped = (json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("plain", "flipped"))
+    assert_keys("evaluation.json", flipped, "checkpoint, EMA, --eval-flip")
+    run_here(trained, data / "val", "--output-dir", tmp_path, "--no-ema", "--eval-flip")
+    rows = read_rows(tmp_path)
+    loss = sum(
+        -math.log(float(row["prob" + k])) for row in rows for k in ("", "_2", "_3") if row["label" + k] == row["target"]
+    )
+    assert loss / len(rows) == pytest.approx(flipped["loss"], rel=1e-5)
+    assert abs(plain["loss"] - flipped["loss"]) > 1e-4
 
 
 def test_json_lines_and_parquet_are_the_csv(data: Path, trained: Path, tmp_path: Path) -> None:
@@ -298,7 +314,7 @@ def test_a_full_disk(data: Path, trained: Path, tmp_path: Path, capsys: pytest.C
 
 
 def test_an_earlier_result_stays_where_the_last_rows_do_not_fit(tmp_path: Path) -> None:
-    options = PredictOptions(tmp_path, [], 1, "csv", "prob", None, None, None, "cpu", tmp_path)
+    options = PredictOptions(tmp_path, [], 1, "csv", "prob", None, None, None, "cpu", tmp_path, False)
     columns = Columns("csv", CLASSES, "prob", 1, has_targets=False)
     (tmp_path / "predictions.csv").write_text("earlier")
     file = PredictionsFile(tmp_path / "predictions.csv", columns)

@@ -15,7 +15,7 @@ from tests.conftest import TINY, resolved
 from tests.harness import launch, launch_series
 from utils.data.formats.folder import scan_splits
 from utils.distributed.group import DistEnv
-from utils.training.evaluate import _shown, evaluate
+from utils.training.evaluate import FlipAverage, _shown, evaluate
 from utils.training.mistakes import Mistakes
 from utils.training.optim import create_ema
 
@@ -125,6 +125,16 @@ def test_precision_of_the_forward_pass(cpu: DistEnv, dtype: torch.dtype, spacing
     logits = [2 + round(number / 512 * spacing) / spacing for number in range(CLASSES - 1, -1, -1)]
     loss = math.log(sum(map(math.exp, logits))) - sum(logits[rank - 1] for rank in RANKS) / len(RANKS)
     assert result["loss"] == pytest.approx(loss, rel=1e-6)
+
+
+def test_logits_of_mirror_images_are_averaged(cpu: DistEnv) -> None:
+    images, targets = known_images(0)
+    network = copying_network().eval()
+    mirrored = images.flip(3)
+    logits = (network(images.float()) + network(mirrored.float())) / 2
+    found = evaluate(FlipAverage(network), [(images, targets)], lambda images: images.float(), 10, cpu, torch.float32)
+    assert found["loss"] == pytest.approx(float(nn.functional.cross_entropy(logits, targets)))
+    assert found["top1"] == 100 * float((logits.argmax(1) == targets).double().mean())
 
 
 def test_lost_images_fail_the_run(data: Path, cpu: DistEnv) -> None:

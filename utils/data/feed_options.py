@@ -32,9 +32,12 @@ UNUSED: dict[str, Any] = {
 }  # fmt: skip
 # What decides the batches, besides the images and the processes.
 PIXELS = {
-    "train": ("batch_size", "image_size", "seed", "augment", "hflip", "crop_scale", "decode", "cache", "device"),
+    "train": (
+        "batch_size", "image_size", "seed", "augment", "randaugment_magnitude", "randaugment_ops", "randaugment_std",
+        "color_jitter", "repeated_augmentation", "hflip", "crop_scale", "decode", "cache", "device",
+    ),
     "val": ("batch_size", "image_size", "val_resize", "device"),
-}
+}  # fmt: skip
 
 
 class DataOptions(TypedDict, total=False):
@@ -44,6 +47,11 @@ class DataOptions(TypedDict, total=False):
         workers: CPU threads; by default the threads that this process may use, divided by the processes that torchrun
             or Slurm has started on this machine.
         augment: policy after crop and flip.
+        randaugment_magnitude: of the policy randaugment, out of 30.
+        randaugment_ops: its operations per image.
+        randaugment_std: standard deviation of its magnitude.
+        color_jitter: brightness, contrast and saturation by a factor of 1 ± this at most.
+        repeated_augmentation: copies of an image in an epoch, which then has one of so many images.
         hflip: probability of mirroring an image.
         crop_scale: smallest area of a crop, as a fraction of the image.
         val_resize: shorter side before the centre crop, pixels; by default image_size x 8/7.
@@ -56,7 +64,12 @@ class DataOptions(TypedDict, total=False):
     """
 
     workers: int | None
-    augment: Literal["none", "autoaugment", "randaugment", "trivialaugment"]
+    augment: Literal["none", "autoaugment", "randaugment", "trivialaugment", "three-augment"]
+    randaugment_magnitude: int
+    randaugment_ops: int
+    randaugment_std: float
+    color_jitter: float
+    repeated_augmentation: int
     hflip: float
     crop_scale: float
     val_resize: int | None

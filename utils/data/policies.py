@@ -1,31 +1,39 @@
-"""AutoAugment, RandAugment and TrivialAugment: torchvision's policies, and the same ones made of DALI's operators.
+"""AutoAugment, RandAugment, TrivialAugment, 3-Augment: for Pillow's images, and the same made of DALI's operators.
 
-Both draw the same operations with the same probabilities, magnitudes and signs (docs/internals/decisions/0012).
-Shear, shift and rotation interpolate bilinearly and fill with black. Shear fixes the upper left corner, rotation the
-centre.
+Both draw the same operations with the same probabilities, magnitudes and signs (docs/internals/decisions/0012 and
+0030). Shear, shift and rotation interpolate bilinearly and fill with black. Shear fixes the upper left corner, rotation
+the centre. The first three are torchvision's.
 
 - autoaugment: the 25 sub-policies for ImageNet of arXiv:1805.09501, table 9, with magnitudes out of 10 bins.
-- randaugment: 2 of 14 operations, each with magnitude 9 of 31 bins (arXiv:1909.13719).
+- randaugment: some of 14 operations, by default 2 with magnitude 9 of 31 bins (arXiv:1909.13719). With noise each
+  operation has a magnitude of its own, a normal number rounded to a bin.
 - trivialaugment: 1 of 14 operations with a random magnitude of 31 bins ("wide", arXiv:2103.10158).
+- three-augment: grayscale, solarization from 128 on, or Gaussian blur with a sigma from 0.1 to 2 pixels
+  (arXiv:2204.07118).
 """
 
+import math
 import warnings
 from typing import Any
 
 import numpy as np
+import nvidia.dali as dali
 import torch
 from numpy.typing import NDArray
-from nvidia.dali import types
+from nvidia.dali import fn, types
 from nvidia.dali.auto_aug import augmentations as ops
 from nvidia.dali.auto_aug import auto_augment, rand_augment, trivial_augment
-from nvidia.dali.auto_aug.core import Policy, augmentation
+from nvidia.dali.auto_aug.core import Policy, augmentation, select, signed_bin
+from PIL import Image, ImageFilter
 from torchvision.transforms import v2
+
+from utils.config import ResolvedConfig
 
 TRANSLATE = 150 / 331  # largest shift of AutoAugment and RandAugment, of the side (arXiv:1805.09501)
 TRIVIAL_TRANSLATE = 32  # TrivialAugment's largest shift, pixels (arXiv:2103.10158, table 1)
 IMAGENET_BINS = 10  # magnitudes of AutoAugment
 BINS = 31  # magnitudes of RandAugment and TrivialAugment
-RAND_OPERATIONS, RAND_MAGNITUDE = 2, 9
+SOLARIZE, BLUR = 128, (0.1, 2.0)  # of 3-Augment: least value that is inverted, sigma in pixels
 # (operation, probability, magnitude). Where it has one operation, the paper's other one has the probability 0.
 IMAGENET: tuple[tuple[tuple[str, float, int | None], ...], ...] = (
     (("posterize", 0.4, 8), ("rotate", 0.6, 9)),
@@ -57,36 +65,96 @@ IMAGENET: tuple[tuple[tuple[str, float, int | None], ...], ...] = (
 RATIO = (3 / 4, 4 / 3)  # aspect of a random crop, torchvision's and Inception's (arXiv:1409.4842)
 
 
-def torchvision_policy(policy: str) -> torch.nn.Module:
-    """torchvision's transform of a PIL image; `policy` is one of those above."""
-    transforms = {
-        "autoaugment": v2.AutoAugment,
-        "randaugment": v2.RandAugment,
-        "trivialaugment": v2.TrivialAugmentWide,
-    }
-    transform: torch.nn.Module = transforms[policy](interpolation=v2.InterpolationMode.BILINEAR, fill=0)
+def torchvision_policy(config: ResolvedConfig) -> torch.nn.Module:
+    """A transform of a PIL image: `config.augment`, one of those above."""
+    options: dict[str, Any] = {"interpolation": v2.InterpolationMode.BILINEAR, "fill": 0}
+    transform: torch.nn.Module
+    if config.augment == "autoaugment":
+        transform = v2.AutoAugment(**options)
+    elif config.augment == "randaugment" and config.randaugment_std:
+        transform = _NoisyRandAugment(config, options)
+    elif config.augment == "randaugment":
+        transform = v2.RandAugment(config.randaugment_ops, config.randaugment_magnitude, BINS, **options)
+    elif config.augment == "trivialaugment":
+        transform = v2.TrivialAugmentWide(**options)
+    else:
+        transform = v2.RandomChoice([v2.Grayscale(3), v2.RandomSolarize(SOLARIZE, p=1), _GaussianBlur()])
     return transform
 
 
-def apply_policy(images: Any, policy: str, image_size: int) -> Any:
+class _NoisyRandAugment(torch.nn.Module):
+    """torchvision's RandAugment, whose every operation has a normally distributed magnitude, as timm's `mstd`."""
+
+    def __init__(self, config: ResolvedConfig, options: dict[str, Any]) -> None:
+        super().__init__()
+        self._count = config.randaugment_ops
+        self._mean, self._std = float(config.randaugment_magnitude), config.randaugment_std
+        self._by_bin = [v2.RandAugment(1, number, BINS, **options) for number in range(BINS)]
+
+    def forward(self, image: Image.Image) -> Image.Image:
+        for _ in range(self._count):
+            drawn = min(max(float(torch.normal(self._mean, self._std, ())), 0), BINS - 1)
+            image = self._by_bin[math.floor(drawn + 0.5)](image)
+        return image
+
+
+class _GaussianBlur(torch.nn.Module):
+    """Pillow's Gaussian blur, as 3-Augment's own and timm's."""
+
+    def forward(self, image: Image.Image) -> Image.Image:
+        return image.filter(ImageFilter.GaussianBlur(float(torch.empty(()).uniform_(*BLUR))))
+
+
+def apply_policy(images: Any, config: ResolvedConfig) -> Any:
     """DALI's: uint8 HWC images (image_size, image_size, 3) of a pipeline with conditionals; "none" returns them."""
     # DALI's operations use operators that DALI deprecates, and its warnings override every filter.
     with warnings.catch_warnings(record=True):
-        return _apply_policy(images, policy, image_size)
+        return _apply_policy(images, config)
 
 
-def _apply_policy(images: Any, policy: str, image_size: int) -> Any:
+def _apply_policy(images: Any, config: ResolvedConfig) -> Any:
     # No seed: DALI would then draw operation and magnitude from one number.
     options = {"fill_value": 0, "interp_type": types.INTERP_LINEAR}
+    policy = config.augment
     if policy == "autoaugment":
-        return auto_augment.apply_auto_augment(_imagenet_policy(image_size), images, **options)
+        return auto_augment.apply_auto_augment(_imagenet_policy(config.image_size), images, **options)
     if policy == "randaugment":
-        suite = list(operations(policy, image_size).values())
-        return rand_augment.apply_rand_augment(suite, images, RAND_OPERATIONS, RAND_MAGNITUDE, BINS, **options)
+        suite = list(operations(policy, config.image_size).values())
+        count, magnitude, std = config.randaugment_ops, config.randaugment_magnitude, config.randaugment_std
+        if std > 0:
+            return _noisy_rand_augment(suite, images, count, magnitude, std, options)
+        return rand_augment.apply_rand_augment(suite, images, count, magnitude, BINS, **options)
     if policy == "trivialaugment":
-        suite = list(operations(policy, image_size).values())
+        suite = list(operations(policy, config.image_size).values())
         return trivial_augment.apply_trivial_augment(suite, images, BINS, **options)
+    if policy == "three-augment":
+        kind = fn.random.uniform(values=[0, 1, 2], dtype=types.INT32)
+        sigma = fn.random.uniform(range=list(BLUR))
+        return select([_grayscale, _solarize, _blur], kind, images, sigma)
     return images
+
+
+def _noisy_rand_augment(
+    suite: list[Any], images: Any, count: int, magnitude: int, std: float, options: dict[str, Any]
+) -> Any:
+    for _ in range(count):
+        drawn = dali.math.clamp(fn.random.normal(mean=float(magnitude), stddev=std), 0.0, float(BINS - 1))
+        number = fn.cast(dali.math.floor(drawn + 0.5), dtype=types.INT32)
+        kind = fn.random.uniform(values=list(range(len(suite))), dtype=types.INT32)
+        images = select(suite, kind, images, magnitude_bin=signed_bin(number), num_magnitude_bins=BINS, **options)
+    return images
+
+
+def _grayscale(images: Any, _: Any) -> Any:
+    return ops.color.op(images, 0.0)
+
+
+def _solarize(images: Any, _: Any) -> Any:
+    return ops.solarize.op(images, types.Constant(SOLARIZE, dtype=types.UINT8))
+
+
+def _blur(images: Any, sigma: Any) -> Any:
+    return fn.gaussian_blur(images, sigma=sigma)
 
 
 def _imagenet_policy(image_size: int) -> Any:

@@ -24,12 +24,16 @@ class Sampler:
     The remainder, less than one step, is dropped; each epoch drops other images. So every rank has the same number of
     batches, and no image is seen twice in an epoch.
 
+    With `repeats` each image of the permutation comes as many times in a row, in an epoch of the same length. So an
+    epoch sees one of `repeats` images. The copies go to the ranks in turn, as timm's RepeatAugSampler deals them.
+
     Attributes:
         num_images: images in the split.
         batch_size: images per process and batch.
         batches_per_step: batches per optimizer step (gradient accumulation).
         rank, world_size: this process among all.
         seed: the run's seed.
+        repeats: times that an image comes in an epoch; 1 or more.
     """
 
     num_images: int
@@ -38,6 +42,7 @@ class Sampler:
     rank: int = 0
     world_size: int = 1
     seed: int = 0
+    repeats: int = 1
 
     @property
     def global_batch_size(self) -> int:
@@ -60,9 +65,19 @@ class Sampler:
 
     def indices(self, batch: int) -> NDArray[np.int64]:
         """Images of this rank's batch number `batch` (from 0, counted over the whole run): int64 (batch_size,)."""
-        epoch, position = divmod(batch, self.batches_per_epoch)
-        start = (position * self.world_size + self.rank) * self.batch_size
-        return permutation(self.num_images, self.seed, epoch)[start : start + self.batch_size]
+        order = permutation(self.num_images, self.seed, self.epoch_of(batch))
+        return order[self._positions(batch) // self.repeats]
+
+    def copies(self, batch: int) -> NDArray[np.int64]:
+        """Which copy of its image each of `indices(batch)` is, from 0: int64 (batch_size,)."""
+        return self._positions(batch) % self.repeats
+
+    def _positions(self, batch: int) -> NDArray[np.int64]:
+        start = batch % self.batches_per_epoch * self.world_size * self.batch_size
+        within = np.arange(self.batch_size, dtype=np.int64)
+        if self.repeats == 1:
+            return start + self.rank * self.batch_size + within
+        return start + self.rank + self.world_size * within
 
 
 @functools.lru_cache(maxsize=2)  # a loader that reads ahead needs the next epoch's before this one is done
@@ -88,7 +103,15 @@ def create_sampler(config: ResolvedConfig, num_images: int, env: DistEnv) -> Sam
     Raises:
         UserError: fewer images than processes, or than one global batch.
     """
-    sampler = Sampler(num_images, config.batch_size, config.grad_accum_steps, env.rank, env.world_size, config.seed)
+    sampler = Sampler(
+        num_images,
+        config.batch_size,
+        config.grad_accum_steps,
+        env.rank,
+        env.world_size,
+        config.seed,
+        config.repeated_augmentation,
+    )
     if num_images < env.world_size:
         raise UserError(
             f"--data-dir {config.data_dir}: {num_images} training images for {env.world_size} processes; "

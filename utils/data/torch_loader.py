@@ -29,7 +29,8 @@ from utils.seed import Stream, seed_sequence
 class TorchImages(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
     """Images through Pillow and torchvision: uint8 (3, H, W), and their labels: int64 ().
 
-    The random draws of an image depend on (seed, epoch, image) alone: not on the worker, the rank or a resume.
+    The random draws of an image depend on (seed, draw, image) alone: not on the worker, the rank or a resume. `draw` is
+    the epoch, or with `--repeated-augmentation` the epoch and the copy in it.
     """
 
     def __init__(self, config: ResolvedConfig, manifest: Manifest, train: bool) -> None:
@@ -38,24 +39,26 @@ class TorchImages(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
         self.transform = torch_train_transform(config) if train else torch_val_transform(config)
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        index, epoch = key
+        index, draw = key
         with open_image(self.manifest.record(index), self.shards) as file, Image.open(file) as opened:
             image = upright_rgb(opened)
         if self.seed is None:
             return self.transform(image), label_tensor(self.manifest, index)
         with torch.random.fork_rng(devices=[]):
-            seed = seed_sequence(Stream.IMAGE, self.seed, epoch, index).generate_state(1, np.uint64)[0]
+            seed = seed_sequence(Stream.IMAGE, self.seed, draw, index).generate_state(1, np.uint64)[0]
             torch.manual_seed(int(seed >> np.uint64(1)))
             return self.transform(image), label_tensor(self.manifest, index)
 
 
 def torch_train_transform(config: ResolvedConfig) -> Callable[[Image.Image], Tensor]:
-    """Random resized crop, flip and policy of an RGB image: uint8 (3, image_size, image_size)."""
+    """Random resized crop, flip, policy and colour jitter of an RGB image: uint8 (3, image_size, image_size)."""
+    jitter = config.color_jitter
     transform: Callable[[Image.Image], Tensor] = v2.Compose(
         [
             v2.RandomResizedCrop(config.image_size, scale=(config.crop_scale, 1.0), ratio=RATIO),
             v2.RandomHorizontalFlip(config.hflip),
-            *([torchvision_policy(config.augment)] if config.augment != "none" else []),
+            *([torchvision_policy(config)] if config.augment != "none" else []),
+            *([v2.ColorJitter(jitter, jitter, jitter)] if jitter else []),
             v2.PILToTensor(),
         ]
     )

@@ -40,7 +40,10 @@ def safe_fork() -> Iterator[None]:
 
 
 class BatchSampler:
-    """Batches of (image, epoch) pairs from batch `first` of a run up to `last`, without it; endless if None."""
+    """Batches of (image, draw) pairs from batch `first` of a run up to `last`, without it; endless if None.
+
+    `draw` counts how often an image has been drawn: it is the epoch, where each comes once in one.
+    """
 
     def __init__(self, sampler: Sampler, first: int, last: int | None = None) -> None:
         self.sampler, self.first, self.last = sampler, first, last
@@ -48,8 +51,8 @@ class BatchSampler:
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         batch = self.first
         while self.last is None or batch < self.last:
-            epoch = self.sampler.epoch_of(batch)
-            yield [(int(index), epoch) for index in self.sampler.indices(batch)]
+            draws = self.sampler.epoch_of(batch) * self.sampler.repeats + self.sampler.copies(batch)
+            yield list(zip(self.sampler.indices(batch).tolist(), draws.tolist(), strict=True))
             batch += 1
 
 

@@ -5,23 +5,31 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from utils.config import TrainConfig, flags_with_role
 from utils.data.sampler import Sampler
 from utils.data.splits import SPLITS
 from utils.errors import START_ANEW, UserError
+from utils.flags import flag
 from utils.training.batch_layout import saved_layout
 from utils.training.checkpoint import Checkpoint
 from utils.training.state import NETWORKS, RankState, ReplicatedState, TrainState
 
 FIXED = ("--arch", "--num-classes", "classes")  # decide which weights there are, so that none can be taken over
-ORDER = ("--seed", "files of train/", "global batch")
+ORDER = ("--seed", "--repeated-augmentation", "files of train/", "global batch")
 VALIDATION = ("files of val/", "--image-size", "--val-resize")
 EMA = "--ema-decay above 0"
 NETWORK, AVERAGE = NETWORKS
 
 
+def saved_fingerprint(saved: Checkpoint) -> dict[str, Any]:
+    """`run_fingerprint` of the run that wrote a checkpoint; a flag that its version did not have is at its default."""
+    defaults = {flag(name): TrainConfig.__dataclass_fields__[name].default for name in flags_with_role("fixed")}
+    return defaults | saved.record.fingerprint
+
+
 def changed_names(saved: Checkpoint, fingerprint: dict[str, Any]) -> list[str]:
     """What a launch with this `run_fingerprint` changes, by the names of the fingerprint."""
-    before = saved.record.fingerprint
+    before = saved_fingerprint(saved)
     return [name for name in fingerprint if before.get(name) != fingerprint[name]]
 
 

@@ -31,6 +31,7 @@ from utils.training.changes import (
     excluded_of_run,
     is_fixed,
     require_acceptable,
+    saved_fingerprint,
 )
 from utils.training.checkpoint import Checkpoint, RunRecord
 from utils.training.optim import rate_at, scaled_lr
@@ -83,7 +84,7 @@ def check_fingerprint(config: ResolvedConfig, splits: Splits, env: DistEnv, save
 
 def describe_changes(saved: Checkpoint, now: dict[str, Any], splits: Splits) -> str:
     """What differs from the checkpoint, then and now; `now` is the `run_fingerprint` of this launch."""
-    before = saved.record.fingerprint
+    before = saved_fingerprint(saved)
     names = changed_names(saved, now)
     return "; ".join(_describe_change(name, before.get(name), now[name], saved, splits) for name in names)
 

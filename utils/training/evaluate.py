@@ -51,6 +51,18 @@ def compute_logits(
     return logits.float()
 
 
+class FlipAverage(nn.Module):
+    """A network whose logits are the mean of those of an image and of its mirror image: float32 (N, num_classes)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Tensor:
+        both: Tensor = self.model(images).float() + self.model(images.flip(-1)).float()
+        return both / 2
+
+
 @torch.inference_mode()
 def evaluate(
     model: nn.Module,
@@ -169,6 +181,8 @@ def _evaluate_networks(
     result: dict[str, Any] = {"checkpoint": str(saved.path) if saved else f"pretrained {config.pretrained}"}
     result |= {} if saved else {"weights": network.origin}
     result |= {"image_size": config.image_size, "val_resize": config.val_resize}
+    result |= {"eval_flip": True} if config.eval_flip else {}
+    model = FlipAverage(network.model) if config.eval_flip else network.model
     mistakes: dict[str, Mistakes] = {}
     for name in saved.state.networks if saved else NETWORKS[:1]:
         if saved:
@@ -176,7 +190,7 @@ def _evaluate_networks(
         batches = with_bar(loader, "evaluating", -(-len(val) // (env.world_size * config.batch_size)), env.is_main)
         if config.report:
             mistakes[name] = Mistakes(config, val, env)
-        found = evaluate(network.model, batches, normalize, len(val), env, amp_dtype, mistakes.get(name))
+        found = evaluate(model, batches, normalize, len(val), env, amp_dtype, mistakes.get(name))
         result |= {("" if name == "model" else "ema_") + key: value for key, value in found.items()}
     return result, network.note, mistakes.get(better_network(result))
 

@@ -32,7 +32,7 @@ from utils.network.gradients import AMP_DTYPES
 from utils.progress import end_status, show_status, with_bar
 from utils.training.autotune import choose_common_loader_settings, resolve
 from utils.training.checkpoint import Checkpoint, load_newest
-from utils.training.evaluate import compute_logits, describe_result, load_network, start_evaluation
+from utils.training.evaluate import FlipAverage, compute_logits, describe_result, load_network, start_evaluation
 from utils.training.output import lock_output, prepare_output
 from utils.training.predictions import (
     RESULTS,
@@ -68,6 +68,7 @@ def predict(options: PredictOptions, env: DistEnv, stack: contextlib.ExitStack) 
     end_status()
     if env.is_main:
         average = ", moving average" if name != NETWORKS[0] else ""
+        average += ", with mirror images" if config.eval_flip else ""
         emit(f"{saved.path}: {config.arch}{average}, {config.image_size} px of {config.val_resize}, amp {config.amp}")
         if ignored:
             emit(f"not predicted, as no image is named so: {describe_counts(ignored)}")
@@ -119,7 +120,12 @@ def _resolve(options: PredictOptions, saved: Checkpoint, manifest: Manifest, env
     if saved.config.loader in ("stock", "synthetic"):  # which have the pixels of `dali`, or none
         values["loader"] = "dali"
     config = TrainConfig(
-        evaluate=True, output_dir=options.output_dir, device=options.device, given=frozenset(values), **values
+        evaluate=True,
+        eval_flip=options.eval_flip,
+        output_dir=options.output_dir,
+        device=options.device,
+        given=frozenset(values),
+        **values,
     )
     with sync_errors(env):
         config, _ = settings_of_checkpoint(config, saved.config, saved.path or "", env)
@@ -220,7 +226,7 @@ def _create_predictor(
         has_targets=bool((manifest.labels != NO_TARGET).any()),
     )
     return _Predictor(
-        model=network.model,
+        model=FlipAverage(network.model) if config.eval_flip else network.model,
         normalize=Normalize(*network.normalization, dtype=amp_dtype, device=env.device),
         amp_dtype=amp_dtype,
         manifest=manifest,

@@ -44,6 +44,7 @@ class PredictOptions:
         workers: CPU threads per process; None for its share of the cores.
         device: auto, cuda or cpu.
         output_dir: where the files go.
+        eval_flip: whether logits are means over an image and its mirror image.
     """
 
     checkpoint: Path
@@ -56,6 +57,7 @@ class PredictOptions:
     workers: int | None
     device: Literal["auto", "cuda", "cpu"]
     output_dir: Path
+    eval_flip: bool
 
 
 @dataclasses.dataclass(frozen=True)
