@@ -58,7 +58,9 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
     ("--grad-checkpointing --arch dla34", ("--grad-checkpointing: timm has none for dla34", "leave it out")),
     ("--drop-path 0.1 --arch vgg11", ("--drop-path 0.1: vgg11 does not take drop_path_rate", "leave it out")),
     ("--model-args depth=3", ("--model-args depth=3: test_resnet does not take depth", "leave it out")),
-    ("--arch test_vit --model-args global_pool=''", ("--model-args global_pool='':", "has no logits of 3 classes", "changes the head")),
+    ("--arch test_vit --model-args global_pool=''", (
+        "--model-args global_pool='':", "has no logits of 3 classes", "changes the head"
+    )),
     ("--model-args 3", ("--model-args 3: '3' is not NAME=VALUE", "a=1,b=[2,3]")),
     ("--optimizer-args beta=1", ("--optimizer-args beta=1: sgd does not take beta", "it takes dampening")),
     ("--optimizer-args dampening=x", ("--optimizer-args dampening=x: sgd cannot be made with it (", "correct it")),
