@@ -22,7 +22,7 @@ FLAGS: dict[str, tuple[Any, ...]] = {
         "--schedule", "linear", "--min-lr", 0.001, "--cooldown-epochs", 1, "--grad-checkpointing",
     ),
     "resnet": (
-        "--drop-path", 0.3, "--freeze-epochs", 1, "--head-lr-scale", 5, "--ema-decay", 0.5, "--clip-grad", 1,
+        "--optimizer", "adamw", "--lr", 0.01, "--drop-path", 0.3, "--freeze-epochs", 1, "--head-lr-scale", 5, "--ema-decay", 0.5, "--clip-grad", 1,
         "--schedule", "step", "--decay-epochs", 1.5, "--fused-layers",
     ),
 }  # fmt: skip
@@ -56,6 +56,8 @@ def test_a_stopped_run_ends_as_the_uninterrupted_one(data: Path, tmp_path: Path,
     for part in ("model", "optimizer"):
         assert_same(read_checkpoint(whole)[part], read_checkpoint(late)[part])
     assert read_losses(late) == read_losses(whole)[-1:]
+    counts = {float(state["step"]) for state in read_checkpoint(whole)["optimizer"]["state"].values()}
+    assert counts == ({4.0, 6.0} if "--freeze-epochs" in flags else {6.0}), "steps of each weight"
 
 
 @pytest.mark.slow
