@@ -73,7 +73,7 @@ STEPS = 5  # an epoch
         ({"schedule": "step", "decay_epochs": 3.0}, {"sched": "step", "decay_epochs": 3, "warmup_prefix": False}),
         ({"schedule": "step", "decay_epochs": 2.4, "decay_rate": 0.5},
          {"sched": "step", "decay_epochs": 2.4, "decay_rate": 0.5, "warmup_prefix": False}),
-        ({"schedule": "constant"}, {"sched": "constant"}),
+        ({"schedule": "constant"}, {"sched": "step", "decay_rate": 1.0}),
         ({"min_lr": 0.01, "cooldown_epochs": 3}, {"sched": "cosine", "min_lr": 0.02, "cooldown_epochs": 3}),
     ],
     ids=str,

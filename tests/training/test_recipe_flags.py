@@ -22,7 +22,8 @@ FLAGS: dict[str, tuple[Any, ...]] = {
         "--schedule", "linear", "--min-lr", 0.001, "--cooldown-epochs", 1, "--grad-checkpointing",
     ),
     "resnet": (
-        "--optimizer", "adamw", "--lr", 0.01, "--drop-path", 0.3, "--freeze-epochs", 1, "--head-lr-scale", 5, "--ema-decay", 0.5, "--clip-grad", 1,
+        "--optimizer", "adamw", "--lr", 0.01, "--drop-path", 0.3, "--freeze-epochs", 1,
+        "--head-lr-scale", 5, "--ema-decay", 0.5, "--clip-grad", 1,
         "--schedule", "step", "--decay-epochs", 1.5, "--fused-layers",
     ),
 }  # fmt: skip
@@ -97,7 +98,7 @@ def test_a_checkpoint_keeps_its_network(data: Path, tmp_path: Path) -> None:
         evaluate,
         (*evaluate, "--model-args", "init_values=1.0"),
         (*run, "--epochs", 2),
-        (*run, "--epochs", 2, *arguments, "--drop-path", 0.1),
+        (*run, "--epochs", 2, *arguments, "--drop-path", 0.1, "--schedule", "step", "--decay-epochs", 1),
     )
     assert [each.status for each in (trained, evaluated, other, resumed, changed)] == [0, 0, 2, 2, 0], (other, changed)
     assert "cls_token" not in read_checkpoint(tmp_path)["model"]
@@ -105,6 +106,9 @@ def test_a_checkpoint_keeps_its_network(data: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "evaluation.json").read_text())["loss"] == expected["val/loss"]
     assert "its weights do not fit test_vit" in other.err
     assert "--model-args: class_token=false,global_pool=avg then, None now" in resumed.err
-    assert "--drop-path 0.2 -> 0.1" in changed.out
+    for change in ("--drop-path 0.2 -> 0.1", "--schedule cosine -> step", "--decay-epochs default -> 1"):
+        assert change in changed.out
+    jump = next(line for line in changed.out.splitlines() if "the learning rate goes from" in line)
+    assert "--epochs 1 -> 2, --schedule cosine -> step, --decay-epochs default -> 1" in jump
     assert predict.main([str(tmp_path), str(data / "val"), "--output-dir", str(tmp_path / "predictions")]) == 0
     assert load_trained(tmp_path).config.drop_path == 0.2

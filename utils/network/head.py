@@ -26,5 +26,7 @@ def head_parameters(model: nn.Module, flag: str) -> set[nn.Parameter]:
     """
     found = {parameter for layer in head_modules(model) for parameter in layer.parameters()}
     if not found:
-        raise UserError(f"{flag}: timm names no head of this architecture; leave it out, or give another --arch")
+        raise UserError(
+            f"{flag}: timm names no head of this architecture; leave it out, or give another --arch", on_all_ranks=True
+        )
     return found

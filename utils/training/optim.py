@@ -167,7 +167,8 @@ def create_optimizer(
         if arguments:
             raise UserError(
                 f"--optimizer-args {config.optimizer_args}: {config.optimizer} cannot be made with it "
-                f"({first_line(error, 200)}); correct it, or leave it out"
+                f"({first_line(error, 200)}); correct it, or leave it out",
+                on_all_ranks=True,
             ) from error
         raise UserError(
             f"--optimizer {config.optimizer}: is not available here ({first_line(error)}); give another"
