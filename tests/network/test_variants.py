@@ -27,17 +27,17 @@ def gradients(env: DistEnv, arch: str, **flags: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("arch", ["test_resnet", "test_vit", "test_efficientnet"])
 def test_checkpointing_computes_the_same_gradients(cpu: DistEnv, arch: str) -> None:
     """Dropped paths are dropped again."""
-    kept: list[int] = []
+    sizes: list[int] = []
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(tensor.nbytes)
+    def note_size(tensor: torch.Tensor) -> torch.Tensor:
+        sizes.append(tensor.nbytes)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        plain, without = gradients(cpu, arch), sum(kept)
-        kept.clear()
+    with torch.autograd.graph.saved_tensors_hooks(note_size, lambda tensor: tensor):
+        plain, without = gradients(cpu, arch), sum(sizes)
+        sizes.clear()
         assert_same(gradients(cpu, arch, grad_checkpointing=True), plain)
-    assert sum(kept) < without
+    assert sum(sizes) < without
 
 
 def test_an_architecture_without_checkpointing_is_refused(cpu: DistEnv) -> None:
