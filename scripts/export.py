@@ -22,11 +22,12 @@ if __name__ == "__main__":
 
 import typer
 
-from utils.cli import REQUIRED, Program, train_flag, with_train_flags
+from utils.cli import REQUIRED, Program, choice_option, train_flag, with_train_flags
 from utils.errors import RunFailed, UserError, first_line
 from utils.log import emit
 
 FormatName = Literal["timm", "onnx", "torchscript", "pt2"]
+InputName = Literal["float", "uint8"]
 PACKAGES: dict[str, tuple[str, ...]] = {"onnx": ("onnx", "onnxruntime", "onnxscript")}
 
 
@@ -51,7 +52,7 @@ class Options:
     format: FormatName
     output_dir: Path
     ema: bool | None
-    input: Literal["float", "uint8"]
+    input: InputName
     half: bool
     check: bool
     check_data: Path | None
@@ -102,14 +103,19 @@ def export(options: Options) -> None:
 @with_train_flags(train_flag("output_dir", default=REQUIRED, shown=False, help="Where the files go."))
 def read_options(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A file, or the output folder of a run.")],
-    format: Annotated[FormatName, typer.Option(help="Form of the files; torchscript is deprecated by torch.")],
+    format: Annotated[
+        FormatName,
+        typer.Option(help="Form of the files; torchscript is deprecated by torch.", **choice_option(FormatName)),
+    ],
     ema: Annotated[
         bool | None,
         typer.Option("--ema/--no-ema", help="Take the moving average, or the model.", show_default="the better one"),
     ] = None,
     input: Annotated[
-        Literal["float", "uint8"],
-        typer.Option(help="Images: normalized NCHW, or pixels NHWC that are normalized inside."),
+        InputName,
+        typer.Option(
+            help="Images: normalized NCHW, or pixels NHWC that are normalized inside.", **choice_option(InputName)
+        ),
     ] = "float",
     half: Annotated[bool, typer.Option("--half", help="Compute in float16; input and logits stay.")] = False,
     check: Annotated[

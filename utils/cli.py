@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
@@ -188,6 +189,12 @@ def number_option(kind: type[int] | type[float]) -> dict[str, Any]:
             raise typer.BadParameter(f"{text!r} is not {expected}") from None
 
     return {"parser": number, "metavar": kind.__name__.upper()}
+
+
+def choice_option(words: Any) -> dict[str, Any]:
+    """Typer's arguments for reading one of the words of a Literal, as train.py reads them."""
+    names = typing.get_args(words)
+    return {"parser": functools.partial(_choice, names), "metavar": "|".join(names)}
 
 
 def _parameter(field: dataclasses.Field[Any], info: FlagInfo, default: Any) -> inspect.Parameter:
