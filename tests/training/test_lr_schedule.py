@@ -122,6 +122,7 @@ def test_groups_follow_the_schedule_with_their_own_factor() -> None:
         ({"min_lr": 1e-3}, "cosine to 0.002 = 0.001 x 512 / 256"),
         ({"min_lr": 1e-3, "cooldown_epochs": 4},
          "cosine to 0.002 = 0.001 x 512 / 256, which the last 4 epochs keep"),
+        ({"min_lr": 1e-3, "cooldown_epochs": 1}, "cosine to 0.002 = 0.001 x 512 / 256, which the last epoch keeps"),
         ({"schedule": "linear"}, "linear to 0"),
         ({"schedule": "step"}, "step, 0.1 times the rate every 30 epochs"),
         ({"schedule": "step", "decay_epochs": 2.4, "decay_rate": 0.97}, "step, 0.97 times the rate every 2.4 epochs"),

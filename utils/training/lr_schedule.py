@@ -78,5 +78,6 @@ def describe_schedule(config: ResolvedConfig, global_batch_size: int) -> str:
     least = f"{scaled_lr(config.min_lr, global_batch_size):g}"
     if config.min_lr:
         least += f" = {config.min_lr:g} x {global_batch_size} / 256"
-    cooldown = f", which the last {config.cooldown_epochs} epochs keep" if config.cooldown_epochs else ""
+    epochs = f"{config.cooldown_epochs} epochs keep" if config.cooldown_epochs > 1 else "epoch keeps"
+    cooldown = f", which the last {epochs}" if config.cooldown_epochs else ""
     return f"{config.schedule} to {least}{cooldown}"
