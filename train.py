@@ -51,8 +51,9 @@ from utils.training.autotune import choose_common_loader_settings, resolve
 from utils.training.checkpoint import Checkpoint
 from utils.training.compatibility import check_fingerprint, create_record, resume_warnings
 from utils.training.evaluate import evaluate, evaluate_checkpoint, report_best
+from utils.training.lr_schedule import create_schedule
 from utils.training.mistakes import NUM_SAMPLES
-from utils.training.optim import check_optimizer, create_schedule
+from utils.training.optim import check_optimizer
 from utils.training.output import lock_output, prepare_output
 from utils.training.resume import files_to_replace, inherit_start, metrics_resume_point, open_checkpoint, restore
 from utils.training.run import Run

@@ -176,6 +176,17 @@ def test_timm_of_a_network_that_is_built_for_one_size(tmp_path: Path, size: tupl
     assert_timm_transform(trained, tmp_path / "out")
 
 
+def test_timm_of_a_network_with_arguments(tmp_path: Path) -> None:
+    """timm builds it with those, which are in config.json; rates of dropout belong to training."""
+    settings: dict[str, Any] = {"arch": "test_vit", "image_size": 96, "val_resize": 96, "drop_path": 0.5}
+    arguments = "class_token=false,global_pool=avg,init_values=1e-2"
+    path = write_checkpoint(tmp_path / "best.pt", model_args=arguments, **settings)
+    write(load_trained(path), "timm", "float", tmp_path / "out")
+    found = json.loads((tmp_path / "out" / "config.json").read_text())["model_args"]
+    assert (found["class_token"], found["global_pool"], found["init_values"]) == (False, "avg", 0.01)
+    assert "drop_path_rate" not in found
+
+
 @pytest.mark.slow  # seconds each
 @pytest.mark.parametrize("name", ["onnx", "torchscript", "pt2"])
 @pytest.mark.parametrize("takes", ["float", "uint8"])

@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from utils.arguments import model_arguments
 from utils.errors import UserError, first_line
 from utils.export.classifier import Classifier
 from utils.export.trained import Trained
@@ -59,12 +60,15 @@ def write_timm(trained: Trained, classifier: Classifier, metadata: dict[str, Any
         "std": std,
     }
     settings: Any = trained.model.pretrained_cfg
+    # Without the rates of dropout, which belong to training.
+    model_args = model_arguments(trained.config)
+    model_args |= {"img_size": size} if settings["fixed_input_size"] else {}
     try:
         timm.models.save_for_hf(
             trained.model,
             str(folder),
             model_config={"label_names": list(trained.classes), "pretrained_cfg": data_config},
-            model_args={"img_size": size} if settings["fixed_input_size"] else None,
+            model_args=model_args or None,
             safe_serialization=True,
         )
     except SafetensorError as error:  # a full disk is one

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from models import Normalization, create_model
+from utils.arguments import model_options
 from utils.config import ResolvedConfig
 from utils.errors import UserError
 from utils.training.checkpoint import load
@@ -84,7 +85,8 @@ def load_trained(path: Path, ema: bool | None = None) -> Trained:
     assert saved.path is not None, "read from a file"
     weights = choose_network(saved, ema)
     config, tensors = saved.config, saved.state.networks[weights]
-    model = create_model(config.arch, config.num_classes, image_size=config.image_size)
+    options = model_options(config)
+    model = create_model(config.arch, config.num_classes, image_size=config.image_size, options=options)
     try:
         model.load_state_dict(tensors)
     except RuntimeError:

@@ -12,7 +12,12 @@ from utils.training.batch_layout import saved_layout
 from utils.training.checkpoint import Checkpoint
 from utils.training.state import NETWORKS, RankState, ReplicatedState, TrainState
 
-FIXED = ("--arch", "--num-classes", "classes")  # decide which weights there are, so that none can be taken over
+FIXED = (
+    "--arch",
+    "--model-args",
+    "--num-classes",
+    "classes",
+)  # decide which weights there are, so that none can be taken over
 ORDER = ("--seed", "files of train/", "global batch")
 VALIDATION = ("files of val/", "--image-size", "--val-resize")
 EMA = "--ema-decay above 0"
@@ -103,9 +108,9 @@ def _adapt_optimizer(saved: Checkpoint, state: TrainState, names: Sequence[str])
 
 
 def _begins_anew(before: dict[str, Any], now: dict[str, Any], names: Sequence[str]) -> bool:
-    """Without weight decay timm makes one group of parameters instead of two, in another order."""
+    """Other groups have the parameters in another order; other arguments may want another state."""
     groups = [[len(group["params"]) for group in each["param_groups"]] for each in (before, now)]
-    return "--optimizer" in names or groups[0] != groups[1]
+    return "--optimizer" in names or "--optimizer-args" in names or groups[0] != groups[1]
 
 
 def _reorders(saved: Checkpoint, names: Sequence[str]) -> bool:

@@ -22,6 +22,7 @@ from utils.report.terminal import epoch_table
 from utils.training.batch_layout import layout_of, saved_layout
 from utils.training.checkpoint import BEST, Checkpoint
 from utils.training.compatibility import changed_flags
+from utils.training.lr_schedule import describe_schedule
 from utils.training.optim import describe_ema, describe_optimizer, scaled_lr
 from utils.training.run import Run
 from utils.training.state import TrainState, evaluation_top1
@@ -51,6 +52,8 @@ def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: C
         "output": f"{config.output_dir}",
         "start": _describe_start(run, saved) if saved else run.origin,
     }
+    if schedule := describe_schedule(config, run.sampler.global_batch_size):
+        facts["schedule"] = schedule
     if state.ema is not None:
         facts["ema"] = describe_ema(state.ema, config.epochs * run.sampler.steps_per_epoch)
     usual, unusual = describe_optimizer(config)
@@ -95,6 +98,7 @@ def _describe_optimizer(run: Run) -> str:
     """Name and settings, as the optimizer has them."""
     group = run.state.optimizer.param_groups[0]
     named = {"momentum": group.get("momentum"), "betas": group.get("betas"), "weight decay": run.config.weight_decay}
+    named |= {"layer decay": run.config.layer_decay, "head lr scale": run.config.head_lr_scale}
     shown = (f"{name} {f'{value:g}' if isinstance(value, float) else value}" for name, value in named.items() if value)
     return ", ".join([run.config.optimizer, *shown])
 
@@ -107,9 +111,16 @@ def _describe_sizes(config: ResolvedConfig) -> str:
 def _describe_model(run: Run) -> str:
     config = run.config
     parameters = sum(parameter.numel() for parameter in run.state.model.parameters())
-    ways = {"compiled": config.compile, "fused layers": config.fused_layers, "as a CUDA graph": config.cuda_graph}
+    ways = {
+        "gradient checkpointing": config.grad_checkpointing,
+        "compiled": config.compile,
+        "fused layers": config.fused_layers,
+        "as a CUDA graph": config.cuda_graph,
+    }
     compiled = "".join(f", {way}" for way, used in ways.items() if used)
-    return f"{config.arch}, {parameters / 1e6:.2f} M parameters, {config.num_classes} classes{compiled}"
+    epochs = f"{config.freeze_epochs} epochs" if config.freeze_epochs > 1 else "epoch"
+    head = f", the head alone in the first {epochs}" if config.freeze_epochs else ""
+    return f"{config.arch}, {parameters / 1e6:.2f} M parameters, {config.num_classes} classes{head}{compiled}"
 
 
 def _describe_device(run: Run) -> str:
