@@ -139,23 +139,33 @@ def read_options(
     Exit status: 0 done, 1 the network cannot be exported, or the comparison failed; 2 wrong usage or a damaged
     checkpoint.
     """
-    if format == "timm" and half:
+    options = Options(checkpoint, format, output_dir, ema, input, half, check, check_data, overwrite, push)
+    _check(options)
+    return options
+
+
+def _check(options: Options) -> None:
+    """Refuse what does not go together."""
+    if options.format == "timm" and options.half:
         raise UserError("--half with --format timm: its files hold float32; leave it out, and call model.half()")
-    if format == "timm" and input == "uint8":
+    if options.format == "timm" and options.input == "uint8":
         raise UserError("--input uint8 with --format timm: timm's networks take normalized images; leave it out")
-    if push is not None and format != "timm":
-        raise UserError(f"--push {push} with --format {format}: the hub gets timm's files; give --format timm")
-    if check_data is not None and not check:
-        raise UserError(f"--check-data {check_data} with --no-check: nothing is compared; leave one of them out")
-    if check_data is not None and not check_data.is_dir():
-        raise UserError(f"--check-data {check_data}: no such folder; give a folder of images")
-    missing = [name for name in PACKAGES.get(format, ()) if importlib.util.find_spec(name) is None]
+    if options.push is not None and options.format != "timm":
+        raise UserError(
+            f"--push {options.push} with --format {options.format}: the hub gets timm's files; give --format timm"
+        )
+    if options.check_data is not None and not options.check:
+        raise UserError(
+            f"--check-data {options.check_data} with --no-check: nothing is compared; leave one of them out"
+        )
+    if options.check_data is not None and not options.check_data.is_dir():
+        raise UserError(f"--check-data {options.check_data}: no such folder; give a folder of images")
+    missing = [name for name in PACKAGES.get(options.format, ()) if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(
-            f"--format {format}: needs {', '.join(missing)}, not installed here; "
+            f"--format {options.format}: needs {', '.join(missing)}, not installed here; "
             "pip install -r requirements-export.txt -c constraints.txt"
         )
-    return Options(checkpoint, format, output_dir, ema, input, half, check, check_data, overwrite, push)
 
 
 PROGRAM = Program("export.py", read_options)
