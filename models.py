@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import difflib
 import itertools
+import json
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import timm
 import timm.data
 import timm.models
 import torch
+from timm.models import PretrainedCfg
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -52,6 +54,7 @@ class Weights:
         settings: the configuration of the run that wrote a checkpoint of Brisk.
         classes: class names in label order.
         normalization: see `normalization`.
+        timm_settings: of the config.json that lies beside a file of timm's.
     """
 
     source: str
@@ -60,7 +63,8 @@ class Weights:
     arch: str | None = None
     settings: dict[str, Any] | None = None
     classes: tuple[str, ...] | None = None
-    normalization: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+    normalization: Normalization | None = None
+    timm_settings: PretrainedCfg | None = None
 
 
 class HeadChoice(NamedTuple):
@@ -103,7 +107,8 @@ def read_weights(path: Path, ema: bool | None = None) -> Weights:
     """Read a weights file onto the CPU; nothing in it is executed.
 
     Args:
-        path: .safetensors, .pt or .pth with bare weights, or a checkpoint of Brisk or timm.
+        path: .safetensors, .pt or .pth with bare weights, or a checkpoint of Brisk or timm. The facts in a config.json
+            of timm beside it are read, too.
         ema: whether to take the moving average of a checkpoint; None takes it if there is one.
 
     Raises:
@@ -129,6 +134,8 @@ def read_weights(path: Path, ema: bool | None = None) -> Weights:
         raise UserError(f"--pretrained-ema: {path} has no EMA weights; leave --pretrained-ema out")
     saved = content.get("config")
     settings = saved if isinstance(saved, dict) and "arch" in saved else None
+    beside = {} if settings else _timm_config(path)
+    content |= beside
     arch = settings["arch"] if settings else content.get("arch")
     classes, channels = content.get("classes"), content.get("normalization")
     return Weights(
@@ -139,7 +146,30 @@ def read_weights(path: Path, ema: bool | None = None) -> Weights:
         settings=settings,
         classes=tuple(classes) if isinstance(classes, list) else None,
         normalization=(tuple(channels["mean"]), tuple(channels["std"])) if channels else None,
+        timm_settings=beside.get("timm_settings"),
     )
+
+
+def _timm_config(weights: Path) -> dict[str, Any]:
+    """What timm's config.json beside weights says of them, by the keys of a checkpoint; {} where there is none."""
+    path = weights.parent / "config.json"
+    try:
+        content = json.loads(path.read_text()) if path.is_file() else {}
+        if not isinstance(content, dict) or "pretrained_cfg" not in content:
+            return {}
+        known = {field.name for field in dataclasses.fields(PretrainedCfg)}
+        settings = PretrainedCfg(**{name: value for name, value in content["pretrained_cfg"].items() if name in known})
+        return {
+            "arch": content["architecture"],
+            "classes": content.get("label_names"),
+            "normalization": {"mean": settings.mean, "std": settings.std},
+            "timm_settings": settings,
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"--pretrained {weights}: config.json beside it is not timm's ({first_line(error, 200)}); repair or "
+            "remove it"
+        ) from None
 
 
 def published_weights(arch: str) -> Weights:
@@ -328,7 +358,11 @@ def create_network(
         if config.pretrained is not None and saved is None:
             network = load_pretrained(config, model, classes)
         network.model.train(not config.evaluate)
-        check_input(network.model, config.arch, config.image_size, config.batch_size)
+        if not config.evaluate:
+            check_input(network.model, config.arch, config.image_size, config.batch_size)
+        if config.evaluate or config.val_image_size != config.image_size:
+            source = "--image-size" if config.val_image_size == config.image_size else "--val-image-size"
+            check_input(network.model, config.arch, config.val_image_size, config.batch_size, source)
         for size in size_schedule(config).values():
             check_input(network.model, config.arch, size, config.batch_size, "--resize-schedule, image size")
     if saved is not None:
