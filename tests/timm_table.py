@@ -10,8 +10,8 @@ Brisk reads the weights from a file, as on a machine without a network: `--arch 
 
 timm: `create_loader` with `resolve_model_data_config(model, use_test_size=True)`, as its validate.py. Of the logits of
 all images, for `--loader torch`, `--loader dali`, and `--loader dali` with the settings of a run from scratch: the mean
-difference, in standard deviations of timm's logits, and how many images have the same class. The last column is top-1
-of `train.py --evaluate`, and that of timm's logits.
+difference, in standard deviations of timm's logits, and how many images have the same class. The last column is the
+loss of `train.py --evaluate`, and that of timm's logits.
 """
 
 import argparse
@@ -50,7 +50,7 @@ ARCHS = (
     "vit_tiny_patch16_384.augreg_in21k_ft_in1k",
     "convnextv2_nano.fcmae_ft_in22k_in1k_384",
 )
-HEADER = ("weights", "settings", "torch", "dali", "from scratch's settings", "top-1, timm's top-1")
+HEADER = ("weights", "settings", "torch", "dali", "from scratch's settings", "loss, timm's")
 BATCH_SIZE = 25
 CPU = DistEnv.single(torch.device("cpu"))
 
@@ -147,9 +147,8 @@ def measure(arch: str, root: Path, output_dir: Path) -> list[str]:
     words = ("--evaluate", "--data-dir", root, "--arch", arch, "--pretrained", weights, "--device", "cpu")
     done = launch(*words, "--batch-size", BATCH_SIZE, "--output-dir", output_dir / "run")
     assert done.status == 0, done.err
-    top1 = json.loads((output_dir / "run" / "evaluation.json").read_text())["top1"]
-    expected = 100 * (timms.logits.argmax(1) == timms.targets).double().mean()
-    return [f"`{arch}`", described, *cells, f"{top1:.1f}, {expected:.1f}"]
+    loss = json.loads((output_dir / "run" / "evaluation.json").read_text())["loss"]
+    return [f"`{arch}`", described, *cells, f"{loss:.4f}, {nn.functional.cross_entropy(*timms[1:]):.4f}"]
 
 
 def main(argv: Sequence[str]) -> int:

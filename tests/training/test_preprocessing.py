@@ -13,7 +13,7 @@ import torch
 
 from tests.conftest import TINY, resolved
 from tests.contract import assert_keys
-from tests.harness import assert_refused, launch_series, read_checkpoint
+from tests.harness import assert_refused, launch_series, read_checkpoint, read_metrics
 from tests.training.checkpoints import checkpoint_of
 from utils.cli import parse
 from utils.config import TrainConfig
@@ -216,3 +216,29 @@ def test_a_run_its_resume_and_its_evaluation(data: Path, tmp_path: Path) -> None
     assert "--image-size 160: as in the checkpoint" in resumed.out
     assert reevaluated.status == 0, reevaluated.err
     assert json.loads((run / "evaluation.json").read_text())["image_size"] == 160
+
+
+def test_an_evaluation_at_another_size_than_training(data: Path, tmp_path: Path) -> None:
+    """Also where the training size changes; `--evaluate` does what the run did, or what `--image-size` says."""
+    run, other = tmp_path / "run", tmp_path / "other"
+    wanted = ("--val-image-size", 48, "--val-resize", 60, "--val-crop", "squash", "--interpolation", "bicubic")
+    flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--epochs", 2, "--resize-schedule", "1:40")
+    done, evaluated, smaller, refused = launch_series(
+        (*flags, *wanted, "--output-dir", run),
+        ("--evaluate", "--output-dir", run, "--resume", run / "last.pt", "--device", "cpu", "--workers", 1),
+        ("--evaluate", "--output-dir", other, "--resume", run / "last.pt", "--image-size", 40, "--device", "cpu"),
+        (*flags, *wanted[:-1], "random", "--output-dir", run, "--epochs", 3),
+    )
+    assert done.status == 0, done.err
+    assert "bicubic; evaluated bicubic at 48 px of 60, squashed; mean 0.5 0.5 0.5" in done.out
+    assert evaluated.status == 0, evaluated.err
+    assert "note" not in evaluated.out
+    found = json.loads((run / "evaluation.json").read_text())
+    assert_keys("evaluation.json", found, "checkpoint")
+    assert (found["image_size"], found["val_resize"], found["val_crop"]) == (48, 60, "squash")
+    assert found["loss"] == read_metrics(run)[-1]["val/loss"]
+    assert smaller.status == 0, smaller.err
+    assert "note: --val-image-size 40, its run had 48" in smaller.out
+    found = json.loads((other / "evaluation.json").read_text())
+    assert (found["image_size"], found["val_resize"]) == (40, 50)
+    assert_refused(refused, "--interpolation: bicubic then, random now")
