@@ -71,6 +71,10 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
         "--resize-schedule 0:32,1:48 --arch vit_tiny_patch16_224",
         ("--resize-schedule, image size 48:", "vit_tiny_patch16_224 cannot compute"),
     ),
+    (
+        "--val-image-size 48 --val-resize 48 --arch vit_tiny_patch16_224",
+        ("--val-image-size 48:", "vit_tiny_patch16_224 cannot compute"),
+    ),
     ("--batch-size 1", ("--image-size 32:", "a batch of 1 ", "another --batch-size")),
     ("--optimizer sdg", ("--optimizer sdg:", "the closest are sgd, ")),
     ("--optimizer fusedsgd", ("--optimizer fusedsgd:", "here (", "give another")),  # apex's, CUDA only
