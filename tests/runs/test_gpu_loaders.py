@@ -184,9 +184,10 @@ def test_validation_images_are_torchvisions(data: Path, gpu: DistEnv, interpolat
     _, val = scan_splits(data)
     configs = [config_for(name, interpolation=interpolation, val_crop=val_crop) for name in ("dali", "torch")]
     ours, theirs = (
-        torch.cat([batch.images.cpu() for batch in pipelines.create_val_loader(config, val, gpu)])
-        for config in configs
+        torch.cat([batch.images.cpu() for batch in pipelines.create_val_loader(config, val, gpu)]) for config in configs
     )
     assert len(ours) == len(theirs) == len(val)
     difference = (ours.int() - theirs.int()).abs().float()
-    assert difference.mean() < (1.5 if interpolation == "bilinear" else 3)  # GPU decoders round differently; another crop would be tens off
+    assert difference.mean() < (
+        1.5 if interpolation == "bilinear" else 3
+    )  # GPU decoders round differently; another crop would be tens off
