@@ -82,8 +82,9 @@ def evaluate_timm(arch: str, root: Path, weights: Path) -> Timm:
     dataset = timm.data.ImageDataset(str(root / "val"))
     model = timm.create_model(arch, num_classes=len(dataset.reader.class_to_idx))
     settings = timm.data.resolve_model_data_config(model, use_test_size=True)
+    # No workers: timm forks them, and beside the threads of DALI they may hang.
     loader = timm.data.create_loader(
-        dataset, batch_size=BATCH_SIZE, use_prefetcher=False, num_workers=1, persistent_workers=False, **settings
+        dataset, batch_size=BATCH_SIZE, use_prefetcher=False, num_workers=0, persistent_workers=False, **settings
     )
     layers = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
     for layer in layers:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,8 @@ def test_a_run_its_resume_and_its_evaluation(data: Path, tmp_path: Path) -> None
     wanted = timm.data.resolve_data_config({}, pretrained_cfg=timm.get_pretrained_cfg(arch).to_dict())
     before = math.floor(160 / wanted["crop_pct"])
     assert f"bicubic; evaluated bicubic at 160 px of {before}; mean 0.5 0.5 0.5, std 0.5 0.5 0.5 of timm's" in first.out
-    assert f"--image-size 160: timm's {arch}; --val-image-size 160: timm's {arch}" in first.out
+    assert "--image-size 160, --val-image-size 160, --val-resize" in first.out
+    assert f"--val-crop center, --interpolation bicubic: timm's {arch}" in first.out
     saved = read_checkpoint(run)
     assert (saved["config"]["image_size"], saved["config"]["interpolation"]) == (160, "bicubic")
     assert saved["normalization"] == {"mean": [0.5] * 3, "std": [0.5] * 3}
@@ -213,7 +215,7 @@ def test_a_run_its_resume_and_its_evaluation(data: Path, tmp_path: Path) -> None
         (*flags, run, "--epochs", 2), ("--evaluate", "--output-dir", run, "--device", "cpu", "--workers", 1)
     )
     assert resumed.status == 0, resumed.err
-    assert "--image-size 160: as in the checkpoint" in resumed.out
+    assert re.search(r"--image-size 160, .* --interpolation bicubic: as in the checkpoint", resumed.out)
     assert reevaluated.status == 0, reevaluated.err
     assert json.loads((run / "evaluation.json").read_text())["image_size"] == 160
 

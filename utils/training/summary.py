@@ -1,5 +1,8 @@
 """What is printed about a run at its start and at its end, and summary.json."""
 
+import itertools
+import operator
+
 import timm
 import torch
 
@@ -57,8 +60,9 @@ def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: C
     usual, unusual = describe_optimizer(config)
     chosen = [usual] if usual else []
     if config.loader != "synthetic":
-        reasons = {name: reason for name, reason in settings.reasons.items() if name != "pretrained"}
-        chosen += [f"{flag(name)} {getattr(config, name)}: {reason}" for name, reason in reasons.items()]
+        reasons = [(name, reason) for name, reason in settings.reasons.items() if name != "pretrained"]
+        for reason, group in itertools.groupby(reasons, operator.itemgetter(1)):
+            chosen.append(f"{', '.join(f'{flag(name)} {getattr(config, name)}' for name, _ in group)}: {reason}")
     if chosen:
         facts["chosen"] = "; ".join(chosen)
     if skipped := describe_exclusions(splits, config.output_dir):
