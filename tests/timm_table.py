@@ -8,10 +8,11 @@ the settings of timm's published weights are compared, not the weights. Running 
 the images, and the head's bias is such that the mean of each class's logits is 0, so that images differ in their class.
 Brisk reads the weights from a file, as on a machine without a network: `--arch NAME --pretrained FILE`.
 
-timm: `create_loader` with `resolve_model_data_config(model, use_test_size=True)`, as its validate.py. Of the logits of
-all images, for `--loader torch`, `--loader dali`, and `--loader dali` with the settings of a run from scratch: the mean
-difference, in standard deviations of timm's logits, and how many images have the same class. The last column is the
-loss of `train.py --evaluate`, and that of timm's logits.
+timm: `create_loader` with `resolve_model_data_config(model, use_test_size=True)`, as its validate.py. Of the pixels,
+for `--loader torch` and `--loader dali`: the mean and largest difference, of 255. Of the logits, for both and for
+`--loader dali` with the settings of a run from scratch: the mean difference, in standard deviations of timm's logits,
+and how many images have the same class. The last column is the loss of `train.py --evaluate`, and that of timm's
+logits.
 """
 
 import argparse
@@ -50,7 +51,16 @@ ARCHS = (
     "vit_tiny_patch16_384.augreg_in21k_ft_in1k",
     "convnextv2_nano.fcmae_ft_in22k_in1k_384",
 )
-HEADER = ("weights", "settings", "torch", "dali", "from scratch's settings", "loss, timm's")
+HEADER = (
+    "weights",
+    "settings",
+    "pixels, torch",
+    "pixels, dali",
+    "logits, torch",
+    "logits, dali",
+    "from scratch's settings",
+    "loss, timm's",
+)
 BATCH_SIZE = 25
 CPU = DistEnv.single(torch.device("cpu"))
 
@@ -60,11 +70,13 @@ class Timm(NamedTuple):
 
     Attributes:
         settings: of its loader.
-        logits: float32 (N, classes), in the order of the sorted paths.
+        images: uint8 (N, 3, H, W), before normalization, as are the logits in the order of the sorted paths.
+        logits: float32 (N, classes).
         targets: int64 (N,).
     """
 
     settings: dict[str, Any]
+    images: Tensor
     logits: Tensor
     targets: Tensor
 
@@ -99,24 +111,30 @@ def evaluate_timm(arch: str, root: Path, weights: Path) -> Timm:
     head = model.get_classifier()
     head.bias -= logits.mean(0)
     torch.save(model.state_dict(), weights)
-    return Timm(settings, *in_order(dataset.filenames(absolute=True), logits - logits.mean(0), targets))
+    pixels = timm.data.create_transform(**settings, normalize=False)
+    images = torch.stack([image for image, _ in timm.data.ImageDataset(str(root / "val"), transform=pixels)])
+    return Timm(settings, *in_order(dataset.filenames(absolute=True), images, logits - logits.mean(0), targets))
 
 
 @torch.inference_mode()
-def evaluate_brisk(arch: str, root: Path, weights: Path, *flags: object) -> Tensor:
-    """The logits of `train.py --evaluate`, in the order of the sorted paths."""
+def evaluate_brisk(arch: str, root: Path, weights: Path, *flags: object) -> list[Tensor]:
+    """Images and logits of `train.py --evaluate`, as those of `Timm`."""
     words = ("--evaluate", "--data-dir", root, "--arch", arch, "--pretrained", weights, "--batch-size", BATCH_SIZE)
     config, _ = fill_preprocessing(parse(list(map(str, (*words, "--workers", 2, "--device", "cpu", *flags)))), None)
     manifest = read_data(config, CPU)["val"]
     resolved = resolve(config, manifest.classes, CPU, choose_common_loader_settings(config, CPU, None, manifest))
     network = models.create_network(resolved, CPU, manifest.classes)
     normalize = Normalize(*network.normalization, dtype=torch.float32, device=CPU.device)
-    logits = [
-        compute_logits(network.model, images, normalize, CPU, torch.float32)
-        for images, _ in pipelines.create_val_loader(resolved, manifest, CPU)
-    ]
+    batches = [batch.images.clone() for batch in pipelines.create_val_loader(resolved, manifest, CPU)]
+    logits = [compute_logits(network.model, images, normalize, CPU, torch.float32) for images in batches]
     files = [manifest.record(index).name for index in range(len(manifest))]
-    return in_order(files, torch.cat(logits))[0]
+    return in_order(files, torch.cat(batches), torch.cat(logits))
+
+
+def compare_pixels(found: Tensor, expected: Tensor) -> str:
+    """A cell of the table."""
+    difference = (found.int() - expected.int()).abs()
+    return f"{difference.float().mean():.2g} ({difference.max()})"
 
 
 def compare(found: Tensor, expected: Tensor) -> str:
@@ -137,19 +155,15 @@ def measure(arch: str, root: Path, output_dir: Path) -> list[str]:
     assert network is not None
     plain = size if network.fixed_input_size else 224
     scratch = ("--val-image-size", plain, "--val-resize", round(plain * 8 / 7), "--val-crop", "center")
-    cells = [
-        compare(evaluate_brisk(arch, root, weights, *flags), timms.logits)
-        for flags in (
-            ("--loader", "torch"),
-            ("--loader", "dali"),
-            ("--loader", "dali", "--interpolation", "bilinear", *scratch),
-        )
-    ]
+    found = [evaluate_brisk(arch, root, weights, "--loader", name) for name in ("torch", "dali")]
+    plainly = evaluate_brisk(arch, root, weights, "--interpolation", "bilinear", *scratch)
+    cells = [compare_pixels(images, timms.images) for images, _ in found]
+    cells += [compare(logits, timms.logits) for _, logits in (*found, plainly)]
     words = ("--evaluate", "--data-dir", root, "--arch", arch, "--pretrained", weights, "--device", "cpu")
     done = launch(*words, "--batch-size", BATCH_SIZE, "--output-dir", output_dir / "run")
     assert done.status == 0, done.err
     loss = json.loads((output_dir / "run" / "evaluation.json").read_text())["loss"]
-    return [f"`{arch}`", described, *cells, f"{loss:.4f}, {nn.functional.cross_entropy(*timms[1:]):.4f}"]
+    return [f"`{arch}`", described, *cells, f"{loss:.4f}, {nn.functional.cross_entropy(*timms[-2:]):.4f}"]
 
 
 def main(argv: Sequence[str]) -> int:
