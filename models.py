@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import difflib
 import itertools
-import json
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from utils.distributed.collectives import sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import UserError, first_line
 from utils.network.fused_layers import swap_fused_layers
+from utils.network.timm_config import read_timm_config
 from utils.schedules import size_schedule
 from utils.validation import require_weights
 
@@ -134,7 +134,7 @@ def read_weights(path: Path, ema: bool | None = None) -> Weights:
         raise UserError(f"--pretrained-ema: {path} has no EMA weights; leave --pretrained-ema out")
     saved = content.get("config")
     settings = saved if isinstance(saved, dict) and "arch" in saved else None
-    beside = {} if settings else _timm_config(path)
+    beside = {} if settings else read_timm_config(path)
     content |= beside
     arch = settings["arch"] if settings else content.get("arch")
     classes, channels = content.get("classes"), content.get("normalization")
@@ -148,28 +148,6 @@ def read_weights(path: Path, ema: bool | None = None) -> Weights:
         normalization=(tuple(channels["mean"]), tuple(channels["std"])) if channels else None,
         timm_settings=beside.get("timm_settings"),
     )
-
-
-def _timm_config(weights: Path) -> dict[str, Any]:
-    """What timm's config.json beside weights says of them, by the keys of a checkpoint; {} where there is none."""
-    path = weights.parent / "config.json"
-    try:
-        content = json.loads(path.read_text()) if path.is_file() else {}
-        if not isinstance(content, dict) or "pretrained_cfg" not in content:
-            return {}
-        known = {field.name for field in dataclasses.fields(PretrainedCfg)}
-        settings = PretrainedCfg(**{name: value for name, value in content["pretrained_cfg"].items() if name in known})
-        return {
-            "arch": content["architecture"],
-            "classes": content.get("label_names"),
-            "normalization": {"mean": settings.mean, "std": settings.std},
-            "timm_settings": settings,
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"--pretrained {weights}: config.json beside it is not timm's ({first_line(error, 200)}); repair or "
-            "remove it"
-        ) from None
 
 
 def published_weights(arch: str) -> Weights:
@@ -358,13 +336,11 @@ def create_network(
         if config.pretrained is not None and saved is None:
             network = load_pretrained(config, model, classes)
         network.model.train(not config.evaluate)
-        if not config.evaluate:
-            check_input(network.model, config.arch, config.image_size, config.batch_size)
-        if config.evaluate or config.val_image_size != config.image_size:
-            source = "--image-size" if config.val_image_size == config.image_size else "--val-image-size"
-            check_input(network.model, config.arch, config.val_image_size, config.batch_size, source)
+        check_input(network.model, config.arch, config.image_size, config.batch_size)
         for size in size_schedule(config).values():
             check_input(network.model, config.arch, size, config.batch_size, "--resize-schedule, image size")
+        if config.val_image_size != config.image_size:
+            check_input(network.model, config.arch, config.val_image_size, config.batch_size, "--val-image-size")
     if saved is not None:
         network = network._replace(normalization=saved)
     network.model.to(env.device)
