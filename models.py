@@ -13,6 +13,7 @@ import timm
 import timm.data
 import timm.models
 import torch
+from timm.models import PretrainedCfg
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -22,6 +23,7 @@ from utils.distributed.collectives import sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import UserError, first_line
 from utils.network.fused_layers import swap_fused_layers
+from utils.network.timm_config import read_timm_config
 from utils.network.variants import apply_variants
 from utils.schedules import size_schedule
 from utils.validation import require_weights
@@ -54,6 +56,7 @@ class Weights:
         settings: the configuration of the run that wrote a checkpoint of Brisk.
         classes: class names in label order.
         normalization: see `normalization`.
+        timm_settings: of the config.json that lies beside a file of timm's.
     """
 
     source: str
@@ -62,7 +65,8 @@ class Weights:
     arch: str | None = None
     settings: dict[str, Any] | None = None
     classes: tuple[str, ...] | None = None
-    normalization: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+    normalization: Normalization | None = None
+    timm_settings: PretrainedCfg | None = None
 
 
 class HeadChoice(NamedTuple):
@@ -116,7 +120,8 @@ def read_weights(path: Path, ema: bool | None = None) -> Weights:
     """Read a weights file onto the CPU; nothing in it is executed.
 
     Args:
-        path: .safetensors, .pt or .pth with bare weights, or a checkpoint of Brisk or timm.
+        path: .safetensors, .pt or .pth with bare weights, or a checkpoint of Brisk or timm. The facts in a config.json
+            of timm beside it are read, too.
         ema: whether to take the moving average of a checkpoint; None takes it if there is one.
 
     Raises:
@@ -142,6 +147,8 @@ def read_weights(path: Path, ema: bool | None = None) -> Weights:
         raise UserError(f"--pretrained-ema: {path} has no EMA weights; leave --pretrained-ema out")
     saved = content.get("config")
     settings = saved if isinstance(saved, dict) and "arch" in saved else None
+    beside = {} if settings else read_timm_config(path)
+    content |= beside
     arch = settings["arch"] if settings else content.get("arch")
     classes, channels = content.get("classes"), content.get("normalization")
     return Weights(
@@ -152,6 +159,7 @@ def read_weights(path: Path, ema: bool | None = None) -> Weights:
         settings=settings,
         classes=tuple(classes) if isinstance(classes, list) else None,
         normalization=(tuple(channels["mean"]), tuple(channels["std"])) if channels else None,
+        timm_settings=beside.get("timm_settings"),
     )
 
 
@@ -354,6 +362,8 @@ def create_network(
             )
         for size in size_schedule(config).values():
             check_input(network.model, config.arch, size, config.batch_size, "--resize-schedule, image size")
+        if config.val_image_size != config.image_size:
+            check_input(network.model, config.arch, config.val_image_size, config.batch_size, "--val-image-size")
     if saved is not None:
         network = network._replace(normalization=saved)
     network.model.to(env.device)

@@ -70,8 +70,18 @@ class TrainConfig:
     )  # fmt: skip
     val_resize: int | None = _flag(
         None, DATA, "Shorter side before the centre crop, pixels.", MIN_8,
-        shown="image size x 8/7", unit="pixels", role="fixed", from_checkpoint=True,
+        shown="val image size x 8/7, or by the weights", unit="pixels", role="fixed", from_checkpoint=True,
     )  # fmt: skip
+    val_image_size: int | None = _flag(
+        None, DATA, "Evaluated side, pixels.", MIN_8,
+        shown="image size", unit="pixels", role="fixed", from_checkpoint=True,
+    )  # fmt: skip
+    val_crop: Literal["center", "squash"] | None = _flag(
+        None, DATA, "Evaluated crop.", shown="center", role="fixed", from_checkpoint=True
+    )
+    interpolation: Literal["bilinear", "bicubic", "random"] | None = _flag(
+        None, DATA, "Of each resize.", shown="bilinear, or by the weights", role="fixed", from_checkpoint=True
+    )
     val_split: str = _flag(
         "val", DATA, "Folder of the validation images, beside train/.", role="logged", from_checkpoint=True
     )
@@ -99,7 +109,7 @@ class TrainConfig:
     transform: str | None = _flag(None, DATA, "Your DALI graph, before --augment.", shown="off", metavar="FILE.py:NAME")
     dali_plugin: str | None = _flag(None, DATA, "Compiled operators for --transform.", shown="off", metavar="LIB.so")
     resize_schedule: str = _flag(
-        "", DATA, "Training sizes from epochs on, as 0:128,10:192; --image-size evaluates.",
+        "", DATA, "Training sizes from epochs on, as 0:128,10:192.",
         shown="off", metavar="EPOCH:PX,...", role="logged",
     )  # fmt: skip
     augment_schedule: str = _flag(
@@ -276,6 +286,9 @@ class ResolvedConfig(TrainConfig):
     cache: Literal["none", "gpu", "host"]
     prefetch: int
     val_resize: int
+    val_image_size: int
+    val_crop: Literal["center", "squash"]
+    interpolation: Literal["bilinear", "bicubic", "random"]
     workers: int
     processes: int
     num_classes: int
@@ -293,6 +306,17 @@ class ResolvedConfig(TrainConfig):
         super().__post_init__()
         unresolved = [name for name in ResolvedConfig.__annotations__ if getattr(self, name) in (None, "auto")]
         assert not unresolved, f"not resolved: {', '.join(unresolved)}"
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Undo of `to_dict`; a checkpoint without one of the keys below was trained so."""
+        size = values.get("image_size", TrainConfig.image_size)
+        return super().from_dict({"val_image_size": size, "val_crop": "center", "interpolation": "bilinear", **values})
+
+    @property
+    def val_interpolation(self) -> Literal["bilinear", "bicubic"]:
+        """Of evaluated images; as timm does it, "random" is of training crops alone."""
+        return "bicubic" if self.interpolation == "bicubic" else "bilinear"
 
 
 def flag_fields() -> list[dataclasses.Field[Any]]:

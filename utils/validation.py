@@ -37,15 +37,11 @@ def validate(config: TrainConfig) -> None:
 def _check_schedule_and_sizes(config: TrainConfig) -> None:
     """Numbers that limit each other, and schedules."""
     size_schedule(config)
+    check_sizes(config, is_final=not (config.evaluate or config.pretrained))
     if 0 in policy_schedule(config) and config.augment != "none":
         raise UserError(
             f"--augment {config.augment} with --augment-schedule {config.augment_schedule}: two policies in epoch 0; "
             "leave --augment out"
-        )
-    if config.val_resize is not None and config.val_resize < config.image_size:
-        raise UserError(
-            f"--val-resize {config.val_resize}: smaller than --image-size {config.image_size}; the centre crop "
-            f"must fit, try --val-resize {round(config.image_size * 8 / 7)}"
         )
     if config.warmup_epochs is not None and config.warmup_epochs >= config.epochs:
         raise UserError(
@@ -56,6 +52,17 @@ def _check_schedule_and_sizes(config: TrainConfig) -> None:
         raise UserError(
             f"--bce-target-thresh {config.bce_target_thresh:g} without --bce-loss: there is no such target; give "
             "--bce-loss"
+        )
+
+
+def check_sizes(config: TrainConfig, is_final: bool) -> None:
+    """Raise UserError unless the centre crop fits; `is_final`: no weights or checkpoint will change the sizes."""
+    size = config.val_image_size or (config.image_size if is_final or "image_size" in config.given else 0)
+    if config.val_resize is not None and config.val_resize < size:
+        name = "--val-image-size" if config.val_image_size else "--image-size"
+        raise UserError(
+            f"--val-resize {config.val_resize}: smaller than {name} {size}; the centre crop must fit, try "
+            f"--val-resize {round(size * 8 / 7)}"
         )
 
 

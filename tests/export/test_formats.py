@@ -167,6 +167,17 @@ def assert_timm_transform(trained: Trained, folder: Path) -> None:
             torch.testing.assert_close(transform(image)[None], Classifier(trained, "float").prepare(expected[None]))
 
 
+@pytest.mark.parametrize(("val_crop", "interpolation"), [("squash", "bicubic"), ("center", "random")])
+def test_timm_of_an_evaluation_at_another_size(tmp_path: Path, val_crop: str, interpolation: str) -> None:
+    settings: dict[str, Any] = {"val_crop": val_crop, "interpolation": interpolation}
+    trained = load_trained(write_checkpoint(tmp_path / "best.pt", val_image_size=48, val_resize=50, **settings))
+    write(trained, "timm", "float", tmp_path / "out")
+    assert_timm_transform(trained, tmp_path / "out")
+    evaluated = "bicubic" if interpolation == "bicubic" else "bilinear"
+    facts = trained.metadata
+    assert (facts["image_size"], facts["crop"], facts["interpolation"]) == (48, val_crop, evaluated)
+
+
 @pytest.mark.parametrize("size", [(160, 160), (96, 130)])
 def test_timm_of_a_network_that_is_built_for_one_size(tmp_path: Path, size: tuple[int, int]) -> None:
     image_size, val_resize = size

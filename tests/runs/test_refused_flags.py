@@ -15,7 +15,8 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
     *[(f"--{name} -1", (f"--{name} -1.0:", "must be 0 or more")) for name in (
         "weight-decay", "warmup-epochs", "mixup", "cutmix", "clip-grad"
     )],
-    *[(f"--{name} 4", (f"--{name} 4:", "must be 8 or more")) for name in ("image-size", "val-resize")],
+    *[(f"--{name} 4", (f"--{name} 4:", "must be 8 or more"))
+      for name in ("image-size", "val-resize", "val-image-size")],
     *[(f"--{name} {value}", (f"--{name} {float(value)}:", "at least 0 and less than 1"))
       for name in ("momentum", "label-smoothing", "ema-decay", "val-fraction", "drop-rate", "drop-path")
       for value in ("1", "1.5", "-0.1", "nan")],
@@ -34,12 +35,16 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
     (f"--seed {2**40}", (f"--seed {2**40}:", "less than 2147483648")),
     ("--loader foo", ("'--loader'", "'foo'", "dali, stock, proxy, torch, synthetic")),
     ("--decode foo", ("'--decode'", "'foo'", "auto, fused, full")),
+    ("--interpolation lanczos", ("'--interpolation'", "'lanczos'", "bilinear, bicubic, random")),
+    ("--val-crop border", ("'--val-crop'", "'border'", "center, squash")),
     ("--augment foo", ("'--augment'", "'foo'", "none, autoaugment, randaugment, trivialaugment")),
     ("--amp foo", ("'--amp'", "'foo'", "auto, bf16, fp16, none")),
     ("--device gpu", ("'--device'", "'gpu'", "auto, cuda, cpu")),
     # Combinations
     ("--bad-files ignore", ("'--bad-files'", "'ignore'", "error, skip")),
     ("--image-size 64 --val-resize 60", ("--val-resize 60:", "--image-size 64", "try --val-resize 73")),
+    ("--val-image-size 64 --val-resize 60", ("--val-resize 60:", "--val-image-size 64", "try --val-resize 73")),
+    ("--val-image-size 48", ("--val-resize 36:", "--val-image-size 48", "try --val-resize 55")),
     *[(f"--val-split {name}", (f"--val-split {name}:", "a folder beside train/, such as val"))
       for name in ("sub/val", "..")],
     ("--val-split train", ("--val-split train:", "--val-fraction 0.1 holds out a tenth of them")),
@@ -84,6 +89,10 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
     (
         "--resize-schedule 0:32,1:48 --arch vit_tiny_patch16_224",
         ("--resize-schedule, image size 48:", "vit_tiny_patch16_224 cannot compute"),
+    ),
+    (
+        "--val-image-size 48 --val-resize 48 --arch vit_tiny_patch16_224",
+        ("--val-image-size 48:", "vit_tiny_patch16_224 cannot compute"),
     ),
     ("--batch-size 1", ("--image-size 32:", "a batch of 1 ", "another --batch-size")),
     ("--optimizer sdg", ("--optimizer sdg:", "the closest are sgd, ")),

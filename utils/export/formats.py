@@ -49,13 +49,13 @@ class Format:
 
 def write_timm(trained: Trained, classifier: Classifier, metadata: dict[str, Any], folder: Path) -> None:
     """model.safetensors and config.json, as `timm.create_model("local-dir:FOLDER")` reads them."""
-    size = trained.config.image_size
+    size = trained.config.val_image_size
     mean, std = trained.normalization
     data_config = {
         "input_size": (3, size, size),
-        "interpolation": "bilinear",
+        "interpolation": trained.config.val_interpolation,
         "crop_pct": trained.crop_pct,
-        "crop_mode": "center",
+        "crop_mode": trained.config.val_crop,
         "mean": mean,
         "std": std,
     }
@@ -174,7 +174,7 @@ def read_pt2(folder: Path) -> Network:
 
 def example(trained: Trained, classifier: Classifier) -> Tensor:
     """Two images: torch.export takes a size of one for a constant."""
-    size = trained.config.image_size
+    size = trained.config.val_image_size
     return classifier.prepare(torch.zeros(2, size, size, 3, dtype=torch.uint8))
 
 

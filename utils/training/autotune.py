@@ -9,7 +9,7 @@ import torch
 from utils.config import ResolvedConfig, TrainConfig
 from utils.data.cache import decoded_bytes
 from utils.data.manifest import Manifest
-from utils.data.settings import BY_DALI, LoaderSettings, check_cache_fits, choose_loader_settings
+from utils.data.settings import BY_DALI, LoaderSettings, check_cache_fits, choose_loader_settings, resolve_pixels
 from utils.data.workers import check_sockets
 from utils.distributed.collectives import all_gather_object, raise_on_all_ranks, sync_errors
 from utils.distributed.group import DistEnv
@@ -95,7 +95,7 @@ def resolve(
         "prefetch": settings.prefetch,
         "device": "cuda" if on_cuda else "cpu",
         "num_classes": config.num_classes or len(classes),
-        "val_resize": config.val_resize or round(config.image_size * 8 / 7),
+        **resolve_pixels(config),
         "compile": compiled,
         # Without a compiler what lies between the kernels is not fused, which costs more than they gain.
         "fused_layers": on_cuda and compiled and not config.sync_bn

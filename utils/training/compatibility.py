@@ -29,6 +29,7 @@ from utils.training.changes import (
     changed_names,
     describe_consequences,
     excluded_of_run,
+    fingerprint_of,
     is_fixed,
     require_acceptable,
 )
@@ -85,7 +86,7 @@ def check_fingerprint(config: ResolvedConfig, splits: Splits, env: DistEnv, save
 
 def describe_changes(saved: Checkpoint, now: dict[str, Any], splits: Splits) -> str:
     """What differs from the checkpoint, then and now; `now` is the `run_fingerprint` of this launch."""
-    before = saved.record.fingerprint
+    before = fingerprint_of(saved)
     names = changed_names(saved, now)
     return "; ".join(_describe_change(name, before.get(name), now[name], saved, splits) for name in names)
 

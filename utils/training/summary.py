@@ -1,5 +1,8 @@
 """What is printed about a run at its start and at its end, and summary.json."""
 
+import itertools
+import operator
+
 import timm
 import torch
 
@@ -44,6 +47,7 @@ def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: C
         "model": _describe_model(run),
         "data": _describe_data(splits),
         "images": f"{len(splits['train']):,} train, {_describe_val(splits['val'])}, {_describe_sizes(config)}",
+        "pixels": _describe_pixels(run, "the checkpoint" if saved else settings.reasons.get("pretrained", "")),
         "batch": f"{run.sampler.global_batch_size} = {config.batch_size} images x {env.world_size} processes"
         f" x {config.grad_accum_steps}; {run.sampler.steps_per_epoch} steps per epoch",
         "lr": f"{lr:g} = {config.lr:g} x {run.sampler.global_batch_size} / 256, {_describe_optimizer(run)}",
@@ -59,7 +63,9 @@ def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: C
     usual, unusual = describe_optimizer(config)
     chosen = [usual] if usual else []
     if config.loader != "synthetic":
-        chosen += [f"{flag(name)} {getattr(config, name)}: {reason}" for name, reason in settings.reasons.items()]
+        reasons = [(name, reason) for name, reason in settings.reasons.items() if name != "pretrained"]
+        for reason, group in itertools.groupby(reasons, operator.itemgetter(1)):
+            chosen.append(f"{', '.join(f'{flag(name)} {getattr(config, name)}' for name, _ in group)}: {reason}")
     if chosen:
         facts["chosen"] = "; ".join(chosen)
     if skipped := describe_exclusions(splits, config.output_dir):
@@ -106,6 +112,18 @@ def _describe_optimizer(run: Run) -> str:
 def _describe_sizes(config: ResolvedConfig) -> str:
     schedules = {name: getattr(config, name) for name in ("resize_schedule", "augment_schedule")}
     return f"{config.image_size} px" + "".join(f", {flag(name)} {text}" for name, text in schedules.items() if text)
+
+
+def _describe_pixels(run: Run, source: str) -> str:
+    """Interpolation, the geometry of the evaluation, and normalization; `source` is of the latter, "" for timm's."""
+    config = run.config
+    source = source or f"timm's {config.arch}"
+    squashed = ", squashed" if config.val_crop == "squash" else ""
+    mean, std = (" ".join(f"{value:.4g}" for value in values) for values in run.record.normalization)
+    return (
+        f"{config.interpolation}; evaluated {config.val_interpolation} at {config.val_image_size} px of "
+        f"{config.val_resize}{squashed}; mean {mean}, std {std} of {source}"
+    )
 
 
 def _describe_model(run: Run) -> str:
