@@ -2,6 +2,7 @@
 
 import itertools
 import operator
+from collections.abc import Iterator
 
 import timm
 import torch
@@ -61,12 +62,7 @@ def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: C
     if state.ema is not None:
         facts["ema"] = describe_ema(state.ema, config.epochs * run.sampler.steps_per_epoch)
     usual, unusual = describe_optimizer(config)
-    chosen = [usual] if usual else []
-    if config.loader != "synthetic":
-        reasons = [(name, reason) for name, reason in settings.reasons.items() if name != "pretrained"]
-        for reason, group in itertools.groupby(reasons, operator.itemgetter(1)):
-            chosen.append(f"{', '.join(f'{flag(name)} {getattr(config, name)}' for name, _ in group)}: {reason}")
-    if chosen:
+    if chosen := [*([usual] if usual else []), *_describe_choices(config, settings)]:
         facts["chosen"] = "; ".join(chosen)
     if skipped := describe_exclusions(splits, config.output_dir):
         facts["skipped"] = skipped
@@ -83,6 +79,15 @@ def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: C
         run.log.info(f"warning: {line}")
     if run.is_done:
         run.log.info(_describe_early_end(run) if run.ends_early else _describe_end(run))
+
+
+def _describe_choices(config: ResolvedConfig, settings: LoaderSettings) -> Iterator[str]:
+    """Flags of the loaders that were chosen for one reason, and the reason."""
+    if config.loader == "synthetic":
+        return
+    reasons = [(name, reason) for name, reason in settings.reasons.items() if name != "pretrained"]
+    for reason, group in itertools.groupby(reasons, operator.itemgetter(1)):
+        yield f"{', '.join(f'{flag(name)} {getattr(config, name)}' for name, _ in group)}: {reason}"
 
 
 def _describe_data(splits: Splits) -> str:
