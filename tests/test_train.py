@@ -263,7 +263,7 @@ def test_pretrained_weights_start_a_run_but_not_its_resume(data: Path, tmp_path:
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(trained[name], parameter.detach())
     weights.unlink()
-    resumed = launch(*flags[:-2], "--epochs", 2)
+    resumed = launch(*flags, "--epochs", 2)
     assert resumed.status == 0, resumed.err
 
 

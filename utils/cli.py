@@ -289,7 +289,8 @@ class _Train(Program[TrainConfig]):
     def check_early(self, options: TrainConfig) -> None:
         if options.data_dir is not None:
             require_source(options.data_dir, options.stage_dir)
-        if options.pretrained not in (None, "timm"):
+        is_resumed = not options.evaluate and options.resume == "auto" and (options.output_dir / "last.pt").exists()
+        if options.pretrained not in (None, "timm") and not is_resumed:  # a checkpoint needs them no more
             require_weights(options.pretrained)
         if not options.evaluate:
             require_user_code(options)
