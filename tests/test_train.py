@@ -152,7 +152,7 @@ def test_resume_is_exact_on_three_ranks(data: Path, tmp_path: Path, exchange: st
 
 
 @pytest.mark.dist
-@pytest.mark.slow  # five launches; tests/distributed/test_launcher.py has what Slurm's variables mean
+@pytest.mark.slow  # processes of two launches; tests/distributed/test_launcher.py has what Slurm's variables mean
 def test_slurm_without_torchrun(data: Path, tmp_path: Path) -> None:
     """Two steps of one job at the same time, whose processes must not mix up the two groups."""
     flags = ("--data-dir", data, *TINY, "--epochs", 1, "--batch-size", 4)
