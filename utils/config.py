@@ -12,7 +12,20 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from utils.files import write_json
-from utils.flags import DATA, FIRST, MODEL, OPTIMISATION, PRECISION, RUN, SWITCHES, Role, flag, flag_info, kinds
+from utils.flags import (
+    AUGMENTATION,
+    DATA,
+    FIRST,
+    MODEL,
+    OPTIMISATION,
+    PRECISION,
+    RUN,
+    SWITCHES,
+    Role,
+    flag,
+    flag_info,
+    kinds,
+)
 from utils.flags import define_flag as _flag
 from utils.limits import ABOVE_0, MIN_0, MIN_1, MIN_8, Limit
 from utils.store_url import store_url
@@ -70,8 +83,18 @@ class TrainConfig:
     )  # fmt: skip
     val_resize: int | None = _flag(
         None, DATA, "Shorter side before the centre crop, pixels.", MIN_8,
-        shown="image size x 8/7", unit="pixels", role="fixed", from_checkpoint=True,
+        shown="val image size x 8/7, or by the weights", unit="pixels", role="fixed", from_checkpoint=True,
     )  # fmt: skip
+    val_image_size: int | None = _flag(
+        None, DATA, "Evaluated side, pixels.", MIN_8,
+        shown="image size", unit="pixels", role="fixed", from_checkpoint=True,
+    )  # fmt: skip
+    val_crop: Literal["center", "squash"] | None = _flag(
+        None, DATA, "Evaluated crop.", shown="center", role="fixed", from_checkpoint=True
+    )
+    interpolation: Literal["bilinear", "bicubic", "random"] | None = _flag(
+        None, DATA, "Of each resize.", shown="bilinear, or by the weights", role="fixed", from_checkpoint=True
+    )
     val_split: str = _flag(
         "val", DATA, "Folder of the validation images, beside train/.", role="logged", from_checkpoint=True
     )
@@ -94,43 +117,60 @@ class TrainConfig:
         None, DATA, "CPU threads (torch: workers) per process.", MIN_1, shown="its share of the cores"
     )
     augment: Literal["none", "autoaugment", "randaugment", "trivialaugment", "three-augment"] = _flag(
-        "none", DATA, "Policy, with any loader, after crop and flip.", role="fixed"
+        "none", AUGMENTATION, "Policy, with any loader.", role="fixed"
     )
     randaugment_magnitude: int = _flag(
-        9, DATA, "Out of 30; timm's m9 is 27.", Limit(minimum=0, maximum=30), role="fixed"
+        9, AUGMENTATION, "Of 30; timm's m9 is 27.", Limit(minimum=0, maximum=30), role="fixed"
     )
-    randaugment_ops: int = _flag(2, DATA, "Operations per image.", Limit(minimum=1, maximum=14), role="fixed")
-    randaugment_std: float = _flag(0.0, DATA, "Noise of the magnitude; timm's mstd x 3.", MIN_0, role="fixed")
+    randaugment_ops: int = _flag(2, AUGMENTATION, "Operations per image.", Limit(minimum=1, maximum=14), role="fixed")
+    randaugment_std: float = _flag(0.0, AUGMENTATION, "Its noise: 3 x timm's mstd.", MIN_0, role="fixed")
     color_jitter: float = _flag(
-        0.0, DATA, "Brightness, contrast, saturation by 1 ± this.", Limit(minimum=0, maximum=1),
+        0.0, AUGMENTATION, "As timm's, with no policy.", Limit(minimum=0, maximum=1),
         shown="0, off", role="fixed",
     )  # fmt: skip
     repeated_augmentation: int = _flag(
-        1, DATA, "Copies of an image in an epoch, of 1/N of them.", Limit(minimum=1, maximum=100),
+        1, AUGMENTATION, "Copies of an image, as timm.", Limit(minimum=1, maximum=100),
         shown="1, off", role="fixed",
     )  # fmt: skip
-    transform: str | None = _flag(None, DATA, "Your DALI graph, before --augment.", shown="off", metavar="FILE.py:NAME")
-    dali_plugin: str | None = _flag(None, DATA, "Compiled operators for --transform.", shown="off", metavar="LIB.so")
+    transform: str | None = _flag(
+        None, AUGMENTATION, "Your DALI graph, before --augment.", shown="off", metavar="FILE.py:NAME"
+    )
+    dali_plugin: str | None = _flag(
+        None, AUGMENTATION, "Compiled operators for --transform.", shown="off", metavar="LIB.so"
+    )
     resize_schedule: str = _flag(
-        "", DATA, "Training sizes from epochs on, as 0:128,10:192; --image-size evaluates.",
+        "", AUGMENTATION, "Training sizes from epochs on, as 0:128,10:192.",
         shown="off", metavar="EPOCH:PX,...", role="logged",
     )  # fmt: skip
     augment_schedule: str = _flag(
-        "", DATA, "Policies from epochs on, as 0:randaugment,80:none.",
+        "", AUGMENTATION, "Policies from epochs on.",
         shown="off", metavar="EPOCH:NAME,...", role="logged",
     )  # fmt: skip
-    crop_scale: float = _flag(0.08, DATA, "Minimum crop area fraction.", Limit(above=0, maximum=1), role="fixed")
-    hflip: float = _flag(0.5, DATA, "Probability of mirroring a training image.", _PROBABILITY, role="fixed")
-    mixup: float = _flag(0.0, DATA, "Mixup alpha; 0 is off.", MIN_0, role="fixed")
-    cutmix: float = _flag(0.0, DATA, "CutMix alpha; 0 is off.", MIN_0, role="fixed")
-    mixup_off_epoch: int = _flag(0, DATA, "Epochs with mixup and CutMix; 0: all.", MIN_0, unit="epochs", role="logged")
-    random_erase: float = _flag(0.0, DATA, "Probability of erasing a rectangle.", _PROBABILITY, role="fixed")
+    crop_scale: float = _flag(
+        0.08, AUGMENTATION, "Minimum crop area fraction.", Limit(above=0, maximum=1), role="fixed"
+    )
+    hflip: float = _flag(0.5, AUGMENTATION, "Probability of mirroring.", _PROBABILITY, role="fixed")
+    mixup: float = _flag(0.0, AUGMENTATION, "Mixup alpha; 0 is off.", MIN_0, role="fixed")
+    cutmix: float = _flag(0.0, AUGMENTATION, "CutMix alpha; 0 is off.", MIN_0, role="fixed")
+    mixup_off_epoch: int = _flag(0, AUGMENTATION, "Epochs with both; 0: all.", MIN_0, unit="epochs", role="logged")
+    random_erase: float = _flag(0.0, AUGMENTATION, "Probability of erasing.", _PROBABILITY, role="fixed")
 
     pretrained: str | None = _flag(None, MODEL, "timm's weights, or those in FILE.", shown="off", metavar="[FILE]")
     pretrained_ema: bool | None = _flag(None, MODEL, "FILE's EMA weights.", shown="if any")
     pretrained_head: Literal["auto", "keep", "new"] = _flag("auto", MODEL, "The weights' head.")
     num_classes: int | None = _flag(
         None, MODEL, "Outputs of the head.", MIN_1, shown="the folders", role="fixed", from_checkpoint=True
+    )
+    model_args: str | None = _flag(
+        None, MODEL, "Arguments of the architecture: a=1,b=[2,3].", shown=False, metavar="K=V",
+        role="fixed", from_checkpoint=True,
+    )  # fmt: skip
+    drop_rate: float | None = _flag(
+        None, MODEL, "Dropout, if not the architecture's.", _BELOW_1,
+        shown=False, role="logged", from_checkpoint=True,
+    )  # fmt: skip
+    drop_path: float | None = _flag(
+        None, MODEL, "Stochastic depth, likewise.", _BELOW_1, shown=False, role="logged", from_checkpoint=True
     )
     compile: bool | None = _flag(None, MODEL, "torch.compile the step.", shown="on CUDA", role="logged")
     fused_layers: bool | None = _flag(
@@ -151,10 +191,35 @@ class TrainConfig:
         None, OPTIMISATION, "Not on biases and 1-D weights; as timm.", MIN_0,
         shown="by optimizer; 1/32768 for sgd", role="fixed",
     )  # fmt: skip
+    optimizer_args: str | None = _flag(
+        None, OPTIMISATION, "More arguments of it: a=1,b=[2,3].", shown=False, metavar="K=V", role="fixed"
+    )
+    layer_decay: float | None = _flag(
+        None, OPTIMISATION, "Factor of --lr from layer to layer below.", Limit(above=0, maximum=1),
+        shown=False, role="fixed",
+    )  # fmt: skip
+    head_lr_scale: float | None = _flag(
+        None, OPTIMISATION, "Factor of --lr for the head.", ABOVE_0, shown="1", role="fixed"
+    )
+    freeze_epochs: int = _flag(
+        0, OPTIMISATION, "Epochs in which only the head trains.", MIN_0, unit="epochs", role="logged"
+    )
     warmup_epochs: float | None = _flag(
-        None, OPTIMISATION, "Linear warmup, epochs; then cosine to 0.", MIN_0,
+        None, OPTIMISATION, "Epochs of linear warmup.", MIN_0,
         shown="a tenth, at most 5", unit="epochs", role="logged",
     )  # fmt: skip
+    schedule: Literal["cosine", "linear", "step", "constant"] = _flag("cosine", OPTIMISATION, "Decay.", role="logged")
+    min_lr: float = _flag(0.0, OPTIMISATION, "Its end, per 256 images as --lr.", MIN_0, role="logged")
+    cooldown_epochs: int = _flag(0, OPTIMISATION, "Epochs at --min-lr at the end.", MIN_0, unit="epochs", role="logged")
+    decay_epochs: float | None = _flag(
+        None, OPTIMISATION, "Epochs between decays of step.", ABOVE_0, shown="30", unit="epochs", role="logged"
+    )
+    decay_rate: float | None = _flag(
+        None, OPTIMISATION, "Factor of each.", Limit(above=0, below=1), shown="0.1", role="logged"
+    )
+    bce_target_thresh: float | None = _flag(
+        None, OPTIMISATION, "--bce-loss: targets above are 1, others 0.", _BELOW_1, shown="off", role="logged"
+    )
     label_smoothing: float = _flag(
         0.1, OPTIMISATION, "Share of the target spread over all classes.", _BELOW_1, role="logged"
     )
@@ -187,16 +252,19 @@ class TrainConfig:
     max_restarts: int = _flag(0, RUN, "Restarts after a failure, with --processes.", MIN_0)
     accept_changes: bool = _flag(False, SWITCHES, "Go on from --resume PATH although the run differs from its own.")
     overwrite: bool = _flag(False, SWITCHES, "Replace what --resume does not continue.")
-    evaluate: bool = _flag(False, SWITCHES, "Only evaluate: best.pt, or --resume PATH.")
-    eval_flip: bool = _flag(False, SWITCHES, "With --evaluate: mean of an image's and its mirror's logits.")
+    evaluate: bool = _flag(False, SWITCHES, "Only evaluate best.pt or --resume.")
+    eval_flip: bool = _flag(False, SWITCHES, "Evaluates mirror images, too.")
+    bce_loss: bool = _flag(False, SWITCHES, "Loss: binary cross entropy.", role="logged")
+    grad_checkpointing: bool = _flag(False, SWITCHES, "Less memory, slower.", role="logged")
+    sync_bn: bool = _flag(False, SWITCHES, "Batch norm over all processes.", role="logged_if_several")
     seed: int = _flag(0, RUN, "Of weights, order and augmentation.", MIN_0, Limit(below=2**31), role="fixed")
     deterministic: bool = _flag(False, SWITCHES, "Same bits in every run; slower.", role="logged")
     log_steps: int = _flag(50, RUN, "Steps between lines of metrics.jsonl.", MIN_1, unit="steps")
-    report: bool = _flag(False, SWITCHES, "Also write report.html and report.json.")
-    tensorboard: bool = _flag(False, SWITCHES, "Also write TensorBoard events.")
+    report: bool = _flag(False, SWITCHES, "Also report.html and report.json.")
+    tensorboard: bool = _flag(False, SWITCHES, "Also TensorBoard events.")
     track: Literal["none", "trackio", "wandb", "mlflow"] = _flag("none", RUN, "Tracker.")
     track_project: str | None = _flag(None, RUN, "Project of the tracker.", shown="brisk")
-    track_checkpoint: bool = _flag(False, SWITCHES, "The tracker gets best.pt at the end, too.")
+    track_checkpoint: bool = _flag(False, SWITCHES, "The tracker gets best.pt, too.")
     time_limit: float = _flag(0.0, RUN, "Seconds until a save and stop; 0 is off.", MIN_0, unit="seconds")
     # A store that waits for much longer than this maximum does not wait at all.
     timeout: float = _flag(
@@ -251,6 +319,9 @@ class ResolvedConfig(TrainConfig):
     cache: Literal["none", "gpu", "host"]
     prefetch: int
     val_resize: int
+    val_image_size: int
+    val_crop: Literal["center", "squash"]
+    interpolation: Literal["bilinear", "bicubic", "random"]
     workers: int
     processes: int
     num_classes: int
@@ -268,6 +339,17 @@ class ResolvedConfig(TrainConfig):
         super().__post_init__()
         unresolved = [name for name in ResolvedConfig.__annotations__ if getattr(self, name) in (None, "auto")]
         assert not unresolved, f"not resolved: {', '.join(unresolved)}"
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Undo of `to_dict`; a checkpoint without one of the keys below was trained so."""
+        size = values.get("image_size", TrainConfig.image_size)
+        return super().from_dict({"val_image_size": size, "val_crop": "center", "interpolation": "bilinear", **values})
+
+    @property
+    def val_interpolation(self) -> Literal["bilinear", "bicubic"]:
+        """Of evaluated images; as timm does it, "random" is of training crops alone."""
+        return "bicubic" if self.interpolation == "bicubic" else "bilinear"
 
 
 def flag_fields() -> list[dataclasses.Field[Any]]:

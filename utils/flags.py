@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from utils.limits import Limit
 
-FIRST, DATA, MODEL = "First run", "Data", "Model"
+FIRST, DATA, AUGMENTATION, MODEL = "First run", "Data", "Augmentation", "Model"
 OPTIMISATION, PRECISION, RUN, SWITCHES = "Optimisation", "Precision", "Run", "Switches"
 
 # What a resume with another value of a flag does: it is refused, or the change is logged (always, or only with several

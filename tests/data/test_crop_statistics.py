@@ -64,8 +64,8 @@ def quantities(crops: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
     return {
         "area": width * height / (WIDTH * HEIGHT),
         "aspect": np.log(width / height),
-        "left": (left / (WIDTH - width))[narrow],
-        "top": (top / (HEIGHT - height))[low],
+        "left": left[narrow] / (WIDTH - width[narrow]),
+        "top": top[low] / (HEIGHT - height[low]),
     }
 
 

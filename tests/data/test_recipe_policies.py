@@ -50,7 +50,7 @@ def noisy_steps(magnitude: int, std: float) -> dict[tuple[Step, ...], float]:
     edges = [-math.inf, *[number + 0.5 for number in bins[:-1]], math.inf]
     of_bin = dict(zip(bins, np.diff(norm.cdf(edges, magnitude, std)), strict=True))
     names = torchvision("randaugment")._AUGMENTATION_SPACE
-    found = {}
+    found: dict[tuple[Step, ...], float] = {}
     for name in names:
         for step in variants("randaugment", name, bins):
             signs = len(variants("randaugment", name, [step[1]]))
@@ -105,7 +105,7 @@ def test_timms_magnitude_is_a_third(level: int) -> None:
 
 
 def waves(side: int = 48) -> ImageInfo:
-    """Columns that go up and down every 8 pixels, in a colour; what is left of the wave shows how much it was blurred."""
+    """Columns that go up and down every 8 pixels; what is left of the wave shows how much it was blurred."""
     column = np.cos(np.arange(side) * 2 * np.pi / 8)
     colour = 128 + column[None, :, None] * np.array([100, 80, 60])
     return np.broadcast_to(colour, (side, side, 3)).round().astype(np.uint8).copy()
@@ -120,7 +120,8 @@ def amplitude(image: ImageInfo) -> float:
 def kind_of(image: ImageInfo, original: ImageInfo) -> str:
     if (image == image[..., :1]).all():
         return "grayscale"
-    return "solarize" if np.array_equal(image, np.where(original < 128, original, 255 - original)) else "blur"
+    solarized = np.where(original < policies.SOLARIZE, original, 255 - original)
+    return "solarize" if np.array_equal(image, solarized) else "blur"
 
 
 @pytest.mark.parametrize("loader", LOADERS)
@@ -133,7 +134,7 @@ def test_three_augment_draws_each_equally_and_sigma_uniformly(loader: str) -> No
     sigmas = np.linspace(*policies.BLUR, 96)
     if loader == "torch":
         picture = Image.fromarray(original)
-        left = [amplitude(np.array(picture.filter(ImageFilter.GaussianBlur(sigma)))) for sigma in sigmas]
+        left = [amplitude(np.array(picture.filter(ImageFilter.GaussianBlur(sigma)))) for sigma in sigmas.tolist()]
     else:
         at = np.arange(-6, 7)
         kernels = [np.exp(-(at**2) / (2 * sigma**2)) for sigma in sigmas]
@@ -153,7 +154,7 @@ def test_operations_of_three_augment_are_timms() -> None:
     picture = Image.fromarray(original)
     solarize, desaturate, blur = (steps[0] for steps in timm_augment.auto_augment_policy("3a"))
     assert (solarize.name, desaturate.name, blur.name) == ("Solarize", "Desaturate", "GaussianBlurRand")
-    for kind, limit, sigma in [(0, 0.51, 1.0), (1, 0.0, 1.0), *[(2, 0.6, sigma) for sigma in (0.1, 0.5, 1.0, 2.0)]]:
+    for kind, limit, sigma in [(0, 0.01, 1.0), (1, 0.0, 1.0), *[(2, 0.6, sigma) for sigma in (0.1, 0.5, 1.0, 2.0)]]:
         operation = (policies._grayscale, policies._solarize, policies._blur)[kind]
         (found,) = in_graph(lambda images, value, use=operation: use(images, value), original, np.float32(sigma))
         expected = (desaturate(picture), solarize(picture), picture.filter(ImageFilter.GaussianBlur(sigma)))[kind]
@@ -169,7 +170,7 @@ def in_graph(operation: Any, image: ImageInfo, *values: Any) -> list[NDArray[Any
 
     @dali.pipeline_def(batch_size=1, num_threads=1, device_id=None, enable_conditionals=True)  # type: ignore[untyped-decorator]
     def pipeline() -> Any:
-        inputs = [dali.fn.external_source(lambda value=value: [value]) for value in values]
+        inputs = [dali.fn.external_source([[value]], cycle=True) for value in values]
         return operation(dali.fn.external_source(lambda: [image], layout="HWC"), *inputs)
 
     made = pipeline(prefetch_queue_depth=1)
@@ -210,9 +211,9 @@ def test_color_jitter_draws_uniformly(loader: str) -> None:
     contrast = (gray[:, 13, 13] - gray[:, 0, 0]) / 60 / brightness
     saturation = (drawn[:, 0, 13, 0] - drawn[:, 0, 13, 2]) / 55 / brightness / contrast
     for factor in (brightness, contrast, saturation):
-        assert kstest(factor, "uniform", (0.6, 0.8)).statistic < 0.06
-        assert 0.57 < factor.min() < 0.61
-        assert 1.39 < factor.max() < 1.45
+        assert kstest(factor, "uniform", (0.6, 0.8)).statistic < 0.045
+        assert 0.56 < factor.min() < 0.62
+        assert 1.37 < factor.max() < 1.47
     assert np.abs(np.corrcoef([brightness, contrast, saturation]) - np.eye(3)).max() < 0.1
 
 

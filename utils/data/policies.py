@@ -146,7 +146,8 @@ def _noisy_rand_augment(
 
 
 def _grayscale(images: Any, _: Any) -> Any:
-    return ops.color.op(images, 0.0)
+    gray = fn.color_space_conversion(images, image_type=types.RGB, output_type=types.GRAY)
+    return fn.color_space_conversion(gray, image_type=types.GRAY, output_type=types.RGB)
 
 
 def _solarize(images: Any, _: Any) -> Any:
