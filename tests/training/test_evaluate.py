@@ -127,6 +127,7 @@ def test_precision_of_the_forward_pass(cpu: DistEnv, dtype: torch.dtype, spacing
     assert result["loss"] == pytest.approx(loss, rel=1e-6)
 
 
+@torch.no_grad()
 def test_logits_of_mirror_images_are_averaged(cpu: DistEnv) -> None:
     images, targets = known_images(0)
     network = copying_network().eval()
