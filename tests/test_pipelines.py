@@ -22,7 +22,7 @@ from utils.data.formats.folder import scan, scan_splits
 from utils.data.sampler import Sampler, create_sampler
 from utils.distributed.group import DistEnv
 
-POLICIES = ("none", "autoaugment", "randaugment", "trivialaugment")
+POLICIES = ("none", "autoaugment", "randaugment", "trivialaugment", "three-augment")
 BASE = resolved(batch_size=8, image_size=32, val_resize=36, workers=2, decode="fused", hw_decoder_load=0.65, prefetch=4)
 
 

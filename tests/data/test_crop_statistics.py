@@ -17,7 +17,6 @@ import pipelines
 from tests.conftest import resolved
 from utils.data.formats.folder import scan
 from utils.data.manifest import Manifest
-from utils.data.policies import RATIO
 from utils.data.sampler import Sampler
 from utils.distributed.group import DistEnv
 
@@ -53,7 +52,7 @@ def drawn_by_torchvision(count: int) -> NDArray[np.float64]:
     """(4, count): left, top, width, height."""
     torch.manual_seed(0)
     image = Image.new("RGB", (WIDTH, HEIGHT))
-    found = [RandomResizedCrop.get_params(image, [SCALE, 1.0], list(RATIO)) for _ in range(count)]
+    found = [RandomResizedCrop.get_params(image, [SCALE, 1.0], [3 / 4, 4 / 3]) for _ in range(count)]
     top, left, height, width = np.array(found, dtype=np.float64).T
     return np.stack([left, top, width, height])
 

@@ -12,17 +12,18 @@ import pipelines
 from tests import shards
 from tests.conftest import assert_same, resolved
 from tests.harness import ROOT
+from tests.test_pipelines import RECIPES
 from utils.config import ResolvedConfig
 from utils.data.formats.folder import scan_splits
 from utils.data.manifest import synthetic
-from utils.data.sampler import Sampler
+from utils.data.sampler import Sampler, create_sampler
 from utils.data.user_code import load_user_code
 from utils.distributed.group import DistEnv
 from utils.network.augment import BatchAugment, Normalize
 
 pytestmark = pytest.mark.gpu
 
-POLICIES = ("none", "autoaugment", "randaugment", "trivialaugment")
+POLICIES = ("none", "autoaugment", "randaugment", "trivialaugment", "three-augment")
 
 
 def config_for(loader: str, **values: object) -> ResolvedConfig:
@@ -109,11 +110,11 @@ def test_mixed_batches_stay_in_channels_last(gpu: DistEnv, mix: dict[str, float]
 
 
 @pytest.mark.parametrize(("decode", "cache"), [("fused", "none"), ("full", "none"), ("full", "gpu"), ("full", "host")])
-@pytest.mark.parametrize("augment", POLICIES)
-def test_dali_continues_bit_for_bit(data: Path, gpu: DistEnv, decode: str, cache: str, augment: str) -> None:
-    config = config_for("dali", decode=decode, cache=cache, augment=augment)
+@pytest.mark.parametrize("flags", [*[{"augment": name} for name in POLICIES], *RECIPES], ids=str)
+def test_dali_continues_bit_for_bit(data: Path, gpu: DistEnv, decode: str, cache: str, flags: dict[str, Any]) -> None:
+    config = config_for("dali", decode=decode, cache=cache, **flags)
     train, _ = scan_splits(data)
-    sampler = Sampler(len(train), config.batch_size)
+    sampler = create_sampler(config, len(train), gpu)
     stream = pipelines.create_train_loader(config, train, sampler, gpu)
     for _ in range(3):
         next(stream)
