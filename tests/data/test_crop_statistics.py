@@ -73,8 +73,8 @@ def quantities(crops: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
     [
         ("dali", {"decode": "fused"}),
         ("dali", {"decode": "full"}),
-        ("dali", {"decode": "full", "cache": "host"}),
-        ("stock", {"decode": "fused"}),
+        pytest.param("dali", {"decode": "full", "cache": "host"}, marks=pytest.mark.slow),
+        pytest.param("stock", {"decode": "fused"}, marks=pytest.mark.slow),
         ("torch", {}),
     ],
 )
