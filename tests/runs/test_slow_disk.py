@@ -36,9 +36,9 @@ def counted_write(*arguments):
     writes += 1
     write(*arguments)
 
-def held_save(*arguments):
+def held_save(*arguments, **options):
     hold("copied")
-    save(*arguments)
+    save(*arguments, **options)
 
 def held_sync(file):
     if threading.current_thread() is not threading.main_thread():
