@@ -5,7 +5,7 @@ import dataclasses
 import difflib
 import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -13,14 +13,18 @@ import timm
 import timm.data
 import timm.models
 import torch
+from timm.models import PretrainedCfg
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from utils.arguments import model_options, refused_model_option
 from utils.config import ResolvedConfig
 from utils.distributed.collectives import sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import UserError, first_line
 from utils.network.fused_layers import swap_fused_layers
+from utils.network.timm_config import read_timm_config
+from utils.network.variants import apply_variants
 from utils.schedules import size_schedule
 from utils.validation import require_weights
 
@@ -52,6 +56,7 @@ class Weights:
         settings: the configuration of the run that wrote a checkpoint of Brisk.
         classes: class names in label order.
         normalization: see `normalization`.
+        timm_settings: of the config.json that lies beside a file of timm's.
     """
 
     source: str
@@ -60,7 +65,8 @@ class Weights:
     arch: str | None = None
     settings: dict[str, Any] | None = None
     classes: tuple[str, ...] | None = None
-    normalization: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+    normalization: Normalization | None = None
+    timm_settings: PretrainedCfg | None = None
 
 
 class HeadChoice(NamedTuple):
@@ -70,7 +76,13 @@ class HeadChoice(NamedTuple):
     reason: str
 
 
-def create_model(arch: str, num_classes: int, pretrained: bool = False, image_size: int = 224) -> nn.Module:
+def create_model(
+    arch: str,
+    num_classes: int,
+    pretrained: bool = False,
+    image_size: int = 224,
+    options: Mapping[str, Any] | None = None,
+) -> nn.Module:
     """Build a network.
 
     Args:
@@ -78,18 +90,23 @@ def create_model(arch: str, num_classes: int, pretrained: bool = False, image_si
         num_classes: outputs of the head.
         pretrained: whether to load timm's published weights; the head is random if its shape differs.
         image_size: side of the input, for networks that are built for one size (vision transformers).
+        options: more arguments of timm; see `model_options`.
 
     Raises:
-        UserError: unknown name, weights that are not available, or a size that the network rejects.
+        UserError: unknown name, weights that are not available, or a size or an option that the network rejects.
     """
     check_arch(arch)
-    sized = timm.get_pretrained_cfg(arch)
-    options = {"img_size": image_size} if sized is not None and sized.fixed_input_size else {}
+    sized, options = timm.get_pretrained_cfg(arch), options or {}
+    size = {"img_size": image_size} if sized is not None and sized.fixed_input_size else {}
     try:
         with warnings.catch_warnings():  # another name for the same network is no concern of the user's
             warnings.filterwarnings("ignore", "Mapping deprecated model name", module=r"timm\.models")
-            model: nn.Module = timm.create_model(arch, pretrained=pretrained, num_classes=num_classes, **options)
+            model: nn.Module = timm.create_model(
+                arch, pretrained=pretrained, num_classes=num_classes, **size, **options
+            )
     except Exception as error:
+        if refusal := refused_model_option(arch, options, error):
+            raise refusal from error
         reason = first_line(error, 200)
         if pretrained:
             raise UserError(
@@ -103,7 +120,8 @@ def read_weights(path: Path, ema: bool | None = None) -> Weights:
     """Read a weights file onto the CPU; nothing in it is executed.
 
     Args:
-        path: .safetensors, .pt or .pth with bare weights, or a checkpoint of Brisk or timm.
+        path: .safetensors, .pt or .pth with bare weights, or a checkpoint of Brisk or timm. The facts in a config.json
+            of timm beside it are read, too.
         ema: whether to take the moving average of a checkpoint; None takes it if there is one.
 
     Raises:
@@ -129,6 +147,8 @@ def read_weights(path: Path, ema: bool | None = None) -> Weights:
         raise UserError(f"--pretrained-ema: {path} has no EMA weights; leave --pretrained-ema out")
     saved = content.get("config")
     settings = saved if isinstance(saved, dict) and "arch" in saved else None
+    beside = {} if settings else read_timm_config(path)
+    content |= beside
     arch = settings["arch"] if settings else content.get("arch")
     classes, channels = content.get("classes"), content.get("normalization")
     return Weights(
@@ -139,6 +159,7 @@ def read_weights(path: Path, ema: bool | None = None) -> Weights:
         settings=settings,
         classes=tuple(classes) if isinstance(classes, list) else None,
         normalization=(tuple(channels["mean"]), tuple(channels["std"])) if channels else None,
+        timm_settings=beside.get("timm_settings"),
     )
 
 
@@ -252,7 +273,7 @@ def _num_outputs(weights: Weights, model: nn.Module, num_classes: int) -> int | 
     return sizes[-1] if sizes else None
 
 
-def check_input(model: nn.Module, arch: str, image_size: int, batch_size: int, source: str = "--image-size") -> None:
+def check_input(model: nn.Module, arch: str, image_size: int, batch_size: int, source: str = "--image-size") -> Any:
     """Raise UserError unless the network, as it is (for training or not), takes a batch of such images.
 
     Most need so many pixels; batch norm in training needs more than one value per channel. Only shapes are computed
@@ -264,17 +285,20 @@ def check_input(model: nn.Module, arch: str, image_size: int, batch_size: int, s
         image_size: side of the images.
         batch_size: images at once.
         source: of the size, for the message.
+
+    Returns:
+        What the network computes of one or two images.
     """
     shape = (min(batch_size, 2), 3, image_size, image_size)
     values = itertools.chain(model.named_parameters(), model.named_buffers())
     on_meta = {name: value.detach().to("meta") for name, value in values}
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            functional_call(model, on_meta, torch.zeros(shape, device="meta"))
+            return functional_call(model, on_meta, torch.zeros(shape, device="meta"))
     except Exception:
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                copy.deepcopy(model)(torch.zeros(shape))
+                return copy.deepcopy(model)(torch.zeros(shape))
         except Exception as error:
             made_for = cast(Any, model).pretrained_cfg["input_size"][-1]
             raise UserError(
@@ -323,14 +347,23 @@ def create_network(
         UserError: on all ranks: no such weights, or a network that does not take such images.
     """
     with sync_errors(env):  # weights may be missing on one machine
-        model = create_model(config.arch, config.num_classes, image_size=config.image_size)
+        options = model_options(config)
+        model = create_model(config.arch, config.num_classes, image_size=config.image_size, options=options)
         network = Network(model, normalization(model), "from scratch")
         if config.pretrained is not None and saved is None:
             network = load_pretrained(config, model, classes)
+        apply_variants(network.model, config, env)
         network.model.train(not config.evaluate)
-        check_input(network.model, config.arch, config.image_size, config.batch_size)
+        output = check_input(network.model, config.arch, config.image_size, config.batch_size)
+        if config.model_args and getattr(output, "shape", ())[1:] != (config.num_classes,):
+            raise UserError(
+                f"--model-args {config.model_args}: {config.arch} has no logits of {config.num_classes} classes with "
+                "it; leave out what changes the head"
+            )
         for size in size_schedule(config).values():
             check_input(network.model, config.arch, size, config.batch_size, "--resize-schedule, image size")
+        if config.val_image_size != config.image_size:
+            check_input(network.model, config.arch, config.val_image_size, config.batch_size, "--val-image-size")
     if saved is not None:
         network = network._replace(normalization=saved)
     network.model.to(env.device)
@@ -355,7 +388,7 @@ def load_pretrained(config: ResolvedConfig, model: nn.Module, classes: Sequence[
     if not published:
         load_weights(model, config.arch, weights, config.num_classes, keep_head)
         return Network(model, weights.normalization or normalization(model), origin, note)
-    model = create_model(config.arch, config.num_classes, True, config.image_size)
+    model = create_model(config.arch, config.num_classes, True, config.image_size, model_options(config))
     if not keep_head:
         cast(Any, model).reset_classifier(config.num_classes)
     return Network(model, normalization(model), origin, note)

@@ -32,6 +32,7 @@ from utils.data.dali import (
     NUM_PIPELINES,
     dali_device,
     decoder_options,
+    interpolation_of,
     on_device,
     pipeline_options,
     remove_generated_files,
@@ -132,7 +133,7 @@ def _random_crops(source: Any, config: ResolvedConfig, device: str) -> Any:
         roi_start=fn.stack(top, left),
         roi_end=fn.stack(bottom, right),
         roi_relative=config.decode == "fused",
-        interp_type=types.INTERP_LINEAR,
+        interp_type=interpolation_of(config.interpolation),
         antialias=True,
     )
 
@@ -159,7 +160,7 @@ def proxy_pipeline(config: ResolvedConfig, manifest: Manifest, device: str) -> A
 
 
 def _val_images(jpegs: Any, config: ResolvedConfig, device: str) -> Any:
-    """Resize of the shorter side and centre crop, in torchvision's exact geometry: uint8 HWC."""
+    """Resize and centre crop, in torchvision's exact geometry: uint8 HWC (val_image_size, val_image_size, 3)."""
     images = fn.decoders.image(
         jpegs,
         device="mixed" if device == "gpu" else "cpu",
@@ -169,23 +170,24 @@ def _val_images(jpegs: Any, config: ResolvedConfig, device: str) -> Any:
     # torchvision's Resize truncates the longer side, its CenterCrop rounds half to even; DALI's ops do neither.
     shape = images.shape(dtype=types.INT32)
     height, width = shape[0], shape[1]
-    shorter = dali.math.min(height, width)
-    height, width = config.val_resize * height // shorter, config.val_resize * width // shorter
+    # The side that becomes `val_resize`: the shorter one, or with "squash" each.
+    bases = (height, width) if config.val_crop == "squash" else (dali.math.min(height, width),) * 2
+    height, width = config.val_resize * height // bases[0], config.val_resize * width // bases[1]
     images = fn.resize(
         images,
         size=fn.cast(fn.stack(height, width), dtype=types.FLOAT),
-        interp_type=types.INTERP_LINEAR,
+        interp_type=interpolation_of(config.val_interpolation),
         antialias=True,
     )
-    anchor = fn.stack(_half_to_even(height - config.image_size), _half_to_even(width - config.image_size))
-    size = [config.image_size, config.image_size]
+    anchor = fn.stack(_half_to_even(height - config.val_image_size), _half_to_even(width - config.val_image_size))
+    size = [config.val_image_size] * 2
     images = fn.slice(images, anchor, size, axis_names="HW", normalized_anchor=False, normalized_shape=False)
     return images
 
 
 @dali.pipeline_def(exec_dynamic=True)  # type: ignore[untyped-decorator]
 def val_pipeline(source: Callable[[BatchInfo], Any], config: ResolvedConfig, device: str) -> Any:
-    """Resize of the shorter side and centre crop, in torchvision's exact geometry: uint8 NHWC, int64 (N, 1)."""
+    """Resize and centre crop, in torchvision's exact geometry: uint8 NHWC, int64 (N, 1)."""
     jpegs, targets = encoded_images(source)
     return _val_images(jpegs, config, device), on_device(targets, device)
 
@@ -198,7 +200,8 @@ def stock_train_pipeline(reader: dict[str, Any], config: ResolvedConfig, device:
     """
     jpegs, targets = read_files(reader, device)
     crop: dict[str, Any] = {"random_area": [config.crop_scale, 1.0], "random_aspect_ratio": list(RATIO)}
-    resize: dict[str, Any] = {"size": [config.image_size] * 2, "interp_type": types.INTERP_LINEAR, "antialias": True}
+    resize: dict[str, Any] = {"size": [config.image_size] * 2, "antialias": True}
+    resize["interp_type"] = interpolation_of(config.interpolation)
     decoder = decoder_options(config.hw_decoder_load, device)
     if config.decode == "fused":
         images = fn.resize(fn.decoders.image_random_crop(jpegs, **crop, **decoder), **resize)

@@ -7,6 +7,7 @@ config.json, metrics.jsonl, last.pt, best.pt and summary.json in --output-dir.
 """
 
 import contextlib
+import dataclasses
 import functools
 import sys
 import time
@@ -33,6 +34,7 @@ from utils.data.settings import LoaderSettings
 from utils.data.splits import Splits, check_files, initial_manifest, read_data, select_images
 from utils.data.staging import stage
 from utils.data.user_code import check_user_code
+from utils.distributed.collectives import sync_errors
 from utils.distributed.elastic import report_status
 from utils.distributed.group import DistEnv, process_group
 from utils.distributed.launcher import read_launch
@@ -52,9 +54,11 @@ from utils.training.checkpoint import Checkpoint
 from utils.training.checkpoint_writer import CheckpointWriter
 from utils.training.compatibility import check_fingerprint, create_record, resume_warnings
 from utils.training.evaluate import evaluate, evaluate_checkpoint, report_best
+from utils.training.lr_schedule import create_schedule
 from utils.training.mistakes import NUM_SAMPLES
-from utils.training.optim import check_optimizer, create_schedule
+from utils.training.optim import check_optimizer
 from utils.training.output import lock_output, prepare_output
+from utils.training.preprocessing import fill_preprocessing
 from utils.training.resume import files_to_replace, inherit_start, metrics_resume_point, open_checkpoint, restore
 from utils.training.run import Run
 from utils.training.state import create_state
@@ -165,7 +169,10 @@ def open_output(
     locked = lock_output(given.output_dir, env, stack)
     saved = open_checkpoint(given, env)
     given = inherit_start(given, saved)
+    with sync_errors(env):
+        given, by_weights = fill_preprocessing(given, saved)
     settings = choose_common_loader_settings(given, env, saved, listed["train"])
+    settings = dataclasses.replace(settings, reasons=settings.reasons | by_weights)
     config = resolve(given, listed["train"].classes, env, settings, saved)
     check_files(listed, config.data_dir, env)
     check_user_code(config, env)

@@ -34,7 +34,7 @@ if __name__ == "__main__":
 import typer
 
 from scripts.check_dataset import local_folder, record_signals
-from utils.cli import Program, number_option, train_flag, with_train_flags
+from utils.cli import Program, choice_option, number_option, train_flag, with_train_flags
 from utils.config import TrainConfig
 from utils.data.formats import parquet
 from utils.data.formats.sources import FORMATS, find_source, has_class_folders
@@ -49,6 +49,9 @@ SHARD_MB, QUALITY = 256.0, 90
 LOCK_SECONDS = 5.0  # for the processes of a conversion that was killed to end
 VERSION = 1
 WHOLE, NUMBER = number_option(int), number_option(float)
+
+
+Form = Literal["tar", "folder"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +70,7 @@ class Options:
 
     config: TrainConfig
     target: Path
-    to: Literal["tar", "folder"]
+    to: Form
     shard_size: float
     max_side: int | None
     quality: int
@@ -302,7 +305,7 @@ def write_splits(options: Options, config: TrainConfig, has_fingerprint: bool, s
 def read_options(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A data set, or a folder of parquet files.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write; new, empty, or begun before.")],
-    to: Annotated[Literal["tar", "folder"], typer.Option(help="Form to write.")] = "tar",
+    to: Annotated[Form, typer.Option(help="Form to write.", **choice_option(Form))] = "tar",
     shard_size: Annotated[float | None, typer.Option(help="Size of a shard, MB.", show_default="256", **NUMBER)] = None,
     max_side: Annotated[
         int | None, typer.Option(help="Longest side, pixels; larger images become JPEGs.", show_default="any", **WHOLE)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from typing import Annotated
-from urllib.error import HTTPError
+from urllib.error import HTTPError, URLError
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -88,12 +88,19 @@ def download(url: str, path: Path) -> None:
             if isinstance(error, HTTPError) and error.code == NOTHING_LEFT and before:
                 return  # a kill came after the last byte; its MD5 says whether it is whole
             failures = 1 if _size(path) > before else failures + 1
-            if failures == ATTEMPTS or (isinstance(error, HTTPError) and error.code in FINAL):
+            if failures == ATTEMPTS or _is_final(error):
                 raise UserError(
                     f"{url}: cannot be downloaded ({first_line(error)}); the same command goes on with it, and --url "
                     "takes another address, also file:///PATH of a copy"
                 ) from None
             time.sleep(PAUSE * 2 ** (failures - 1))
+
+
+def _is_final(error: Exception) -> bool:
+    """Whether another attempt would end likewise."""
+    if isinstance(error, HTTPError):
+        return error.code in FINAL
+    return isinstance(error, URLError) and isinstance(error.reason, FileNotFoundError)  # of file:///PATH
 
 
 def _append(url: str, path: Path) -> None:

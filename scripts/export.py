@@ -22,11 +22,12 @@ if __name__ == "__main__":
 
 import typer
 
-from utils.cli import REQUIRED, Program, train_flag, with_train_flags
+from utils.cli import REQUIRED, Program, choice_option, train_flag, with_train_flags
 from utils.errors import RunFailed, UserError, first_line
 from utils.log import emit
 
 FormatName = Literal["timm", "onnx", "torchscript", "pt2"]
+InputName = Literal["float", "uint8"]
 PACKAGES: dict[str, tuple[str, ...]] = {"onnx": ("onnx", "onnxruntime", "onnxscript")}
 
 
@@ -51,7 +52,7 @@ class Options:
     format: FormatName
     output_dir: Path
     ema: bool | None
-    input: Literal["float", "uint8"]
+    input: InputName
     half: bool
     check: bool
     check_data: Path | None
@@ -102,14 +103,19 @@ def export(options: Options) -> None:
 @with_train_flags(train_flag("output_dir", default=REQUIRED, shown=False, help="Where the files go."))
 def read_options(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A file, or the output folder of a run.")],
-    format: Annotated[FormatName, typer.Option(help="Form of the files; torchscript is deprecated by torch.")],
+    format: Annotated[
+        FormatName,
+        typer.Option(help="Form of the files; torchscript is deprecated by torch.", **choice_option(FormatName)),
+    ],
     ema: Annotated[
         bool | None,
         typer.Option("--ema/--no-ema", help="Take the moving average, or the model.", show_default="the better one"),
     ] = None,
     input: Annotated[
-        Literal["float", "uint8"],
-        typer.Option(help="Images: normalized NCHW, or pixels NHWC that are normalized inside."),
+        InputName,
+        typer.Option(
+            help="Images: normalized NCHW, or pixels NHWC that are normalized inside.", **choice_option(InputName)
+        ),
     ] = "float",
     half: Annotated[bool, typer.Option("--half", help="Compute in float16; input and logits stay.")] = False,
     check: Annotated[
@@ -133,23 +139,33 @@ def read_options(
     Exit status: 0 done, 1 the network cannot be exported, or the comparison failed; 2 wrong usage or a damaged
     checkpoint.
     """
-    if format == "timm" and half:
+    options = Options(checkpoint, format, output_dir, ema, input, half, check, check_data, overwrite, push)
+    _check(options)
+    return options
+
+
+def _check(options: Options) -> None:
+    """Refuse what does not go together."""
+    if options.format == "timm" and options.half:
         raise UserError("--half with --format timm: its files hold float32; leave it out, and call model.half()")
-    if format == "timm" and input == "uint8":
+    if options.format == "timm" and options.input == "uint8":
         raise UserError("--input uint8 with --format timm: timm's networks take normalized images; leave it out")
-    if push is not None and format != "timm":
-        raise UserError(f"--push {push} with --format {format}: the hub gets timm's files; give --format timm")
-    if check_data is not None and not check:
-        raise UserError(f"--check-data {check_data} with --no-check: nothing is compared; leave one of them out")
-    if check_data is not None and not check_data.is_dir():
-        raise UserError(f"--check-data {check_data}: no such folder; give a folder of images")
-    missing = [name for name in PACKAGES.get(format, ()) if importlib.util.find_spec(name) is None]
+    if options.push is not None and options.format != "timm":
+        raise UserError(
+            f"--push {options.push} with --format {options.format}: the hub gets timm's files; give --format timm"
+        )
+    if options.check_data is not None and not options.check:
+        raise UserError(
+            f"--check-data {options.check_data} with --no-check: nothing is compared; leave one of them out"
+        )
+    if options.check_data is not None and not options.check_data.is_dir():
+        raise UserError(f"--check-data {options.check_data}: no such folder; give a folder of images")
+    missing = [name for name in PACKAGES.get(options.format, ()) if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(
-            f"--format {format}: needs {', '.join(missing)}, not installed here; "
+            f"--format {options.format}: needs {', '.join(missing)}, not installed here; "
             "pip install -r requirements-export.txt -c constraints.txt"
         )
-    return Options(checkpoint, format, output_dir, ema, input, half, check, check_data, overwrite, push)
 
 
 PROGRAM = Program("export.py", read_options)

@@ -27,7 +27,7 @@ if __name__ == "__main__":
 
 import typer
 
-from utils.cli import REQUIRED, Program, number_option, train_flag, with_train_flags
+from utils.cli import REQUIRED, Program, choice_option, number_option, train_flag, with_train_flags
 from utils.data.inputs import expand_sources
 from utils.distributed.startup import print_once, show_first_line, start_program
 from utils.errors import UserError
@@ -51,8 +51,10 @@ def read_options(
         list[str], typer.Argument(metavar="SOURCE...", help="Images, folders, patterns in quotes, or shards.")
     ],
     topk: Annotated[int, typer.Option(help="Classes for each image, or all if there are fewer.", **WHOLE)] = 5,
-    format: Annotated[Format, typer.Option(help="Of the predictions.")] = "csv",
-    output_type: Annotated[OutputType, typer.Option(help="Probabilities, or the network's outputs.")] = "prob",
+    format: Annotated[Format, typer.Option(help="Of the predictions.", **choice_option(Format))] = "csv",
+    output_type: Annotated[
+        OutputType, typer.Option(help="Probabilities, or the network's outputs.", **choice_option(OutputType))
+    ] = "prob",
     ema: Annotated[
         bool | None, typer.Option(help="Use the moving average of the weights.", show_default="the better one")
     ] = None,

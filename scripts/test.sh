@@ -9,5 +9,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 use_environment requirements-dev.txt
-# Most of the time is spent on starting processes, so as many tests run at once as there are cores, 8 at most.
-exec "$PYTHON" -m pytest -m "not gpu and not slow and not slurm and not network" -n auto --maxprocesses 8 --dist worksteal "$@"
+# Tests often wait for processes, so three run at once on two cores, 8 at most.
+tests=$((($(nproc) * 3 + 1) / 2))
+exec "$PYTHON" -m pytest -m "not gpu and not slow and not slurm and not network" -n "$((tests < 8 ? tests : 8))" \
+    --dist worksteal "$@"

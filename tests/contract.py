@@ -46,7 +46,8 @@ def flags_of(program: Program[Any]) -> dict[str, dict[str, Any]]:
         if option.name == "version":  # which every program has
             continue
         kind, *_ = typing.get_args(annotations[option.name])
-        choices = list(typing.get_args(kind)) if typing.get_origin(kind) is typing.Literal else []
+        kinds = (kind, *typing.get_args(kind))  # of `Literal[...] | None` the first part
+        choices = next((list(typing.get_args(each)) for each in kinds if typing.get_origin(each) is typing.Literal), [])
         name = "/".join([*option.opts, *option.secondary_opts])
         help = option.help.removesuffix(f" {', '.join(choices)}.") if choices else option.help
         found[name] = {"default": _default(option), "choices": choices, "help": help}

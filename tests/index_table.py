@@ -52,15 +52,15 @@ HEADER = (
 )
 # Prints the images, then seconds, CPU seconds, seconds of `read_shards`, and MB by which the memory grew, and at most.
 READ = """
-import gc, json, os, resource, sys, time
+import gc, json, os, sys, time
 from pathlib import Path
 import torch, train
 from utils.config import TrainConfig
 from utils.data import splits
 from utils.distributed.group import DistEnv
 
-def resident():
-    return int(next(line for line in open("/proc/self/status") if line.startswith("VmRSS")).split()[1]) / 1e3
+def resident(name):  # MB; getrusage would count what the process had before its exec, the memory of its parent
+    return int(next(line for line in open("/proc/self/status") if line.startswith(name)).split()[1]) / 1e3
 
 inner = 0.0
 def timed(*arguments):
@@ -74,13 +74,13 @@ read_shards, splits.read_shards = splits.read_shards, timed
 env = DistEnv(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
 config = TrainConfig(data_dir=Path(sys.argv[1]), output_dir=Path(sys.argv[1], "run"), workers=int(sys.argv[2]))
 gc.collect()
-before, start, cpu = resident(), time.perf_counter(), sum(os.times()[:4])
+before, start, cpu = resident("VmRSS"), time.perf_counter(), sum(os.times()[:4])
 found = splits.read_data(config, env)
 seconds, cpu = time.perf_counter() - start, sum(os.times()[:4]) - cpu
-most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+most = resident("VmHWM")
 gc.collect()
 images = {split: len(manifest) for split, manifest in found.items()}
-print(json.dumps([images, seconds, cpu, inner, resident() - before, most - before]))
+print(json.dumps([images, seconds, cpu, inner, resident("VmRSS") - before, most - before]))
 """
 
 

@@ -1,4 +1,6 @@
-"""Writes docs/internals/refusals.md: each data set of refused_folders.py and refused_shards.py, and the message.
+"""Writes docs/internals/refusals.md: what is refused, and the message.
+
+Data sets are in refused_folders.py and refused_shards.py, command lines in refused_commands.py.
 
     python -m tests.refusals
 
@@ -16,6 +18,7 @@ from pathlib import Path
 
 import train
 from tests.harness import ROOT, Finished
+from tests.refused_commands import COMMANDS, Command, prepare
 from tests.refused_folders import FOLDERS, SHARDS, Case
 from tests.refused_shards import ARROW, LMDB, OTHERS, RECORDIO, TFRECORDS
 
@@ -28,16 +31,27 @@ FOREIGN = re.compile(
 )
 HEAD = """# What is refused, and how
 
+`tests/runs/test_refusals.py` runs every row, and `python -m tests.refusals` writes the page.
+
+## Data sets
+
 Every row is a data set and a command line, `train.py --data-dir DATA --output-dir RUN --device cpu` with the flags of
-the row. Each ends with exit status 2 and one line on standard error, before the output folder is made.
-`tests/runs/test_refusals.py` runs them all and compares them with this page, which `python -m tests.refusals` writes.
-WORDS are those of a library.
+the row. Each ends with exit status 2 and one line on standard error, before the output folder is made. WORDS are those
+of a library.
 
 Two things are no mistakes. RecordIO files need no `.idx`. A TFRecord or RecordIO file that was cut exactly between two
 records does not show it, unless its `.idx` lies beside it.
 
 | data | what is wrong | flags | exit status | message |
 |---|---|---|---|---|
+"""
+COMMANDS_HEAD = """
+## After training
+
+The scripts, in a folder with the files that `tests/refused_commands.py` writes. None of them is changed.
+
+| what is wrong | command | exit status | message |
+|---|---|---|---|
 """
 
 
@@ -75,6 +89,23 @@ def row(case: Case, done: Finished, folder: Path) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def command_row(command: Command, done: Finished) -> str:
+    """A row of the second table."""
+    message = done.err.rstrip("\n")
+    return f"| {command.what} | `{command.line}` | {done.status} | `{message}` |"
+
+
+def run_commands() -> Iterator[str]:
+    """The rows of the command lines, in this process."""
+    with tempfile.TemporaryDirectory() as name, contextlib.chdir(name):
+        prepare(Path())
+        for command in COMMANDS:
+            out, err = io.StringIO(), io.StringIO()
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                status = command.program(command.words)
+            yield command_row(command, Finished(status, out.getvalue(), err.getvalue()))
+
+
 def run(case: Case) -> str:
     """The row of a case, by train.py in this process."""
     out, err = io.StringIO(), io.StringIO()
@@ -84,5 +115,6 @@ def run(case: Case) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(HEAD + "".join(f"{run(case)}\n" for case in CASES))
+    tables = ((HEAD, map(run, CASES)), (COMMANDS_HEAD, run_commands()))
+    PAGE.write_text("".join(head + "".join(f"{line}\n" for line in rows) for head, rows in tables))
     sys.exit(0)

@@ -23,6 +23,7 @@ FIELDS = flag_fields()
 OTHER: dict[str, Any] = {
     "data_dir": Path("some/images"), "output_dir": Path("some/run"), "arch": "resnet18", "epochs": 7,
     "batch_size": 12, "lr": 3e-05, "loader": "torch", "decode": "full", "image_size": 64, "val_resize": 72,
+    "val_image_size": 72, "val_crop": "squash", "interpolation": "random",
     "hw_decoder_load": 0.5, "prefetch": 4, "cache": "none", "cuda_graph": False, "fused_layers": False,
     "grad_exchange": "flat",
     "grad_compression": "bf16",
@@ -30,7 +31,7 @@ OTHER: dict[str, Any] = {
     "random_erase": 0.1, "pretrained": "some.pt", "pretrained_ema": False, "pretrained_head": "new",
     "num_classes": 11, "compile": False, "grad_accum_steps": 2,
     "optimizer": "lamb", "momentum": 0.9, "weight_decay": 1e-4, "warmup_epochs": 0.5, "label_smoothing": 0.0,
-    "ema_decay": 0.9999, "clip_grad": 1.0, "amp": "none", "device": "cpu", "resume": "some/last.pt",
+    "ema_decay": 0.9999, "clip_grad": 1.0, "amp": "none", "device": "cuda", "resume": "some/last.pt",
     "checkpoint_steps": 100, "overwrite": True, "evaluate": True, "seed": 42, "deterministic": True, "log_steps": 5,
     "report": True, "tensorboard": True, "timeout": 60.0, "time_limit": 3600.0, "bad_files": "skip", "max_bad_steps": 3,
     "processes": 2, "max_restarts": 1, "mixup_off_epoch": 5, "resize_schedule": "2:32,5:64",
@@ -38,8 +39,18 @@ OTHER: dict[str, Any] = {
     "train_data": "a-*.tar", "val_data": "b-*.tar", "class_names": Path("names.txt"),
     "stage_dir": Path("stage"),
     "val_split": "valid", "val_fraction": 0.1, "eval_every": 2, "patience": 5,
+    "model_args": "a=1", "drop_rate": 0.1, "drop_path": 0.2, "bce_loss": True, "bce_target_thresh": 0.5,
+    "schedule": "linear", "min_lr": 1e-5, "cooldown_epochs": 3, "decay_epochs": 2.5, "decay_rate": 0.5,
+    "optimizer_args": "b=[1,2]", "layer_decay": 0.75, "head_lr_scale": 10.0, "freeze_epochs": 1,
+    "grad_checkpointing": True, "sync_bn": True,
     "track": "mlflow", "track_project": "flowers", "track_checkpoint": True,
 }  # fmt: skip
+# Without flags that exclude each other.
+COMPLETE: dict[str, dict[str, Any]] = {
+    "linear": {name: value for name, value in OTHER.items() if not name.startswith("decay_")},
+    "step": {name: value for name, value in OTHER.items() if name not in ("min_lr", "cooldown_epochs")}
+    | {"schedule": "step"},
+}
 
 
 def recipe(folder: Path, text: str) -> str:
@@ -121,14 +132,15 @@ def test_empty_recipe_and_null_change_nothing(tmp_path: Path) -> None:
         )
 
 
-def test_every_flag_reaches_its_field() -> None:
+@pytest.mark.parametrize("schedule", COMPLETE)
+def test_every_flag_reaches_its_field(schedule: str) -> None:
     words = []
-    for name, value in OTHER.items():
+    for name, value in COMPLETE[schedule].items():
         words += [flag(name)] if value is True else [f"--no-{flag(name)[2:]}"] if value is False else []
         words += [] if isinstance(value, bool) else [flag(name), str(value)]
     words[words.index("--resume") + 1] = "some.pt"  # `--evaluate --resume none` is refused without weights
     config = parse(words)
-    assert config.to_dict() == TrainConfig(**OTHER | {"resume": "some.pt"}).to_dict()
+    assert config.to_dict() == TrainConfig(**COMPLETE[schedule] | {"resume": "some.pt"}).to_dict()
     assert config.accept_changes, "which to_dict leaves out"
 
 
@@ -166,8 +178,9 @@ def test_two_output_folders_are_refused(words: list[str], message: str) -> None:
         parse(["--data-dir", "x", *words])
 
 
-def test_saved_config_is_a_recipe_of_the_same_run(tmp_path: Path) -> None:
-    config = TrainConfig(**OTHER)
+@pytest.mark.parametrize("schedule", COMPLETE)
+def test_saved_config_is_a_recipe_of_the_same_run(tmp_path: Path, schedule: str) -> None:
+    config = TrainConfig(**COMPLETE[schedule])
     assert OTHER.keys() == {field.name for field in FIELDS} - {"config", "name"}  # which is part of --output-dir
     assert not [field.name for field in FIELDS if field.name in OTHER and OTHER[field.name] == field.default]
     for saved in (config, TrainConfig(data_dir=Path("images"), weight_decay=1 / 32768)):
@@ -225,7 +238,7 @@ def test_help_lists_every_flag_once(help_text: str) -> None:
 
 def test_help_fits_the_terminal(help_text: str) -> None:
     lines = help_text.splitlines()
-    assert len(lines) <= 138
+    assert len(lines) <= 157
     assert max(map(len, lines)) <= 100
     assert "…" not in help_text  # nothing is cut off
 
@@ -255,7 +268,7 @@ def test_help_states_defaults_choices_and_exit_statuses(help_text: str) -> None:
 @pytest.mark.parametrize("field", FIELDS, ids=lambda field: str(field.name))
 def test_every_field_explains_itself(field: dataclasses.Field[Any]) -> None:
     assert re.fullmatch(r"\S.*\S\.", flag_info(field).help)
-    optional = isinstance(field.type, types.UnionType) and types.NoneType in typing.get_args(field.type)
+    optional = types.NoneType in typing.get_args(field.type)
     assert (field.default is None) == (optional or field.name == "output_dir")  # which TrainConfig fills in
 
 
@@ -290,9 +303,9 @@ def test_a_limit_names_its_bounds(limit: Limit, value: float, message: str) -> N
 def test_roles_name_flags_in_the_order_of_the_fields() -> None:
     assert flags_with_role("fixed")[:4] == ("arch", "loader", "image_size", "val_resize")
     assert flags_with_role("logged")[:4] == ("epochs", "lr", "val_split", "resize_schedule")
-    assert flags_with_role("logged_if_several") == ("grad_exchange", "grad_compression")
+    assert flags_with_role("logged_if_several") == ("grad_exchange", "grad_compression", "sync_bn")
     assert "overwrite" in flags_with_role("free")
-    assert evaluation_flags()[-2:] == ("num_classes", "amp")
+    assert evaluation_flags()[-2:] == ("drop_path", "amp")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)

@@ -44,6 +44,29 @@ def test_unknown_name_lists_close_ones(arch: str, closest: str) -> None:
     assert len(names.split(", ")) == 3
 
 
+def test_options_reach_the_network() -> None:
+    options = {"drop_rate": 0.3, "drop_path_rate": 0.2, "init_values": 1e-4}
+    model: Any = create_model("test_vit", 3, image_size=32, options=options)
+    assert model.head_drop.p == 0.3
+    assert model.blocks[-1].drop_path1.drop_prob == pytest.approx(0.2)
+    assert model.blocks[0].ls1.gamma[0].item() == pytest.approx(1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arch", "options", "message"),
+    [
+        ("vgg11", {"drop_path_rate": 0.1}, "--drop-path 0.1: vgg11 does not take drop_path_rate; leave it out"),
+        (ARCH, {"depth": 3}, f"--model-args depth=3: {ARCH} does not take depth; leave it out"),
+        ("test_vit", {"act_layer": "nothing"}, "--model-args act_layer=nothing: timm cannot build test_vit with it ("),
+        ("test_vit", {"drop_rate": 0.1, "depth": "x"}, "--model-args depth=x: timm cannot build test_vit with it ("),
+    ],
+)  # fmt: skip
+def test_options_that_a_network_does_not_take(arch: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        create_model(arch, 3, options=options)
+    assert str(caught.value).startswith(message)
+
+
 @pytest.mark.parametrize("num_classes", [1, 3, 1000])
 @pytest.mark.parametrize("arch", [ARCH, "test_vit"])
 def test_head_is_sized(arch: str, num_classes: int) -> None:

@@ -1,14 +1,17 @@
 """Loaders on real JPEGs, through real DALI pipelines."""
 
+import contextlib
 import dataclasses
 import io
 import itertools
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import timm.data
 import torch
 from PIL import Image
 
@@ -24,16 +27,17 @@ BASE = resolved(batch_size=8, image_size=32, val_resize=36, workers=2, decode="f
 
 
 def config_for(**values: Any) -> ResolvedConfig:
-    return dataclasses.replace(BASE, **values)
+    size = {"val_image_size": values["image_size"]} if "image_size" in values else {}
+    return dataclasses.replace(BASE, **size | values)
 
 
 @pytest.mark.parametrize("loader", ["dali", "stock", "proxy", "torch", "synthetic"])
 def test_batches_have_the_promised_form(data: Path, cpu: DistEnv, loader: str) -> None:
     train, val = scan_splits(data)
-    config = config_for(loader=loader)
+    config = config_for(loader=loader, val_image_size=40, val_resize=45)
     stream = pipelines.create_train_loader(config, train, Sampler(len(train), 8), cpu)
-    for batch in (next(stream), next(iter(pipelines.create_val_loader(config, val, cpu)))):
-        assert batch.images.shape == (8, 3, 32, 32)
+    for size, batch in ((32, next(stream)), (40, next(iter(pipelines.create_val_loader(config, val, cpu))))):
+        assert batch.images.shape == (8, 3, size, size)
         assert batch.images.dtype == torch.uint8
         assert batch.images.is_contiguous(memory_format=torch.channels_last)
         assert batch.targets.shape == (8,)
@@ -185,6 +189,91 @@ def test_validation_geometry_is_torchvisions(tmp_path: Path, cpu: DistEnv, size:
         for loader in ("dali", "torch")
     )
     assert (ours - theirs).abs().max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("interpolation", "crop_mode", "crop_pct", "size"),
+    [
+        ("bilinear", "center", 0.875, 224),
+        ("bicubic", "center", 0.95, 224),
+        ("bicubic", "center", 1.0, 288),
+        ("bicubic", "squash", 0.9, 192),
+    ],
+)
+def test_validation_images_are_timms(
+    tmp_path: Path, cpu: DistEnv, interpolation: Any, crop_mode: Any, crop_pct: float, size: int
+) -> None:
+    write_photos(tmp_path / "val" / "a", [(500, 375), (375, 500), (301, 257), (120, 333)])
+    val, resized = scan(tmp_path, "val"), math.floor(size / crop_pct)
+    timms = timm.data.create_transform(
+        size, interpolation=interpolation, crop_mode=crop_mode, crop_pct=crop_pct, normalize=False
+    )
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(Image.open(val.record(index).name)) for index in range(len(val))]
+        expected = torch.stack([timms(file) for file in files])
+    options = {"val_image_size": size, "val_crop": crop_mode, "interpolation": interpolation}
+    for loader, largest in (("torch", 0), ("dali", 1), ("stock", 1)):
+        config = config_for(loader=loader, val_resize=resized, **options)
+        found = next(iter(pipelines.create_val_loader(config, val, cpu))).images
+        difference = (found.int() - expected.int()).abs()
+        assert difference.max() <= largest, loader
+        assert difference.float().mean() < 0.3
+
+
+def write_photos(folder: Path, sizes: list[tuple[int, int]]) -> None:
+    """JPEGs (width, height) of soft spots."""
+    folder.mkdir(parents=True)
+    random = np.random.default_rng(0)
+    for number, (width, height) in enumerate(sizes):
+        spots = random.integers(0, 256, size=(height // 8, width // 8, 3), dtype=np.uint8)
+        image = Image.fromarray(spots).resize((width, height), Image.Resampling.BICUBIC)
+        image.save(folder / f"{number}.jpg", quality=95)
+
+
+def kinds_of(images: torch.Tensor) -> list[str]:
+    """How each image of stripes was made larger: only bicubic interpolation goes beyond their values."""
+    beyond = (images.amin(dim=(1, 2, 3)) < 60) & (images.amax(dim=(1, 2, 3)) > 196)
+    within = (images.amin(dim=(1, 2, 3)) >= 63) & (images.amax(dim=(1, 2, 3)) <= 193)
+    assert bool((beyond ^ within).all())
+    return ["bicubic" if each else "bilinear" for each in beyond.tolist()]
+
+
+@pytest.mark.parametrize(
+    ("loader", "decode"),
+    [
+        ("dali", "fused"),
+        ("dali", "full"),
+        ("stock", "fused"),
+        ("stock", "full"),
+        ("torch", "full"),
+        pytest.param("proxy", "full", marks=pytest.mark.slow),
+    ],
+)
+def test_interpolation(tmp_path: Path, cpu: DistEnv, loader: str, decode: str) -> None:
+    """Of crops and of validation images; "random" is of each crop, and validates bilinear."""
+    stripes = np.where(np.arange(64) // 8 % 2, 192, 64).astype(np.uint8)[None, :, None].repeat(64, 0).repeat(3, 2)
+    for split in ("train", "val"):
+        (tmp_path / split / "a").mkdir(parents=True)
+        for number in range(32):
+            Image.fromarray(stripes).save(tmp_path / split / "a" / f"{number}.png")
+    train, val = scan(tmp_path, "train"), scan(tmp_path, "val")
+    for name in ("bilinear", "bicubic", "random"):
+        config = config_for(
+            loader=loader, decode=decode, interpolation=name, crop_scale=0.5, image_size=96, val_resize=100
+        )
+        sampler = Sampler(len(train), 8)
+        stream = pipelines.create_train_loader(config, train, sampler, cpu)
+        crops = [kinds_of(next(stream).images) for _ in range(2)]
+        state = stream.state()
+        crops.append(kinds_of(next(stream).images))
+        stream.close()
+        assert {kind for batch in crops for kind in batch} == ({"bilinear", "bicubic"} if name == "random" else {name})
+        if loader != "proxy":
+            resumed = pipelines.create_train_loader(config, train, sampler, cpu, 2, state)
+            assert kinds_of(next(resumed).images) == crops[-1]
+            resumed.close()
+        validated = kinds_of(next(iter(pipelines.create_val_loader(config, val, cpu))).images)
+        assert set(validated) == {"bicubic" if name == "bicubic" else "bilinear"}
 
 
 def test_validation_covers_every_image_once(tmp_path: Path, cpu: DistEnv) -> None:

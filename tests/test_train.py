@@ -152,6 +152,7 @@ def test_resume_is_exact_on_three_ranks(data: Path, tmp_path: Path, exchange: st
 
 
 @pytest.mark.dist
+@pytest.mark.slow  # processes of two launches; tests/distributed/test_launcher.py has what Slurm's variables mean
 def test_slurm_without_torchrun(data: Path, tmp_path: Path) -> None:
     """Two steps of one job at the same time, whose processes must not mix up the two groups."""
     flags = ("--data-dir", data, *TINY, "--epochs", 1, "--batch-size", 4)
@@ -214,6 +215,7 @@ def test_files_that_only_one_rank_sees(data: Path, tmp_path: Path, what: str) ->
     assert (ranks[1].status, ranks[1].err) == (2, "")
 
 
+@pytest.mark.slow
 def test_standard_output_on_a_full_disk(data: Path, tmp_path: Path) -> None:
     """The run continues, and ends well."""
     flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--epochs", 2, "--output-dir", tmp_path)
@@ -222,7 +224,8 @@ def test_standard_output_on_a_full_disk(data: Path, tmp_path: Path) -> None:
     assert read_checkpoint(tmp_path)["epoch"] == 2
 
 
-@pytest.mark.parametrize("loader", ["dali", pytest.param("proxy", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("loader", ["dali", "proxy"])
 def test_a_killed_run_leaves_no_generated_files(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loader: str
 ) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
@@ -190,6 +191,12 @@ def number_option(kind: type[int] | type[float]) -> dict[str, Any]:
     return {"parser": number, "metavar": kind.__name__.upper()}
 
 
+def choice_option(words: Any) -> dict[str, Any]:
+    """Typer's arguments for reading one of the words of a Literal, as train.py reads them."""
+    names = typing.get_args(words)
+    return {"parser": functools.partial(_choice, names), "metavar": "|".join(names)}
+
+
 def _parameter(field: dataclasses.Field[Any], info: FlagInfo, default: Any) -> inspect.Parameter:
     """The parameter of a function from which Typer makes the option of a field."""
     option = typer.Option(
@@ -282,7 +289,8 @@ class _Train(Program[TrainConfig]):
     def check_early(self, options: TrainConfig) -> None:
         if options.data_dir is not None:
             require_source(options.data_dir, options.stage_dir)
-        if options.pretrained not in (None, "timm"):
+        is_resumed = not options.evaluate and options.resume == "auto" and (options.output_dir / "last.pt").exists()
+        if options.pretrained not in (None, "timm") and not is_resumed:  # a checkpoint needs them no more
             require_weights(options.pretrained)
         if not options.evaluate:
             require_user_code(options)

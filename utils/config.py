@@ -70,8 +70,18 @@ class TrainConfig:
     )  # fmt: skip
     val_resize: int | None = _flag(
         None, DATA, "Shorter side before the centre crop, pixels.", MIN_8,
-        shown="image size x 8/7", unit="pixels", role="fixed", from_checkpoint=True,
+        shown="val image size x 8/7, or by the weights", unit="pixels", role="fixed", from_checkpoint=True,
     )  # fmt: skip
+    val_image_size: int | None = _flag(
+        None, DATA, "Evaluated side, pixels.", MIN_8,
+        shown="image size", unit="pixels", role="fixed", from_checkpoint=True,
+    )  # fmt: skip
+    val_crop: Literal["center", "squash"] | None = _flag(
+        None, DATA, "Evaluated crop.", shown="center", role="fixed", from_checkpoint=True
+    )
+    interpolation: Literal["bilinear", "bicubic", "random"] | None = _flag(
+        None, DATA, "Of each resize.", shown="bilinear, or by the weights", role="fixed", from_checkpoint=True
+    )
     val_split: str = _flag(
         "val", DATA, "Folder of the validation images, beside train/.", role="logged", from_checkpoint=True
     )
@@ -99,7 +109,7 @@ class TrainConfig:
     transform: str | None = _flag(None, DATA, "Your DALI graph, before --augment.", shown="off", metavar="FILE.py:NAME")
     dali_plugin: str | None = _flag(None, DATA, "Compiled operators for --transform.", shown="off", metavar="LIB.so")
     resize_schedule: str = _flag(
-        "", DATA, "Training sizes from epochs on, as 0:128,10:192; --image-size evaluates.",
+        "", DATA, "Training sizes from epochs on, as 0:128,10:192.",
         shown="off", metavar="EPOCH:PX,...", role="logged",
     )  # fmt: skip
     augment_schedule: str = _flag(
@@ -118,6 +128,17 @@ class TrainConfig:
     pretrained_head: Literal["auto", "keep", "new"] = _flag("auto", MODEL, "The weights' head.")
     num_classes: int | None = _flag(
         None, MODEL, "Outputs of the head.", MIN_1, shown="the folders", role="fixed", from_checkpoint=True
+    )
+    model_args: str | None = _flag(
+        None, MODEL, "Arguments of the architecture: a=1,b=[2,3].", shown=False, metavar="K=V",
+        role="fixed", from_checkpoint=True,
+    )  # fmt: skip
+    drop_rate: float | None = _flag(
+        None, MODEL, "Dropout, if not the architecture's.", _BELOW_1,
+        shown=False, role="logged", from_checkpoint=True,
+    )  # fmt: skip
+    drop_path: float | None = _flag(
+        None, MODEL, "Stochastic depth, likewise.", _BELOW_1, shown=False, role="logged", from_checkpoint=True
     )
     compile: bool | None = _flag(None, MODEL, "torch.compile the step.", shown="on CUDA", role="logged")
     fused_layers: bool | None = _flag(
@@ -138,10 +159,35 @@ class TrainConfig:
         None, OPTIMISATION, "Not on biases and 1-D weights; as timm.", MIN_0,
         shown="by optimizer; 1/32768 for sgd", role="fixed",
     )  # fmt: skip
+    optimizer_args: str | None = _flag(
+        None, OPTIMISATION, "More arguments of it: a=1,b=[2,3].", shown=False, metavar="K=V", role="fixed"
+    )
+    layer_decay: float | None = _flag(
+        None, OPTIMISATION, "Factor of --lr from layer to layer below.", Limit(above=0, maximum=1),
+        shown=False, role="fixed",
+    )  # fmt: skip
+    head_lr_scale: float | None = _flag(
+        None, OPTIMISATION, "Factor of --lr for the head.", ABOVE_0, shown="1", role="fixed"
+    )
+    freeze_epochs: int = _flag(
+        0, OPTIMISATION, "Epochs in which only the head trains.", MIN_0, unit="epochs", role="logged"
+    )
     warmup_epochs: float | None = _flag(
-        None, OPTIMISATION, "Linear warmup, epochs; then cosine to 0.", MIN_0,
+        None, OPTIMISATION, "Epochs of linear warmup.", MIN_0,
         shown="a tenth, at most 5", unit="epochs", role="logged",
     )  # fmt: skip
+    schedule: Literal["cosine", "linear", "step", "constant"] = _flag("cosine", OPTIMISATION, "Decay.", role="logged")
+    min_lr: float = _flag(0.0, OPTIMISATION, "Its end, per 256 images as --lr.", MIN_0, role="logged")
+    cooldown_epochs: int = _flag(0, OPTIMISATION, "Epochs at --min-lr at the end.", MIN_0, unit="epochs", role="logged")
+    decay_epochs: float | None = _flag(
+        None, OPTIMISATION, "Epochs between decays of step.", ABOVE_0, shown="30", unit="epochs", role="logged"
+    )
+    decay_rate: float | None = _flag(
+        None, OPTIMISATION, "Factor of each.", Limit(above=0, below=1), shown="0.1", role="logged"
+    )
+    bce_target_thresh: float | None = _flag(
+        None, OPTIMISATION, "--bce-loss: targets above are 1, others 0.", _BELOW_1, shown="off", role="logged"
+    )
     label_smoothing: float = _flag(
         0.1, OPTIMISATION, "Share of the target spread over all classes.", _BELOW_1, role="logged"
     )
@@ -174,15 +220,18 @@ class TrainConfig:
     max_restarts: int = _flag(0, RUN, "Restarts after a failure, with --processes.", MIN_0)
     accept_changes: bool = _flag(False, SWITCHES, "Go on from --resume PATH although the run differs from its own.")
     overwrite: bool = _flag(False, SWITCHES, "Replace what --resume does not continue.")
-    evaluate: bool = _flag(False, SWITCHES, "Only evaluate: best.pt, or --resume PATH.")
+    evaluate: bool = _flag(False, SWITCHES, "Only evaluate best.pt or --resume.")
+    bce_loss: bool = _flag(False, SWITCHES, "Loss: binary cross entropy.", role="logged")
+    grad_checkpointing: bool = _flag(False, SWITCHES, "Less memory, slower.", role="logged")
+    sync_bn: bool = _flag(False, SWITCHES, "Batch norm over all processes.", role="logged_if_several")
     seed: int = _flag(0, RUN, "Of weights, order and augmentation.", MIN_0, Limit(below=2**31), role="fixed")
     deterministic: bool = _flag(False, SWITCHES, "Same bits in every run; slower.", role="logged")
     log_steps: int = _flag(50, RUN, "Steps between lines of metrics.jsonl.", MIN_1, unit="steps")
-    report: bool = _flag(False, SWITCHES, "Also write report.html and report.json.")
-    tensorboard: bool = _flag(False, SWITCHES, "Also write TensorBoard events.")
+    report: bool = _flag(False, SWITCHES, "Also report.html and report.json.")
+    tensorboard: bool = _flag(False, SWITCHES, "Also TensorBoard events.")
     track: Literal["none", "trackio", "wandb", "mlflow"] = _flag("none", RUN, "Tracker.")
     track_project: str | None = _flag(None, RUN, "Project of the tracker.", shown="brisk")
-    track_checkpoint: bool = _flag(False, SWITCHES, "The tracker gets best.pt at the end, too.")
+    track_checkpoint: bool = _flag(False, SWITCHES, "The tracker gets best.pt, too.")
     time_limit: float = _flag(0.0, RUN, "Seconds until a save and stop; 0 is off.", MIN_0, unit="seconds")
     # A store that waits for much longer than this maximum does not wait at all.
     timeout: float = _flag(
@@ -237,6 +286,9 @@ class ResolvedConfig(TrainConfig):
     cache: Literal["none", "gpu", "host"]
     prefetch: int
     val_resize: int
+    val_image_size: int
+    val_crop: Literal["center", "squash"]
+    interpolation: Literal["bilinear", "bicubic", "random"]
     workers: int
     processes: int
     num_classes: int
@@ -254,6 +306,17 @@ class ResolvedConfig(TrainConfig):
         super().__post_init__()
         unresolved = [name for name in ResolvedConfig.__annotations__ if getattr(self, name) in (None, "auto")]
         assert not unresolved, f"not resolved: {', '.join(unresolved)}"
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Undo of `to_dict`; a checkpoint without one of the keys below was trained so."""
+        size = values.get("image_size", TrainConfig.image_size)
+        return super().from_dict({"val_image_size": size, "val_crop": "center", "interpolation": "bilinear", **values})
+
+    @property
+    def val_interpolation(self) -> Literal["bilinear", "bicubic"]:
+        """Of evaluated images; as timm does it, "random" is of training crops alone."""
+        return "bicubic" if self.interpolation == "bicubic" else "bilinear"
 
 
 def flag_fields() -> list[dataclasses.Field[Any]]:

@@ -1,13 +1,15 @@
-"""Values that change from an epoch on, as a flag gives them: `0:128,10:192,16:224`."""
+"""Values that change from an epoch on, as a flag gives them: `0:128,10:192,16:224`; and the lengths of schedules."""
 
 from collections.abc import Callable
 from typing import TypeVar
 
 from utils.config import TrainConfig, choices
 from utils.errors import UserError
+from utils.flags import flag
 from utils.limits import MIN_8
 
 Value = TypeVar("Value")
+DECAY_EPOCHS = 30.0  # of --schedule step, as for ImageNet in the ResNet paper (arXiv:1512.03385)
 
 
 def parse_schedule(flag: str, text: str, read: Callable[[str], Value]) -> dict[int, Value]:
@@ -68,3 +70,38 @@ def policy_schedule(config: TrainConfig) -> dict[int, str]:
         return text
 
     return parse_schedule("--augment-schedule", config.augment_schedule, read)
+
+
+def decay_epochs(config: TrainConfig) -> float:
+    """`--decay-epochs`, or what is usual."""
+    return DECAY_EPOCHS if config.decay_epochs is None else config.decay_epochs
+
+
+def check_lr_schedule(config: TrainConfig) -> None:
+    """Raise UserError for flags that `--schedule` does not use, and for parts of it that have no epoch."""
+    decays = config.schedule in ("cosine", "linear")
+    for name in ("min_lr", "cooldown_epochs") if not decays else ():
+        if value := getattr(config, name):
+            raise UserError(
+                f"{flag(name)} {value:g} with --schedule {config.schedule}: not used; leave it out, or use cosine or "
+                "linear"
+            )
+    for name in ("decay_epochs", "decay_rate") if config.schedule != "step" else ():
+        if (value := getattr(config, name)) is not None:
+            raise UserError(f"{flag(name)} {value:g} with --schedule {config.schedule}: not used; use --schedule step")
+    if config.schedule == "step" and decay_epochs(config) >= config.epochs:
+        raise UserError(
+            f"--decay-epochs {decay_epochs(config):g}: must be less than --epochs {config.epochs}, or the rate "
+            "never falls; lower it, or use --schedule constant"
+        )
+    if config.cooldown_epochs and not config.min_lr:
+        raise UserError(
+            f"--cooldown-epochs {config.cooldown_epochs} without --min-lr: these epochs would have a rate of 0; give "
+            "--min-lr"
+        )
+    warmup = config.warmup_epochs or 0.0
+    if config.cooldown_epochs and warmup + config.cooldown_epochs >= config.epochs:
+        raise UserError(
+            f"--cooldown-epochs {config.cooldown_epochs}: with --warmup-epochs {warmup:g} must be less than --epochs "
+            f"{config.epochs}; lower one of them"
+        )

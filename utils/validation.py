@@ -5,10 +5,11 @@ import os
 import stat
 from pathlib import Path
 
+from utils.arguments import model_arguments, optimizer_arguments
 from utils.config import RUNS, TrainConfig, check_limits, flag_fields
 from utils.errors import UserError
 from utils.flags import flag
-from utils.schedules import policy_schedule, size_schedule
+from utils.schedules import check_lr_schedule, policy_schedule, size_schedule
 from utils.store_url import refuse_url, require_store, store_url
 
 
@@ -23,6 +24,8 @@ def validate(config: TrainConfig) -> None:
     for field in flag_fields():
         check_limits(field.name, getattr(config, field.name))
     _check_schedule_and_sizes(config)
+    model_arguments(config)
+    optimizer_arguments(config)
     _check_sources(config)
     _check_val_images(config)
     _check_cache(config)
@@ -34,19 +37,32 @@ def validate(config: TrainConfig) -> None:
 def _check_schedule_and_sizes(config: TrainConfig) -> None:
     """Numbers that limit each other, and schedules."""
     size_schedule(config)
+    check_sizes(config, is_final=not (config.evaluate or config.pretrained))
     if 0 in policy_schedule(config) and config.augment != "none":
         raise UserError(
             f"--augment {config.augment} with --augment-schedule {config.augment_schedule}: two policies in epoch 0; "
             "leave --augment out"
         )
-    if config.val_resize is not None and config.val_resize < config.image_size:
-        raise UserError(
-            f"--val-resize {config.val_resize}: smaller than --image-size {config.image_size}; the centre crop "
-            f"must fit, try --val-resize {round(config.image_size * 8 / 7)}"
-        )
     if config.warmup_epochs is not None and config.warmup_epochs >= config.epochs:
         raise UserError(
             f"--warmup-epochs {config.warmup_epochs:g}: must be less than --epochs {config.epochs}; lower it"
+        )
+    check_lr_schedule(config)
+    if config.bce_target_thresh is not None and not config.bce_loss:
+        raise UserError(
+            f"--bce-target-thresh {config.bce_target_thresh:g} without --bce-loss: there is no such target; give "
+            "--bce-loss"
+        )
+
+
+def check_sizes(config: TrainConfig, is_final: bool) -> None:
+    """Raise UserError unless the centre crop fits; `is_final`: no weights or checkpoint will change the sizes."""
+    size = config.val_image_size or (config.image_size if is_final or "image_size" in config.given else 0)
+    if config.val_resize is not None and config.val_resize < size:
+        name = "--val-image-size" if config.val_image_size else "--image-size"
+        raise UserError(
+            f"--val-resize {config.val_resize}: smaller than {name} {size}; the centre crop must fit, try "
+            f"--val-resize {round(size * 8 / 7)}"
         )
 
 
@@ -142,6 +158,10 @@ def _check_device(config: TrainConfig) -> None:
             f"--cuda-graph with --grad-accum-steps {config.grad_accum_steps}: a graph holds one batch; "
             "use --no-cuda-graph"
         )
+    if config.sync_bn and config.device == "cpu":
+        raise UserError("--sync-bn with --device cpu: torch has it on GPUs alone; leave it out")
+    if config.sync_bn and config.fused_layers:
+        raise UserError("--sync-bn with --fused-layers: these norms know one process alone; leave --fused-layers out")
     if config.amp == "fp16" and config.device == "cpu":
         raise UserError("--amp fp16 with --device cpu: the CPU has no fast float16; use --amp none or bf16")
 

@@ -241,6 +241,8 @@ def test_a_state_of_other_images_or_another_rank_is_refused(data: Path, tmp_path
         ({"image_size": 4}, r"^image_size 4: must be 8 or more"),
         ({"image_size": True}, r"^image_size True: must be int"),
         ({"val_resize": 16}, r"^val_resize 16: smaller than image_size 32"),
+        ({"val_resize": 16, "split": "val"}, r"^val_resize 16: smaller than image_size 32"),
+        ({"interpolation": "nearest"}, r"^interpolation 'nearest': must be bilinear or bicubic or random or None"),
         ({"augment": "strong"}, r"^augment 'strong': must be none or autoaugment or randaugment or trivialaugment"),
         ({"decode": "fused", "cache": "host"}, r"^cache host with decode fused"),
         ({"cache": "gpu", "device": "auto", "decode": "full"}, r"cache gpu without a GPU: .*; use cache none"),

@@ -61,6 +61,7 @@ def test_a_mistake_that_its_processes_find_is_one_line(tmp_path: Path) -> None:
     assert done.err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_failure_is_1_after_the_restarts(data: Path, tmp_path: Path) -> None:
     others = ("--epochs", 100000, "--processes", 2, "--max-restarts", 1, "--checkpoint-steps", 1)
     with start(*flags(data, tmp_path / "run", *others)) as started:

@@ -103,7 +103,9 @@ def run_program(text: str, *arguments: object, **variables: object) -> Finished:
     return launch(*arguments, program=PROCESS_STATE + text, env=variables)
 
 
-@pytest.mark.parametrize("launcher", [{}, {"TORCHELASTIC_RUN_ID": "1"}], ids=["notebook", "torchrun"])
+@pytest.mark.parametrize(
+    "launcher", [{}, pytest.param({"TORCHELASTIC_RUN_ID": "1"}, marks=pytest.mark.slow)], ids=["notebook", "torchrun"]
+)
 def test_a_notebook_keeps_its_process(data: Path, tmp_path: Path, launcher: dict[str, str]) -> None:
     """Loaders, network and process group are opened, used and closed; under torchrun, too, nothing more happens."""
     done = run_program(NOTEBOOK, data, XDG_CACHE_HOME=tmp_path, **launcher)

@@ -9,6 +9,7 @@ import torch
 import models
 from tests.conftest import CLASSES, resolved
 from tests.training.checkpoints import checkpoint_of
+from utils.arguments import model_options
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 
@@ -34,7 +35,10 @@ def write_checkpoint(
     networks = {}
     for seed, name in enumerate(("model", "model_ema")[: 1 + with_ema]):
         torch.manual_seed(seed)
-        networks[name] = models.create_model(config.arch, config.num_classes, image_size=config.image_size).state_dict()
+        model = models.create_model(
+            config.arch, config.num_classes, image_size=config.image_size, options=model_options(config)
+        )
+        networks[name] = model.state_dict()
         for value in networks[name].values():  # running statistics and biases that are not their defaults
             if value.is_floating_point() and value.ndim == 1:
                 value += 0.2 * torch.rand_like(value)

@@ -167,6 +167,17 @@ def assert_timm_transform(trained: Trained, folder: Path) -> None:
             torch.testing.assert_close(transform(image)[None], Classifier(trained, "float").prepare(expected[None]))
 
 
+@pytest.mark.parametrize(("val_crop", "interpolation"), [("squash", "bicubic"), ("center", "random")])
+def test_timm_of_an_evaluation_at_another_size(tmp_path: Path, val_crop: str, interpolation: str) -> None:
+    settings: dict[str, Any] = {"val_crop": val_crop, "interpolation": interpolation}
+    trained = load_trained(write_checkpoint(tmp_path / "best.pt", val_image_size=48, val_resize=50, **settings))
+    write(trained, "timm", "float", tmp_path / "out")
+    assert_timm_transform(trained, tmp_path / "out")
+    evaluated = "bicubic" if interpolation == "bicubic" else "bilinear"
+    facts = trained.metadata
+    assert (facts["image_size"], facts["crop"], facts["interpolation"]) == (48, val_crop, evaluated)
+
+
 @pytest.mark.parametrize("size", [(160, 160), (96, 130)])
 def test_timm_of_a_network_that_is_built_for_one_size(tmp_path: Path, size: tuple[int, int]) -> None:
     image_size, val_resize = size
@@ -174,6 +185,17 @@ def test_timm_of_a_network_that_is_built_for_one_size(tmp_path: Path, size: tupl
     trained = load_trained(path)
     write(trained, "timm", "float", tmp_path / "out")
     assert_timm_transform(trained, tmp_path / "out")
+
+
+def test_timm_of_a_network_with_arguments(tmp_path: Path) -> None:
+    """timm builds it with those, which are in config.json; rates of dropout belong to training."""
+    settings: dict[str, Any] = {"arch": "test_vit", "image_size": 96, "val_resize": 96, "drop_path": 0.5}
+    arguments = "class_token=false,global_pool=avg,init_values=1e-2"
+    path = write_checkpoint(tmp_path / "best.pt", model_args=arguments, **settings)
+    write(load_trained(path), "timm", "float", tmp_path / "out")
+    found = json.loads((tmp_path / "out" / "config.json").read_text())["model_args"]
+    assert (found["class_token"], found["global_pool"], found["init_values"]) == (False, "avg", 0.01)
+    assert "drop_path_rate" not in found
 
 
 @pytest.mark.slow  # seconds each

@@ -1,7 +1,5 @@
 """Which network of a checkpoint is exported, and its geometry."""
 
-import dataclasses
-import math
 from pathlib import Path
 
 import pytest
@@ -45,13 +43,3 @@ def test_a_folder_means_its_best_then_its_newest(tmp_path: Path) -> None:
         (tmp_path / name).touch()
         assert find_best_checkpoints(tmp_path)[0] == tmp_path / name
         assert find_best_checkpoints(tmp_path / "last-1.pt") == [tmp_path / "last-1.pt"]
-
-
-def test_timm_computes_the_size_before_the_crop(tmp_path: Path) -> None:
-    trained = load_trained(write_checkpoint(tmp_path / "best.pt"))
-    for size in range(8, 600, 13):
-        for resized in range(size, 2 * size, 7):
-            config = dataclasses.replace(trained.config, image_size=size, val_resize=resized)
-            crop_pct = dataclasses.replace(trained, config=config).crop_pct
-            assert math.floor(size / crop_pct) == resized
-            assert crop_pct == pytest.approx(size / resized)

@@ -19,6 +19,7 @@ from utils.distributed.machine import nvlink_between
 pytestmark = pytest.mark.gpu
 
 FLAGS = tuple(word if word != "cpu" else "cuda" for word in TINY)
+BCE = ("--bce-loss", "--bce-target-thresh", "0.2")
 
 STARTS_CUDA = """
 import ctypes, json, os, sys
@@ -82,11 +83,19 @@ def test_network_that_cannot_be_captured_is_refused_with_the_remedy(data: Path, 
         (signal.SIGKILL, ("--no-compile",)),
         (signal.SIGTERM, ("--no-compile", "--amp", "fp16", "--augment", "trivialaugment", "--mixup", "0.2")),
         (signal.SIGTERM, ("--compile", "--clip-grad", "1", "--ema-decay", "0.9", "--cache", "gpu")),
+        (signal.SIGTERM, ("--no-compile", "--drop-path", "0.3", "--drop-rate", "0.2", "--mixup", "0.2", *BCE)),
+        (signal.SIGTERM, ("--compile", "--grad-checkpointing", "--drop-path", "0.3", *BCE)),
+        (signal.SIGTERM, ("--no-compile", "--freeze-epochs", "1", "--head-lr-scale", "5")),
+        (signal.SIGKILL, ("--compile", "--freeze-epochs", "2")),
     ],
-    ids=["killed-bf16", "stopped-fp16", "stopped-compiled"],
+    ids=["killed-bf16", "stopped-fp16", "stopped-compiled", "dropout", "checkpointing", "frozen", "frozen-compiled"],
 )
 def test_resume_in_mid_epoch_is_exact(data: Path, tmp_path: Path, extra: tuple[str, ...], number: int) -> None:
     flags = ("--data-dir", data, *FLAGS, "--deterministic", "--batch-size", "4", "--epochs", "3", *extra)
+    if "--freeze-epochs" in extra:
+        weights = ("--data-dir", data, *FLAGS, "--batch-size", "4", "--epochs", "1", "--no-compile")
+        assert launch(*weights, "--output-dir", tmp_path / "weights").status == 0
+        flags += ("--pretrained", str(tmp_path / "weights" / "last.pt"), "--pretrained-head", "new")
     assert launch(*flags, "--output-dir", tmp_path / "whole").status == 0
     cut = tmp_path / "cut"
     when = lambda: (cut / "metrics.jsonl").exists() and len(read_metrics(cut)) >= 14  # noqa: E731

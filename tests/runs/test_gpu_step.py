@@ -5,16 +5,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.conftest import resolved
 from tests.training.test_optim import BAD_SCALE, OPTIMIZERS, check_skipped_first_step, fp16_losses, fp16_state
 from utils.distributed.group import DistEnv
 from utils.network.gradients import ForwardBackward, GraphedForwardBackward, capture_stream, on_stream
-from utils.network.parallel import FlatAllReduce
+from utils.network.parallel import FlatAllReduce, create_forward_backward
 
 pytestmark = pytest.mark.gpu
 
@@ -122,6 +124,33 @@ def test_another_image_size_is_captured_anew() -> None:
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(captured.state_dict()[name], value, rtol=1e-2, atol=1e-3, msg=name)
     assert captured.state_dict()["1.num_batches_tracked"] == 5
+
+
+def test_layers_that_join_later_are_captured_anew(gpu: DistEnv) -> None:
+    """As `--freeze-epochs` has them; the training is that without a graph."""
+    batches = torch.randn(4, 8, 3, 32, 32, device="cuda")
+    targets = torch.randint(0, 10, (8,), device="cuda")
+    losses: list[list[float]] = []
+    models = []
+    for graph in (False, True):
+        torch.manual_seed(0)
+        model = timm.create_model("test_resnet", num_classes=10).to(memory_format=torch.channels_last).to("cuda")
+        config = resolved(freeze_epochs=1, device="cuda")
+        scaler = torch.amp.GradScaler("cuda", enabled=False)
+        step = create_forward_backward(config, model, model, scaler, gpu, capture_stream(gpu.device) if graph else None)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        losses.append([])
+        for epoch in range(2):
+            model.train()
+            step.start_epoch(epoch)
+            for images in batches:
+                losses[-1].append(step(images.contiguous(memory_format=torch.channels_last), targets, 0).item())
+                optimizer.step()
+        step.close()
+        models.append(model)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    for name, value in models[0].state_dict().items():
+        torch.testing.assert_close(models[1].state_dict()[name], value, rtol=1e-2, atol=1e-3, msg=name)
 
 
 def test_capture_draws_no_random_numbers_and_replays_draw_new_ones() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import TINY, assert_same_run, write_data
+from tests.conftest import TINY, assert_same, assert_same_run, write_data
 from tests.harness import launch, launch_and_end, read_checkpoint, read_losses, read_metrics, start
 from utils.distributed.machine import nvlink_between
 
@@ -59,6 +59,17 @@ def test_resume_is_exact(images: Path, whole: Path, tmp_path: Path, number: int,
     assert "resumed at epoch" in done.out
     assert_same_run(whole, tmp_path)
     assert len(read_losses(whole)) == EPOCHS * STEPS
+
+
+def test_batch_norm_over_all_processes(images: Path, tmp_path: Path) -> None:
+    """`--sync-bn`: every rank has the same running statistics, as a step of its own and in a CUDA graph."""
+    flags = ("--data-dir", images, *FLAGS, "--batch-size", 4, "--epochs", 1, "--sync-bn", "--checkpoint-steps", 5)
+    for name, extra in (("compiled", ()), ("eager", ("--no-compile", "--no-cuda-graph"))):
+        done = launch(*flags, *extra, "--output-dir", tmp_path / name, processes=WORLD)
+        assert done.status == 0, done.err
+        first, *others = (rank["buffers"]["model"] for rank in read_checkpoint(tmp_path / name, "last-1.pt")["ranks"])
+        for other in others:
+            assert_same(first, other)
 
 
 def in_epoch_2(folder: Path) -> Callable[[], bool]:

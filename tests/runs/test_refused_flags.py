@@ -15,9 +15,10 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
     *[(f"--{name} -1", (f"--{name} -1.0:", "must be 0 or more")) for name in (
         "weight-decay", "warmup-epochs", "mixup", "cutmix", "clip-grad"
     )],
-    *[(f"--{name} 4", (f"--{name} 4:", "must be 8 or more")) for name in ("image-size", "val-resize")],
+    *[(f"--{name} 4", (f"--{name} 4:", "must be 8 or more"))
+      for name in ("image-size", "val-resize", "val-image-size")],
     *[(f"--{name} {value}", (f"--{name} {float(value)}:", "at least 0 and less than 1"))
-      for name in ("momentum", "label-smoothing", "ema-decay", "val-fraction")
+      for name in ("momentum", "label-smoothing", "ema-decay", "val-fraction", "drop-rate", "drop-path")
       for value in ("1", "1.5", "-0.1", "nan")],
     *[(f"--{name} {value}", (f"--{name} {float(value)}:", "more than 0 and finite"))
       for name in ("lr", "timeout") for value in ("0", "-1", "nan", "inf")],
@@ -34,17 +35,40 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
     (f"--seed {2**40}", (f"--seed {2**40}:", "less than 2147483648")),
     ("--loader foo", ("'--loader'", "'foo'", "dali, stock, proxy, torch, synthetic")),
     ("--decode foo", ("'--decode'", "'foo'", "auto, fused, full")),
+    ("--interpolation lanczos", ("'--interpolation'", "'lanczos'", "bilinear, bicubic, random")),
+    ("--val-crop border", ("'--val-crop'", "'border'", "center, squash")),
     ("--augment foo", ("'--augment'", "'foo'", "none, autoaugment, randaugment, trivialaugment")),
     ("--amp foo", ("'--amp'", "'foo'", "auto, bf16, fp16, none")),
     ("--device gpu", ("'--device'", "'gpu'", "auto, cuda, cpu")),
     # Combinations
     ("--bad-files ignore", ("'--bad-files'", "'ignore'", "error, skip")),
     ("--image-size 64 --val-resize 60", ("--val-resize 60:", "--image-size 64", "try --val-resize 73")),
+    ("--val-image-size 64 --val-resize 60", ("--val-resize 60:", "--val-image-size 64", "try --val-resize 73")),
+    ("--val-image-size 48", ("--val-resize 36:", "--val-image-size 48", "try --val-resize 55")),
     *[(f"--val-split {name}", (f"--val-split {name}:", "a folder beside train/, such as val"))
       for name in ("sub/val", "..")],
     ("--val-split train", ("--val-split train:", "--val-fraction 0.1 holds out a tenth of them")),
     ("--warmup-epochs 1", ("--warmup-epochs 1:", "less than --epochs 1", "lower it")),
     ("--warmup-epochs 3 --epochs 2", ("--warmup-epochs 3:", "less than --epochs 2")),
+    ("--freeze-epochs 1", ("--freeze-epochs 1 without --pretrained:", "random layers", "give --pretrained")),
+    ("--min-lr 0.5 --lr 0.5", ("--min-lr 0.5:", "less than --lr 0.5", "lower it")),
+    ("--bce-target-thresh 0.2", ("--bce-target-thresh 0.2 without --bce-loss", "give --bce-loss")),
+    ("--cooldown-epochs 1 --epochs 3", ("--cooldown-epochs 1 without --min-lr:", "give --min-lr")),
+    ("--min-lr 0.1 --schedule step", ("--min-lr 0.1 with --schedule step:", "leave it out")),
+    ("--decay-rate 0.5", ("--decay-rate 0.5 with --schedule cosine:", "use --schedule step")),
+    ("--schedule step", ("--decay-epochs 30:", "less than --epochs 1", "or use --schedule constant")),
+    ("--sync-bn", ("--sync-bn with --device cpu:", "leave it out")),
+    ("--sync-bn --fused-layers --device auto", ("--sync-bn with --fused-layers:", "leave --fused-layers out")),
+    ("--sync-bn --device auto", ("--sync-bn without a GPU:", "leave it out")),
+    ("--grad-checkpointing --arch dla34", ("--grad-checkpointing: timm has none for dla34", "leave it out")),
+    ("--drop-path 0.1 --arch vgg11", ("--drop-path 0.1: vgg11 does not take drop_path_rate", "leave it out")),
+    ("--model-args depth=3", ("--model-args depth=3: test_resnet does not take depth", "leave it out")),
+    ("--arch test_vit --model-args global_pool=''", (
+        "--model-args global_pool='':", "has no logits of 3 classes", "changes the head"
+    )),
+    ("--model-args 3", ("--model-args 3: '3' is not NAME=VALUE", "a=1,b=[2,3]")),
+    ("--optimizer-args beta=1", ("--optimizer-args beta=1: sgd does not take beta", "it takes dampening")),
+    ("--optimizer-args dampening=x", ("--optimizer-args dampening=x: sgd cannot be made with it (", "correct it")),
     ("--amp fp16", ("--amp fp16", "--device cpu", "use --amp none or bf16")),
     ("--cuda-graph", ("--cuda-graph", "--device cpu", "use --no-cuda-graph")),
     ("--hw-decoder-load 1.5", ("--hw-decoder-load 1.5", "from 0 to 1")),
@@ -65,6 +89,10 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
     (
         "--resize-schedule 0:32,1:48 --arch vit_tiny_patch16_224",
         ("--resize-schedule, image size 48:", "vit_tiny_patch16_224 cannot compute"),
+    ),
+    (
+        "--val-image-size 48 --val-resize 48 --arch vit_tiny_patch16_224",
+        ("--val-image-size 48:", "vit_tiny_patch16_224 cannot compute"),
     ),
     ("--batch-size 1", ("--image-size 32:", "a batch of 1 ", "another --batch-size")),
     ("--optimizer sdg", ("--optimizer sdg:", "the closest are sgd, ")),

@@ -33,9 +33,8 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, good: list[str]) -> None
         assert_refused(run, *fragments)
 
 
-@pytest.mark.parametrize(
-    "loader", ["proxy", *(pytest.param(name, marks=pytest.mark.slow) for name in ("torch", "dali"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("loader", ["proxy", "torch", "dali"])
 def test_too_long_a_path_for_the_sockets_of_workers(good: list[str], long_temporary_folder: Path, loader: str) -> None:
     done = launch(*good, "--loader", loader, timeout=60)
     if loader == "dali" or SOCKETS_ARE_ELSEWHERE:

@@ -1,11 +1,9 @@
 """scripts/export.py: what it writes, replaces and refuses."""
 
 import json
-import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -71,69 +69,6 @@ def test_formats_of_one_network_share_a_folder(
     assert run(tmp_path / "other.pt", "--format", "timm", "--output-dir", out, "--overwrite") == 0
     assert (out / "labels.txt").read_text() == "one\ntwo\n"
     assert json.loads((out / "config.json").read_text())["label_names"] == ["one", "two"]
-
-
-def rewrite(path: Path, **changes: object) -> None:
-    torch.save(read_checkpoint(path.parent, path.name) | changes, path)
-
-
-def other_head(path: Path) -> None:
-    saved = read_checkpoint(path.parent, path.name)
-    rewrite(path, config=saved["config"] | {"num_classes": 5})
-
-
-SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "missing": (Path.unlink, "best.pt: no such checkpoint; give best.pt or last.pt of a run, or its output folder"),
-    "cut": (lambda path: os.truncate(path, 5000), "best.pt: damaged, or not a readable checkpoint"),
-    "text": (lambda path: path.write_text("no"), "best.pt: damaged, or not a readable checkpoint"),
-    "weights": (
-        lambda path: torch.save({"a": torch.ones(1)}, path),
-        "not a checkpoint of this version of Brisk; train.py --pretrained takes",
-    ),
-    "format": (
-        lambda path: rewrite(path, format=5),
-        "it has format 5, not 6; use it with its own version, or train.py",
-    ),
-    "part": (lambda path: rewrite(path, ranks=None), "a part is missing; train.py --pretrained takes its weights"),
-    "head": (other_head, "its weights do not fit test_resnet with 5 classes; give another file"),
-}
-
-
-@pytest.mark.parametrize("name", SPOILED)
-def test_a_spoiled_checkpoint(best: Path, tmp_path: Path, refused: Refused, name: str) -> None:
-    spoil, message = SPOILED[name]
-    spoil(best)
-    refused(best, "--format", "onnx", "--output-dir", tmp_path / "out", main=export.main, program="export.py")(message)
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--format", "tflite"), "'tflite' is not one of"),
-        (("--format", "timm", "--half"), "--half with --format timm: its files hold float32"),
-        (("--format", "timm", "--input", "uint8"), "--input uint8 with --format timm: timm's networks take"),
-        (("--format", "pt2", "--ema"), "best.pt has no EMA weights; leave --ema out"),
-        (("--format", "pt2", "--check-data", "gone"), "--check-data gone: no such folder; give a folder of images"),
-        (("--format", "onnx", "--push", "me/net"), "--push me/net with --format onnx: the hub gets timm's files"),
-        (("--format", "pt2", "--output-dir", "/proc/out"), "--output-dir /proc/out: cannot be written ("),
-        (("--format", "pt2", "--check-data", ".", "--no-check"), "--check-data . with --no-check: nothing is compared"),
-    ],
-)
-def test_refusals(best: Path, tmp_path: Path, refused: Refused, flags: tuple[str, ...], message: str) -> None:
-    refused(best, "--output-dir", tmp_path / "out", *flags, main=export.main, program="export.py")(message)
-    assert not (tmp_path / "out").exists()
-
-
-def test_the_folder_of_a_run_is_not_written(best: Path, tmp_path: Path, refused: Refused) -> None:
-    arguments = (best, "--format", "timm", "--output-dir", best.parent, "--overwrite")
-    refused(*arguments, main=export.main, program="export.py")("the folder of a run (best.pt); give another one")
-    assert list(snapshot(best.parent)) == ["best.pt"]
-    empty = (best.parent, tmp_path / "empty")
-    empty[1].mkdir()
-    refused(empty[1], "--format", "timm", "--output-dir", tmp_path / "out", main=export.main, program="export.py")(
-        "empty: no checkpoint in it; give the output folder of a run"
-    )
 
 
 @pytest.mark.parametrize("name", FORMATS)

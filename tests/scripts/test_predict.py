@@ -18,7 +18,7 @@ import torch
 
 from scripts import predict
 from tests import damage, shards
-from tests.conftest import CLASSES, TINY, Refused, call_main
+from tests.conftest import CLASSES, TINY, call_main
 from tests.contract import CONTRACT
 from tests.data.test_verification import dali_accepts
 from tests.harness import ROOT, launch, launch_and_end, launch_series, read_checkpoint, read_metrics
@@ -206,43 +206,6 @@ def test_shards_have_the_rows_of_the_folder(
     assert sorted([row[name] for name in names] for row in found) == sorted(
         [row[name] for name in names] for row in expected
     )
-
-
-def test_refused(data: Path, trained: Path, tmp_path: Path, refused: Refused) -> None:
-    def check(*words: object) -> Callable[..., None]:
-        out = () if "--output-dir" in words else ("--output-dir", tmp_path / "out")
-        return refused(*words, *out, main=predict.main, program="predict.py")
-
-    broken, archive, empty = tmp_path / "broken.pt", tmp_path / "x.tar.gz", tmp_path / "empty"
-    broken.write_bytes((trained / "best.pt").read_bytes()[:-1000])
-    archive.write_bytes(b"")
-    empty.mkdir()
-    image = next((data / "val" / "red").iterdir())
-    tar = shards.write_tar(tmp_path / "val.tar", {})
-    check(tmp_path / "none.pt", image)("CHECKPOINT", "none.pt: no such file or folder")
-    check(broken, image)("CHECKPOINT", "broken.pt: damaged, or not a readable checkpoint")
-    check(empty, image)("CHECKPOINT", "empty: no checkpoint in it; give the output folder of a run")
-    check(trained, empty)("empty: no images in it, and no shards")
-    check(trained, tmp_path / "none.jpg")("none.jpg': no such file or folder")
-    check(trained, tmp_path / "none-*.jpg")("none-*.jpg': no file of that name")
-    check(trained, archive)("x.tar.gz is a compressed tar")
-    check(trained, image, tar)("is an image", "val.tar a shard")
-    check(trained, tar)("val.tar: a shard without images")
-    check(trained, image, "--topk", 0)("--topk 0: must be 1 or more")
-    check(trained, image, "--format", "xml")("'xml' is not one of")
-    check(trained, image, "--batch-size", 0)("--batch-size 0: must be 1 or more")
-    check(trained, image, "--output-dir", image)(f"--output-dir {image}: cannot be written")
-    check(trained)("Missing argument 'SOURCE...'")
-    check(trained, image, "--device", "tpu")("'tpu' is not one of")
-    check(trained, image, "--workers", 0)("--workers 0: must be 1 or more")
-    check(trained, image, "--output-type", "softmax")("'softmax' is not one of")
-    os.mkfifo(tmp_path / "pipe.pt")
-    check(tmp_path / "pipe.pt", image)("CHECKPOINT", "pipe.pt: no such checkpoint; give best.pt or last.pt of a run")
-    check(spoiled(trained, tmp_path, {"model_ema": None}), image, "--ema")("--ema: ", "has no EMA weights")
-    other = spoiled(trained, tmp_path, {"config": {"arch": "test_vit"}})
-    check(other, image)(f"{other}: its weights do not fit test_vit with 3 classes; give another file")
-    (tmp_path / "results" / "confusion.csv").mkdir(parents=True)
-    check(trained, image, "--output-dir", tmp_path / "results")("cannot be written (confusion.csv in it is a folder)")
 
 
 def spoiled(trained: Path, folder: Path, changes: dict[str, dict[str, Any] | None]) -> Path:

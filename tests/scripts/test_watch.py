@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from scripts import watch
-from tests.conftest import TINY, Refused
+from tests.conftest import TINY
 from tests.harness import ROOT, environment, start
 
 
@@ -37,11 +37,6 @@ def test_without_a_terminal_each_record_is_a_line(finished: Path, capsys: pytest
         f"finished  {finished}",
         "1/1 epochs  00:03  best top-1 50.00 %  step 5",
     ]
-
-
-def test_refusals(finished: Path, refused: Refused) -> None:
-    refused(finished / "none", main=watch.main, program="watch.py")(f"{finished}/none: no such folder")
-    refused(finished, "--interval", 0, main=watch.main, program="watch.py")("--interval 0: must be from 0.1 to 3600")
 
 
 @pytest.mark.slow

@@ -1,9 +1,11 @@
 """What is chosen for the user, and why."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from tests.conftest import resolved
@@ -14,7 +16,7 @@ from utils.data.settings import choose_loader_settings
 from utils.distributed.group import DistEnv
 from utils.distributed.machine import Machine
 from utils.errors import UserError
-from utils.training.autotune import choose_common_loader_settings
+from utils.training.autotune import choose_common_loader_settings, resolve, resolve_warmup
 
 GB = 10**9
 
@@ -67,3 +69,31 @@ def test_images_that_do_not_fit_are_refused(tmp_path: Path, cpu: DistEnv) -> Non
         choose_common_loader_settings(TrainConfig(cache="host"), cpu, None, many)
     with pytest.raises(UserError, match=r"--cache gpu without a GPU: .*; use --cache none"):
         choose_common_loader_settings(TrainConfig(cache="gpu"), cpu, None, train)
+
+
+@pytest.mark.parametrize(
+    ("flags", "fused_layers", "cuda_graph"),
+    [
+        ({}, True, True),
+        ({"sync_bn": True}, False, True),
+        ({"grad_checkpointing": True}, True, True),
+        ({"grad_checkpointing": True, "compile": False}, False, False),
+        ({"grad_checkpointing": True, "compile": False, "cuda_graph": True}, False, True),
+        ({"grad_accum_steps": 2}, True, False),
+    ],
+    ids=str,
+)
+def test_how_a_step_is_computed_on_a_gpu(flags: dict[str, Any], fused_layers: bool, cuda_graph: bool) -> None:
+    config = TrainConfig(amp="bf16", **flags)
+    settings = choose_loader_settings(config, machine(16, gpu=True, jpeg_engines=7), 0)
+    env = DistEnv(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cuda", 0))
+    found = resolve(config, ("a", "b"), env, settings)
+    assert (found.fused_layers, found.cuda_graph) == (fused_layers, cuda_graph)
+
+
+def test_warmup_that_is_not_given() -> None:
+    assert resolve_warmup(TrainConfig(epochs=90), None) == 5
+    assert resolve_warmup(TrainConfig(epochs=30), None) == 3
+    assert resolve_warmup(TrainConfig(epochs=30, cooldown_epochs=20), None) == 1
+    assert resolve_warmup(TrainConfig(epochs=30), checkpoint_of(resolved(warmup_epochs=2.0))) == 2
+    assert resolve_warmup(TrainConfig(epochs=30, warmup_epochs=0.0), checkpoint_of(resolved(warmup_epochs=2.0))) == 0

@@ -1,8 +1,7 @@
-"""Learning rate and parameter groups."""
+"""Parameter groups, the optimizer, its usual settings, and the moving average."""
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,29 +22,12 @@ from utils.training.optim import (
     check_optimizer,
     create_ema,
     create_optimizer,
-    create_schedule,
     describe_ema,
     describe_optimizer,
     resolve_optimizer,
     scaled_lr,
 )
 from utils.training.state import TrainState
-
-
-def rates(config: ResolvedConfig, steps_per_epoch: int) -> list[float]:
-    optimizer = create_optimizer(config, torch.nn.Linear(2, 2), 512)
-    schedule = create_schedule(config, optimizer, steps_per_epoch)
-    found = []
-    for step in range(config.epochs * steps_per_epoch):
-        schedule.step_update(step)
-        found.append(optimizer.param_groups[0]["lr"])
-    return found
-
-
-def test_a_run_of_one_step_has_the_peak_and_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    assert rates(resolved(epochs=1, warmup_epochs=0, lr=0.1), 1) == [0.2]
-    assert rates(resolved(epochs=2, warmup_epochs=1, lr=0.1), 1) == [0.2, 0.2]
-    assert caplog.records == []
 
 
 def test_optimizers_give_no_warning_of_their_own() -> None:
@@ -103,33 +85,6 @@ def test_where_settings_are_from_and_unusual_rates(values: dict[str, Any], reaso
     found = describe_optimizer(resolved(**values))
     assert found[1] == warning
     assert reason is None or found[0] == reason
-
-
-def test_linear_warmup_then_cosine() -> None:
-    config = resolved(epochs=10, lr=0.1, warmup_epochs=2.0)
-    found = rates(config, 5)
-    assert found[:11] == pytest.approx([0.2 * step / 10 * 0.9 + 0.02 for step in range(11)])
-    assert found[10] == max(found) == pytest.approx(0.2)
-    assert found[30] == pytest.approx(0.1)  # half-way down a half cosine
-    assert found == sorted(found[:11]) + sorted(found[11:], reverse=True)
-    assert 0 < found[-1] < 0.001
-
-
-def test_every_rate_of_a_run_of_eight_steps() -> None:
-    """The cosine falls from its first step to 0 after the last, whatever of it the warmup leaves."""
-    config = resolved(epochs=1, lr=0.5, warmup_epochs=0.0)
-    cosine = [(1 + math.cos(math.pi * step / 8)) / 2 for step in range(8)]
-    assert rates(config, 8) == pytest.approx(cosine)
-    cosine = [(1 + math.cos(math.pi * step / 7)) / 2 for step in range(7)]
-    assert rates(dataclasses.replace(config, warmup_epochs=1 / 8), 8) == pytest.approx([1.0, *cosine])
-    # A warmup that rounds to the whole run leaves one step at the peak.
-    warmup = [1 / 7 + step / 7 * 6 / 7 for step in range(7)]
-    assert rates(dataclasses.replace(config, warmup_epochs=0.99), 8) == pytest.approx([*warmup, 1.0])
-
-
-@pytest.mark.parametrize(("epochs", "warmup"), [(1, 0.0), (1, 0.5), (3, 0.0)])
-def test_short_runs_have_a_rate_above_zero(epochs: int, warmup: float) -> None:
-    assert all(rate > 0 for rate in rates(resolved(epochs=epochs, warmup_epochs=warmup), 1))
 
 
 def test_no_decay_on_biases_and_norms() -> None:
@@ -310,3 +265,73 @@ def test_weight_decay_is_timms() -> None:
             for parameter in group["params"]:
                 decayed.get(names[parameter], set()).add(group["weight_decay"] > 0)
     assert decayed == {"temperature": {True}, "pos_embed": {False}, "cls_token": {False}}
+
+
+def groups_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, tuple[float, float]]:
+    """Weight decay and factor of the rate by the name of each weight."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        names[parameter]: (group["weight_decay"], group.get("lr_scale", 1.0))
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+
+
+@pytest.mark.parametrize("layer_decay", [None, 0.65, 1.0])
+@pytest.mark.parametrize("arch", ["test_vit", "test_resnet", "convnext_atto"])
+def test_parameter_groups_are_timms(arch: str, layer_decay: float | None) -> None:
+    with torch.device("meta"):
+        model = timm.create_model(arch, num_classes=3)
+    config = resolved(optimizer="adamw", weight_decay=0.05, layer_decay=layer_decay)
+    found = create_optimizer(config, model, 256)
+    expected = timm.optim.create_optimizer_v2(model, "adamw", lr=0.1, weight_decay=0.05, layer_decay=layer_decay)
+    assert groups_of(found, model) == groups_of(expected, model)
+    assert [group["params"] for group in found.param_groups] == [group["params"] for group in expected.param_groups]
+    scales = {scale for _, scale in groups_of(found, model).values()}
+    assert (len(scales) > 4) == (layer_decay == 0.65)
+
+
+@pytest.mark.parametrize("layer_decay", [None, 0.5])
+def test_a_rate_of_its_own_for_the_head(layer_decay: float | None) -> None:
+    model = timm.create_model("test_vit", num_classes=3)
+    plain = resolved(weight_decay=0.05, layer_decay=layer_decay)
+    before = groups_of(create_optimizer(plain, model, 256), model)
+    scaled = create_optimizer(dataclasses.replace(plain, head_lr_scale=10.0), model, 256)
+    after = groups_of(scaled, model)
+    assert after.keys() == before.keys()
+    for name, (decay, scale) in before.items():
+        assert after[name] == (decay, scale * 10 if name.startswith("head.") else scale)
+    assert sum(len(group["params"]) for group in scaled.param_groups) == len(before), "each weight once"
+    with pytest.raises(UserError, match=r"^--head-lr-scale: timm names no head of this architecture"):
+        create_optimizer(resolved(head_lr_scale=2.0), nn.Linear(2, 2), 256)
+
+
+def test_arguments_reach_the_optimizer() -> None:
+    config = resolved(optimizer="adamw", optimizer_args="betas=[0.8,0.95],eps=1e-6,amsgrad=true")
+    for group in create_optimizer(config, nn.Linear(2, 2), 256).param_groups:
+        assert (group["betas"], group["eps"], group["amsgrad"]) == ((0.8, 0.95), 1e-6, True)
+    assert not create_optimizer(resolved(optimizer_args="nesterov=false"), nn.Linear(2, 2), 256).defaults["nesterov"]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "text", "message"),
+    [
+        ("sgd", "betas=[0.9,0.99]", "--optimizer-args betas=[0.9,0.99]: sgd does not take betas; it takes dampening, "),
+        ("lion", "eps=1e-6", "--optimizer-args eps=1e-6: lion does not take eps; it takes betas, "),
+        ("adamw", "beta1=0.9", "--optimizer-args beta1=0.9: adamw does not take beta1; it takes amsgrad, betas, "),
+        ("adamw", "lr=0.1", "--optimizer-args lr=0.1: lr has a flag of its own; give --lr"),
+        ("adamw", "betas=[2,0.9]", "--optimizer-args betas=[2,0.9]: adamw cannot be made with it (Invalid beta "),
+        ("adamw", "eps=tiny", "--optimizer-args eps=tiny: adamw cannot be made with it ("),
+    ],
+)  # fmt: skip
+def test_arguments_that_an_optimizer_does_not_take(optimizer: str, text: str, message: str) -> None:
+    config = resolved(optimizer=optimizer, optimizer_args=text)
+    with pytest.raises(UserError) as caught:
+        make_optimizer(config)
+    assert str(caught.value).startswith(message)
+
+
+def make_optimizer(config: ResolvedConfig) -> torch.optim.Optimizer:
+    """As a run does, which checks the arguments first."""
+    resolve_optimizer(config)
+    return create_optimizer(config, nn.Linear(2, 2), 256)

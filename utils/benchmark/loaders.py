@@ -65,7 +65,7 @@ class TimmLoader:
             hflip=config.hflip,
             color_jitter=None,
             auto_augment=TIMM_POLICIES[config.augment],
-            interpolation="bilinear",
+            interpolation=config.interpolation,
             mean=mean,
             std=std,
             num_workers=config.workers,

@@ -8,7 +8,7 @@ from typing import Any
 
 import nvidia.dali as dali
 import torch
-from nvidia.dali import backend, types
+from nvidia.dali import backend, fn, types
 from torch.utils.dlpack import from_dlpack
 
 from utils.config import ResolvedConfig
@@ -47,6 +47,12 @@ def pipeline_options(config: ResolvedConfig, env: DistEnv) -> dict[str, Any]:
         "seed": 0,
         "prefetch_queue_depth": config.prefetch,
     }
+
+
+def interpolation_of(name: str) -> Any:
+    """`interp_type` of DALI's resizing operators; "random" draws one for each image."""
+    kinds = {"bilinear": types.INTERP_LINEAR, "bicubic": types.INTERP_CUBIC}
+    return fn.random.choice(list(kinds.values())) if name == "random" else kinds[name]
 
 
 def run_pipeline(pipeline: Any, device: torch.device) -> Batch:

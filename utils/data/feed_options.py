@@ -15,7 +15,7 @@ import torch.distributed as dist
 from utils.config import ResolvedConfig, TrainConfig, choices, flag_fields
 from utils.data.cache import decoded_bytes
 from utils.data.manifest import Manifest
-from utils.data.settings import check_cache_fits, choose_loader_settings
+from utils.data.settings import check_cache_fits, choose_loader_settings, resolve_pixels
 from utils.distributed.device import choose_device
 from utils.distributed.group import DistEnv
 from utils.distributed.launcher import read_launch
@@ -32,9 +32,12 @@ UNUSED: dict[str, Any] = {
 }  # fmt: skip
 # What decides the batches, besides the images and the processes.
 PIXELS = {
-    "train": ("batch_size", "image_size", "seed", "augment", "hflip", "crop_scale", "decode", "cache", "device"),
-    "val": ("batch_size", "image_size", "val_resize", "device"),
-}
+    "train": (
+        "batch_size", "image_size", "seed", "augment", "hflip", "crop_scale", "interpolation", "decode", "cache",
+        "device",
+    ),
+    "val": ("batch_size", "image_size", "val_resize", "val_crop", "interpolation", "device"),
+}  # fmt: skip
 
 
 class DataOptions(TypedDict, total=False):
@@ -46,7 +49,9 @@ class DataOptions(TypedDict, total=False):
         augment: policy after crop and flip.
         hflip: probability of mirroring an image.
         crop_scale: smallest area of a crop, as a fraction of the image.
+        interpolation: of crops and validation images, by default bilinear; random is of crops alone.
         val_resize: shorter side before the centre crop, pixels; by default image_size x 8/7.
+        val_crop: center, the default, or squash, which resizes both sides.
         val_split: folder of the split val.
         decode: what DALI decodes, the crop alone or all.
         hw_decoder_load: share of a batch that the GPU's JPEG engines decode.
@@ -59,7 +64,9 @@ class DataOptions(TypedDict, total=False):
     augment: Literal["none", "autoaugment", "randaugment", "trivialaugment"]
     hflip: float
     crop_scale: float
+    interpolation: Literal["bilinear", "bicubic", "random"] | None
     val_resize: int | None
+    val_crop: Literal["center", "squash"] | None
     val_split: str
     decode: Literal["auto", "fused", "full"]
     hw_decoder_load: float | None
@@ -97,7 +104,7 @@ def create_config(data_dir: str | os.PathLike[str], split: str, values: Mapping[
     given = {name: value for name, value in values.items() if value is not None}
     if "stage_dir" in given:
         given["stage_dir"] = Path(given["stage_dir"])
-    config = TrainConfig(data_dir=Path(data_dir), evaluate=split == "val", **given)
+    config = TrainConfig(data_dir=Path(data_dir), evaluate=split == "val", given=frozenset(given), **given)
     validate(config)
     return config
 
@@ -171,7 +178,7 @@ def resolve_options(given: TrainConfig, manifest: Manifest, env: DistEnv) -> Res
     values |= {name: getattr(settings, name) for name in names} | {
         "processes": env.world_size,
         "num_classes": len(manifest.classes),
-        "val_resize": given.val_resize or round(given.image_size * 8 / 7),
+        **resolve_pixels(given),
         "device": env.device.type,
     }
     return ResolvedConfig(**values)

@@ -1,7 +1,7 @@
 """Settings of the input pipeline that the user left open, chosen from the machine and the size of the images."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from utils.config import PREFETCH, TrainConfig
 from utils.distributed.machine import Machine
@@ -64,6 +64,17 @@ def choose_loader_settings(config: TrainConfig, machine: Machine, decoded: int) 
         reasons = {name: reason for name, reason in reasons.items() if name == "workers"}
     prefetch = PREFETCH if config.prefetch is None else config.prefetch
     return LoaderSettings(machine.cpu_threads, workers, decode, load, cache, prefetch, reasons)
+
+
+def resolve_pixels(config: TrainConfig) -> dict[str, Any]:
+    """Sizes, crop and interpolation, where the user, the weights and the checkpoint leave them open."""
+    size = config.val_image_size or config.image_size
+    return {
+        "val_image_size": size,
+        "val_resize": config.val_resize or round(size * 8 / 7),
+        "val_crop": config.val_crop or "center",
+        "interpolation": config.interpolation or "bilinear",
+    }
 
 
 def check_cache_fits(cache: str, machine: Machine, decoded: int, remedy: str) -> UserError | None:

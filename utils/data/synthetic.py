@@ -33,7 +33,7 @@ class SyntheticValLoader:
 
     def __init__(self, config: ResolvedConfig, manifest: Manifest, env: DistEnv) -> None:
         self._num_images = len(shard(len(manifest), env.rank, env.world_size))
-        self._batch = _random_batch(config.batch_size, config.image_size, len(manifest.classes), env.device)
+        self._batch = _random_batch(config.batch_size, config.val_image_size, len(manifest.classes), env.device)
 
     def __iter__(self) -> Iterator[Batch]:
         size = len(self._batch.targets)

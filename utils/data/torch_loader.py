@@ -51,9 +51,16 @@ class TorchImages(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
 def torch_train_transform(config: ResolvedConfig) -> Callable[[Image.Image], Tensor]:
     """Random resized crop, flip and policy of an RGB image: uint8 (3, image_size, image_size)."""
+    names = ("bilinear", "bicubic") if config.interpolation == "random" else (config.interpolation,)
+    crops = [
+        v2.RandomResizedCrop(
+            config.image_size, scale=(config.crop_scale, 1.0), ratio=RATIO, interpolation=v2.InterpolationMode(name)
+        )
+        for name in names
+    ]
     transform: Callable[[Image.Image], Tensor] = v2.Compose(
         [
-            v2.RandomResizedCrop(config.image_size, scale=(config.crop_scale, 1.0), ratio=RATIO),
+            v2.RandomChoice(crops) if len(crops) > 1 else crops[0],
             v2.RandomHorizontalFlip(config.hflip),
             *([torchvision_policy(config.augment)] if config.augment != "none" else []),
             v2.PILToTensor(),
@@ -63,8 +70,10 @@ def torch_train_transform(config: ResolvedConfig) -> Callable[[Image.Image], Ten
 
 
 def torch_val_transform(config: ResolvedConfig) -> Callable[[Image.Image], Tensor]:
-    """Resize of the shorter side and centre crop of an RGB image: uint8 (3, image_size, image_size)."""
-    steps = [v2.Resize(config.val_resize), v2.CenterCrop(config.image_size), v2.PILToTensor()]
+    """Resize and centre crop of an RGB image: uint8 (3, val_image_size, val_image_size)."""
+    size = [config.val_resize] * (2 if config.val_crop == "squash" else 1)  # both sides, or the shorter one
+    resize = v2.Resize(size, v2.InterpolationMode(config.val_interpolation))
+    steps = [resize, v2.CenterCrop(config.val_image_size), v2.PILToTensor()]
     transform: Callable[[Image.Image], Tensor] = v2.Compose(steps)
     return transform
 

@@ -96,7 +96,7 @@ def check_images(config: ResolvedConfig, folder: Path | None) -> tuple[Tensor, s
         folder: that has images; None for the validation images of the run, and generated ones where they are missing.
 
     Returns:
-        At most `NUM_IMAGES` pixels, uint8 (N, image_size, image_size, 3), and what they are, for the user.
+        At most `NUM_IMAGES` pixels, uint8 (N, val_image_size, val_image_size, 3), and what they are, for the user.
 
     Raises:
         UserError: the folder that was given has no image, or cannot be read.
@@ -109,7 +109,7 @@ def check_images(config: ResolvedConfig, folder: Path | None) -> tuple[Tensor, s
     images = _decode(config, _records_of_run(config))
     if len(images):
         return images, f"images of {config.data_dir}"
-    return _generate(config.image_size), "generated images, as those of the run are not here"
+    return _generate(config.val_image_size), "generated images, as those of the run are not here"
 
 
 def _records_below(folder: Path) -> list[Record]:
@@ -138,7 +138,7 @@ def _spread(count: int) -> list[int]:
 
 
 def _decode(config: ResolvedConfig, records: list[Record]) -> Tensor:
-    """uint8 (N, image_size, image_size, 3) of those that can be read."""
+    """uint8 (N, val_image_size, val_image_size, 3) of those that can be read."""
     transform, shards = torch_val_transform(config), ShardFiles()
     found: list[Tensor] = []
     for record in records:

@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from utils.arguments import model_arguments
 from utils.errors import UserError, first_line
 from utils.export.classifier import Classifier
 from utils.export.trained import Trained
@@ -48,23 +49,26 @@ class Format:
 
 def write_timm(trained: Trained, classifier: Classifier, metadata: dict[str, Any], folder: Path) -> None:
     """model.safetensors and config.json, as `timm.create_model("local-dir:FOLDER")` reads them."""
-    size = trained.config.image_size
+    size = trained.config.val_image_size
     mean, std = trained.normalization
     data_config = {
         "input_size": (3, size, size),
-        "interpolation": "bilinear",
+        "interpolation": trained.config.val_interpolation,
         "crop_pct": trained.crop_pct,
-        "crop_mode": "center",
+        "crop_mode": trained.config.val_crop,
         "mean": mean,
         "std": std,
     }
     settings: Any = trained.model.pretrained_cfg
+    # Without the rates of dropout, which belong to training.
+    model_args = model_arguments(trained.config)
+    model_args |= {"img_size": size} if settings["fixed_input_size"] else {}
     try:
         timm.models.save_for_hf(
             trained.model,
             str(folder),
             model_config={"label_names": list(trained.classes), "pretrained_cfg": data_config},
-            model_args={"img_size": size} if settings["fixed_input_size"] else None,
+            model_args=model_args or None,
             safe_serialization=True,
         )
     except SafetensorError as error:  # a full disk is one
@@ -170,7 +174,7 @@ def read_pt2(folder: Path) -> Network:
 
 def example(trained: Trained, classifier: Classifier) -> Tensor:
     """Two images: torch.export takes a size of one for a constant."""
-    size = trained.config.image_size
+    size = trained.config.val_image_size
     return classifier.prepare(torch.zeros(2, size, size, 3, dtype=torch.uint8))
 
 

@@ -1,7 +1,6 @@
 """The network of a checkpoint as plain timm layers, with its classes, normalisation and geometry."""
 
 import dataclasses
-import math
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +8,11 @@ import torch
 from torch import nn
 
 from models import Normalization, create_model
+from utils.arguments import model_options
 from utils.config import ResolvedConfig
 from utils.errors import UserError
 from utils.training.checkpoint import load
+from utils.training.preprocessing import crop_pct
 from utils.training.state import NETWORKS
 from utils.training.weights import choose_network, find_best_checkpoints
 
@@ -23,8 +24,8 @@ class Trained:
     """A network that is ready to be used.
 
     Attributes:
-        model: timm's layers in evaluation mode, float32, on the CPU; images (N, 3, image_size, image_size) to logits
-            (N, num_classes).
+        model: timm's layers in evaluation mode, float32, on the CPU; images (N, 3, val_image_size, val_image_size)
+            to logits (N, num_classes).
         config: of its run.
         classes: names in label order. There may be fewer than the head has outputs, if `--num-classes` said so.
         normalization: mean and standard deviation per channel, of images in [0, 1].
@@ -44,11 +45,7 @@ class Trained:
     @property
     def crop_pct(self) -> float:
         """Share of the shorter side that the centre crop takes, from which timm computes exactly `val_resize`."""
-        size, resized = self.config.image_size, self.config.val_resize
-        share = size / resized
-        while math.floor(size / share) != resized:  # rounding
-            share = math.nextafter(share, 0.0)
-        return share
+        return crop_pct(self.config.val_image_size, self.config.val_resize)
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -60,10 +57,10 @@ class Trained:
             "classes": list(self.classes),
             "mean": list(mean),
             "std": list(std),
-            "image_size": self.config.image_size,
+            "image_size": self.config.val_image_size,
             "val_resize": self.config.val_resize,
-            "interpolation": "bilinear",
-            "crop": "center",
+            "interpolation": self.config.val_interpolation,
+            "crop": self.config.val_crop,
             "weights": self.weights,
             "top1": self.top1,
         }
@@ -84,7 +81,8 @@ def load_trained(path: Path, ema: bool | None = None) -> Trained:
     assert saved.path is not None, "read from a file"
     weights = choose_network(saved, ema)
     config, tensors = saved.config, saved.state.networks[weights]
-    model = create_model(config.arch, config.num_classes, image_size=config.image_size)
+    options = model_options(config)
+    model = create_model(config.arch, config.num_classes, image_size=config.image_size, options=options)
     try:
         model.load_state_dict(tensors)
     except RuntimeError:

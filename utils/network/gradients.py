@@ -66,6 +66,9 @@ class ForwardBackward:
             self.exchange()
         return loss.detach()
 
+    def start_epoch(self, epoch: int) -> None:
+        """Nothing changes between epochs."""
+
     def close(self) -> None:
         """Nothing to release."""
 
@@ -109,6 +112,9 @@ class GraphedForwardBackward:
         self._graph.replay()
         return self._loss
 
+    def start_epoch(self, epoch: int) -> None:
+        """Nothing changes between epochs."""
+
     def close(self) -> None:
         """Release the graph. NCCL waits for that before it ends a communicator that the graph holds."""
         if self._graph is not None:
@@ -117,7 +123,7 @@ class GraphedForwardBackward:
 
     def _capture(self, images: Tensor, targets: Tensor) -> torch.cuda.CUDAGraph:
         self._images, self._targets = images.clone(), targets.clone()
-        with _preserve_state(self._eager.net, images.device), on_stream(self._stream):
+        with preserve_state(self._eager.net, images.device), on_stream(self._stream):
             by_ddp = dist.is_initialized() and self._eager.exchange is None
             for _ in range(DDP_WARMUP_PASSES if by_ddp else WARMUP_PASSES):
                 self._eager(self._images, self._targets, 0)
@@ -175,7 +181,7 @@ def _wait_for_stream(stream: torch.cuda.Stream) -> None:
 
 
 @contextlib.contextmanager
-def _preserve_state(net: nn.Module, device: torch.device) -> Iterator[None]:
+def preserve_state(net: nn.Module, device: torch.device) -> Iterator[None]:
     """Restore the network's buffers and the state of all random generators at the end."""
     before, buffers = random_state(device), [(buffer, buffer.clone()) for buffer in net.buffers()]
     yield

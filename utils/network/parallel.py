@@ -1,5 +1,6 @@
 """Data parallelism: DDP or one flat all-reduce of the gradients, equal weights, mean running statistics."""
 
+import dataclasses
 import inspect
 import itertools
 import math
@@ -17,7 +18,10 @@ from utils.config import ResolvedConfig
 from utils.distributed.collectives import all_gather_object, all_reduce_sum
 from utils.distributed.group import DistEnv
 from utils.network.compiler import compile_network
-from utils.network.gradients import AMP_DTYPES, ForwardBackward, GraphedForwardBackward, on_stream
+from utils.network.freezing import AnyForwardBackward, FreezingForwardBackward
+from utils.network.gradients import AMP_DTYPES, ForwardBackward, GraphedForwardBackward, on_stream, preserve_state
+from utils.network.loss import create_criterion
+from utils.schedules import size_schedule, value_at
 
 # torch 2.15 renamed the option; 2.11 to 2.14 know the old name only.
 _KEEP_BUFFERS: dict[str, Any] = (
@@ -67,7 +71,7 @@ def create_forward_backward(
     scaler: GradScaler,
     env: DistEnv,
     stream: torch.cuda.Stream | None,
-) -> ForwardBackward | GraphedForwardBackward:
+) -> AnyForwardBackward:
     """What a step does with a batch.
 
     Args:
@@ -78,15 +82,28 @@ def create_forward_backward(
         env: this process.
         stream: where a CUDA graph is captured; None for no graph.
     """
-    criterion = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
-    exchange = None
-    if env.world_size > 1 and not exchanges_by_ddp(config, env):
-        dtype = torch.bfloat16 if config.grad_compression == "bf16" else torch.float32
-        exchange = FlatAllReduce(model.parameters(), dtype)
-    forward_backward = ForwardBackward(
-        net, criterion, scaler, AMP_DTYPES[config.amp], config.grad_accum_steps, exchange
-    )
-    return forward_backward if stream is None else GraphedForwardBackward(forward_backward, stream)
+
+    def create(net: nn.Module) -> ForwardBackward | GraphedForwardBackward:
+        exchange = None
+        if env.world_size > 1 and not exchanges_by_ddp(config, env):
+            dtype = torch.bfloat16 if config.grad_compression == "bf16" else torch.float32
+            exchange = FlatAllReduce(model.parameters(), dtype)
+        forward_backward = ForwardBackward(
+            net, create_criterion(config), scaler, AMP_DTYPES[config.amp], config.grad_accum_steps, exchange
+        )
+        return forward_backward if stream is None else GraphedForwardBackward(forward_backward, stream)
+
+    def set_up(epoch: int) -> ForwardBackward | GraphedForwardBackward:
+        size = value_at(size_schedule(config), epoch, config.image_size)
+        # Weights are the same on all ranks; running statistics are each rank's and must not become rank 0's. A resume
+        # warms DDP's buckets up, too.
+        with preserve_state(model, env.device), on_stream(stream):
+            net = distribute(model, config, env, stream)
+            warm_up_ddp_buckets(net, dataclasses.replace(config, image_size=size), env)
+        return create(net)
+
+    created = create(net)
+    return FreezingForwardBackward(created, model, config.freeze_epochs, set_up) if config.freeze_epochs else created
 
 
 def exchanges_by_ddp(config: ResolvedConfig, env: DistEnv) -> bool:

@@ -9,7 +9,7 @@ import torch
 from utils.config import ResolvedConfig, TrainConfig
 from utils.data.cache import decoded_bytes
 from utils.data.manifest import Manifest
-from utils.data.settings import BY_DALI, LoaderSettings, check_cache_fits, choose_loader_settings
+from utils.data.settings import BY_DALI, LoaderSettings, check_cache_fits, choose_loader_settings, resolve_pixels
 from utils.data.workers import check_sockets
 from utils.distributed.collectives import all_gather_object, raise_on_all_ranks, sync_errors
 from utils.distributed.group import DistEnv
@@ -95,24 +95,41 @@ def resolve(
         "prefetch": settings.prefetch,
         "device": "cuda" if on_cuda else "cpu",
         "num_classes": config.num_classes or len(classes),
-        "val_resize": config.val_resize or round(config.image_size * 8 / 7),
+        **resolve_pixels(config),
         "compile": compiled,
         # Without a compiler what lies between the kernels is not fused, which costs more than they gain.
-        "fused_layers": on_cuda and compiled if config.fused_layers is None else config.fused_layers,
-        "cuda_graph": on_cuda and config.grad_accum_steps == 1 if config.cuda_graph is None else config.cuda_graph,
+        "fused_layers": on_cuda and compiled and not config.sync_bn
+        if config.fused_layers is None
+        else config.fused_layers,
+        "cuda_graph": _chooses_graph(config, on_cuda, compiled) if config.cuda_graph is None else config.cuda_graph,
         "warmup_epochs": resolve_warmup(config, saved),
         **resolve_optimizer(config),
     }
-    _check_fits(config, len(classes), on_cuda)
+    _check_fits(config, len(classes), on_cuda, saved)
     given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     return ResolvedConfig(**(given | resolved))
 
 
-def _check_fits(config: TrainConfig, num_classes: int, on_cuda: bool) -> None:
+def _chooses_graph(config: TrainConfig, on_cuda: bool, compiled: bool) -> bool:
+    """Whether the step is captured where that was left open. torch's own checkpointing saves random state, which is
+    not possible in a capture; the compiler has another way.
+    """
+    return on_cuda and config.grad_accum_steps == 1 and (compiled or not config.grad_checkpointing)
+
+
+def _check_fits(config: TrainConfig, num_classes: int, on_cuda: bool, saved: Checkpoint | None) -> None:
+    if config.freeze_epochs and config.pretrained is None and saved is None and not config.evaluate:
+        raise UserError(
+            f"--freeze-epochs {config.freeze_epochs} without --pretrained: random layers would be frozen; give "
+            "--pretrained",
+            on_all_ranks=True,
+        )
     if config.cuda_graph and not on_cuda:
         raise UserError(
             "--cuda-graph without a GPU: there is none to launch it on; use --no-cuda-graph", on_all_ranks=True
         )
+    if config.sync_bn and not on_cuda:
+        raise UserError("--sync-bn without a GPU: torch has it on GPUs alone; leave it out", on_all_ranks=True)
     if config.num_classes is not None and config.num_classes < num_classes:
         raise UserError(
             f"--num-classes {config.num_classes}: fewer than the {num_classes} class folders; leave it out or raise it",
@@ -142,7 +159,7 @@ def resolve_amp(config: TrainConfig, env: DistEnv) -> str:
 
 
 def resolve_warmup(config: TrainConfig, saved: Checkpoint | None) -> float:
-    """`--warmup-epochs`, else that of the checkpoint, else a tenth of the epochs, at most 5."""
+    """`--warmup-epochs`, else that of the checkpoint, else a tenth of the epochs before the cooldown, at most 5."""
     if config.warmup_epochs is not None:
         return config.warmup_epochs
-    return saved.config.warmup_epochs if saved else min(5, config.epochs / 10)
+    return saved.config.warmup_epochs if saved else min(5, (config.epochs - config.cooldown_epochs) / 10)

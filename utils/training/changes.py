@@ -5,24 +5,38 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from utils.config import flags_with_role
 from utils.data.sampler import Sampler
 from utils.data.splits import SPLITS
 from utils.errors import START_ANEW, UserError
+from utils.flags import flag
 from utils.training.batch_layout import saved_layout
 from utils.training.checkpoint import Checkpoint
 from utils.training.state import NETWORKS, RankState, ReplicatedState, TrainState
 
-FIXED = ("--arch", "--num-classes", "classes")  # decide which weights there are, so that none can be taken over
+FIXED = (
+    "--arch",
+    "--model-args",
+    "--num-classes",
+    "classes",
+)  # decide which weights there are, so that none can be taken over
 ORDER = ("--seed", "files of train/", "global batch")
-VALIDATION = ("files of val/", "--image-size", "--val-resize")
+VALIDATION = (
+    "files of val/", "--image-size", "--val-resize", "--val-image-size", "--val-crop", "--interpolation",
+)  # fmt: skip
 EMA = "--ema-decay above 0"
 NETWORK, AVERAGE = NETWORKS
 
 
 def changed_names(saved: Checkpoint, fingerprint: dict[str, Any]) -> list[str]:
     """What a launch with this `run_fingerprint` changes, by the names of the fingerprint."""
-    before = saved.record.fingerprint
+    before = fingerprint_of(saved)
     return [name for name in fingerprint if before.get(name) != fingerprint[name]]
+
+
+def fingerprint_of(saved: Checkpoint) -> dict[str, Any]:
+    """The `run_fingerprint` of a checkpoint; one that does not know a flag was trained with its default."""
+    return {flag(name): getattr(saved.config, name) for name in flags_with_role("fixed")} | saved.record.fingerprint
 
 
 def is_fixed(names: Sequence[str]) -> bool:
@@ -103,9 +117,9 @@ def _adapt_optimizer(saved: Checkpoint, state: TrainState, names: Sequence[str])
 
 
 def _begins_anew(before: dict[str, Any], now: dict[str, Any], names: Sequence[str]) -> bool:
-    """Without weight decay timm makes one group of parameters instead of two, in another order."""
+    """Other groups have the parameters in another order; other arguments may want another state."""
     groups = [[len(group["params"]) for group in each["param_groups"]] for each in (before, now)]
-    return "--optimizer" in names or groups[0] != groups[1]
+    return "--optimizer" in names or "--optimizer-args" in names or groups[0] != groups[1]
 
 
 def _reorders(saved: Checkpoint, names: Sequence[str]) -> bool:

@@ -29,13 +29,16 @@ from utils.training.changes import (
     changed_names,
     describe_consequences,
     excluded_of_run,
+    fingerprint_of,
     is_fixed,
     require_acceptable,
 )
 from utils.training.checkpoint import Checkpoint, RunRecord
-from utils.training.optim import rate_at, scaled_lr
+from utils.training.lr_schedule import rate_at
+from utils.training.optim import scaled_lr
 from utils.training.state import TrainState
 
+LR_FLAGS = ("schedule", "min_lr", "cooldown_epochs", "decay_epochs", "decay_rate")
 LR_JUMP = 0.01  # share of the learning rate by which a resume may change it without a warning
 
 
@@ -83,7 +86,7 @@ def check_fingerprint(config: ResolvedConfig, splits: Splits, env: DistEnv, save
 
 def describe_changes(saved: Checkpoint, now: dict[str, Any], splits: Splits) -> str:
     """What differs from the checkpoint, then and now; `now` is the `run_fingerprint` of this launch."""
-    before = saved.record.fingerprint
+    before = fingerprint_of(saved)
     names = changed_names(saved, now)
     return "; ".join(_describe_change(name, before.get(name), now[name], saved, splits) for name in names)
 
@@ -176,7 +179,9 @@ def _format_change(old: Any, new: Any) -> str:
     """Both values; numbers have six digits, or all of them where six are the same."""
     short = [float(f"{value:.6g}") if isinstance(value, float) else value for value in (old, new)]
     before, after = short if short[0] != short[1] else (old, new)
-    return f"{'off' if before == '' else before} -> {'off' if after == '' else after}"
+    words: dict[Any, str] = {"": "off", None: "default"}
+    before, after = (words.get(value, value) for value in (before, after))
+    return f"{before} -> {after}"
 
 
 def library_versions() -> dict[str, str]:
@@ -258,7 +263,7 @@ def _describe_content(name: str, saved: Checkpoint, accepted: bool) -> str:
 def schedule_jump(config: ResolvedConfig, saved: Checkpoint, steps_per_epoch: int, global_batch_size: int) -> list[str]:
     """A line where a resume makes the learning rate jump, as other --epochs do; none where it goes on as it was."""
     before, step = saved.config, saved.state.step
-    names = ("epochs", "lr", "warmup_epochs")
+    names = ("epochs", "lr", "warmup_epochs", *LR_FLAGS)
     changed = [name for name in names if getattr(before, name) != getattr(config, name)]
     if not changed or step >= config.epochs * steps_per_epoch:
         return []
@@ -269,7 +274,9 @@ def schedule_jump(config: ResolvedConfig, saved: Checkpoint, steps_per_epoch: in
     if abs(now - due) < LR_JUMP * max(now, due):
         return []
     peaks = [scaled_lr(one.lr, global_batch_size) for one in (old, config)]
-    flags = ", ".join(f"{flag(name)} {getattr(before, name):g} -> {getattr(config, name):g}" for name in changed)
+    flags = ", ".join(
+        f"{flag(name)} {_format_change(getattr(before, name), getattr(config, name))}" for name in changed
+    )
     return [
         f"the learning rate goes from {last:.4g} to {now:.4g} in one step, from {last / peaks[0]:.2%} to "
         f"{now / peaks[1]:.2%} of its peak ({flags}); --pretrained {saved.path} --name NEW trains on with a "

@@ -17,6 +17,7 @@ from utils.distributed.collectives import all_reduce_sum, sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
 from utils.files import write_json
+from utils.flags import flag
 from utils.log import emit
 from utils.network.augment import Normalize
 from utils.network.gradients import AMP_DTYPES
@@ -25,6 +26,7 @@ from utils.training.autotune import choose_common_loader_settings, resolve
 from utils.training.checkpoint import BEST, Checkpoint, load
 from utils.training.mistakes import Mistakes, better_network, write_page
 from utils.training.output import EVALUATION, prepare_output
+from utils.training.preprocessing import fill_preprocessing
 from utils.training.resume import open_checkpoint, settings_of_checkpoint
 from utils.training.run import Run
 from utils.training.state import NETWORKS
@@ -115,11 +117,8 @@ def evaluate_checkpoint(config: TrainConfig, env: DistEnv) -> None:
     with sync_errors(env):
         if saved:
             config, notes = settings_of_checkpoint(config, saved.config, saved.path or "", env)
-        elif config.pretrained not in (None, "timm"):
-            weights = models.read_weights(Path(config.pretrained or ""), config.pretrained_ema)
-            if weights.settings is not None:
-                before = TrainConfig.from_dict(weights.settings)
-                config, notes = settings_of_checkpoint(config, before, weights.source, env)
+        else:
+            config, notes = _settings_of_weights(config, env)
         require_data(config)
     config = stage(config, env)
     listed = read_data(config, env)
@@ -140,6 +139,18 @@ def evaluate_checkpoint(config: TrainConfig, env: DistEnv) -> None:
         emit(describe_result(result))
         if pictures is not None:
             emit(write_page(resolved.output_dir, pictures))
+
+
+def _settings_of_weights(config: TrainConfig, env: DistEnv) -> tuple[TrainConfig, list[str]]:
+    """What was not given is as the weights of `--pretrained` want it; also notes on that."""
+    if config.pretrained not in (None, "timm"):
+        weights = models.read_weights(Path(config.pretrained or ""), config.pretrained_ema)
+        if weights.settings is not None:
+            return settings_of_checkpoint(config, TrainConfig.from_dict(weights.settings), weights.source, env)
+    config, sources = fill_preprocessing(config, None)
+    names = [name for name in sources if name != "pretrained"]
+    chosen = ", ".join(f"{flag(name)} {getattr(config, name)}" for name in names)
+    return config, [f"{chosen}: {sources['pretrained']}"] if chosen else []
 
 
 def describe_result(result: Mapping[str, Any]) -> str:
@@ -168,7 +179,8 @@ def _evaluate_networks(
     loader = pipelines.create_val_loader(config, val, env)
     result: dict[str, Any] = {"checkpoint": str(saved.path) if saved else f"pretrained {config.pretrained}"}
     result |= {} if saved else {"weights": network.origin}
-    result |= {"image_size": config.image_size, "val_resize": config.val_resize}
+    result |= {"image_size": config.val_image_size, "val_resize": config.val_resize}
+    result |= {"val_crop": config.val_crop, "interpolation": config.val_interpolation}
     mistakes: dict[str, Mistakes] = {}
     for name in saved.state.networks if saved else NETWORKS[:1]:
         if saved:

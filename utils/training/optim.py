@@ -1,20 +1,24 @@
-"""Parameter groups, optimizer, moving average, and the learning rate: scaled by the global batch, warmup, cosine."""
+"""Parameter groups, optimizer with its usual settings, moving average, and the rule that scales the learning rate."""
 
 import dataclasses
 import difflib
+import inspect
 import warnings
+from typing import Any
 
 import timm.optim
 import torch
+from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from timm.optim.kron import Kron
-from timm.scheduler.cosine_lr import CosineLRScheduler
 from timm.utils.model_ema import ModelEmaV3
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from utils.arguments import optimizer_arguments
 from utils.config import ResolvedConfig, TrainConfig
 from utils.errors import UserError, first_line
 from utils.flags import flag
+from utils.network.head import head_parameters
 
 LR_BATCH = 256  # --lr is given per this many images (Goyal et al. 2017, arXiv:1706.02677, section 2.1)
 
@@ -72,7 +76,28 @@ def resolve_optimizer(config: TrainConfig) -> dict[str, float]:
         raise UserError(f"--optimizer {config.optimizer}: has no usual learning rate; give --lr", on_all_ranks=True)
     others = usual or OptimizerDefaults(0.0, 0.9, 0.0, "")
     names = ("lr", "momentum", "weight_decay")
+    _check_arguments(config)
+    lr = others.lr if config.lr is None else config.lr
+    if config.min_lr >= lr:
+        raise UserError(f"--min-lr {config.min_lr:g}: must be less than --lr {lr:g}; lower it", on_all_ranks=True)
     return {name: getattr(others if getattr(config, name) is None else config, name) for name in names}
+
+
+def _check_arguments(config: TrainConfig) -> None:
+    """Raise UserError for `--optimizer-args` that the optimizer does not take. timm would drop two of them."""
+    info = timm.optim.get_optimizer_info(config.optimizer)
+    arguments = optimizer_arguments(config)
+    if isinstance(info.opt_class, str):  # of a package that may not be there
+        return
+    taken = set(inspect.signature(info.opt_class).parameters) - {"params", "lr", "momentum", "weight_decay"}
+    taken -= {name for name, has in (("eps", info.has_eps), ("betas", info.has_betas)) if not has}
+    for name in arguments:
+        if name not in taken:
+            raise UserError(
+                f"--optimizer-args {config.optimizer_args}: {config.optimizer} does not take {name}; it takes "
+                f"{', '.join(sorted(taken))}",
+                on_all_ranks=True,
+            )
 
 
 def describe_optimizer(config: ResolvedConfig) -> tuple[str, str]:
@@ -112,23 +137,21 @@ def check_optimizer(name: str, world_size: int = 1) -> None:
 def create_optimizer(
     config: ResolvedConfig, model: nn.Module, global_batch_size: int, fused: bool | None = None
 ) -> Optimizer:
-    """timm's optimizer over two groups: with weight decay and without, as timm divides them.
-
-    The reasons are in docs/internals/decisions/0014.
+    """timm's optimizer over `parameter_groups`.
 
     Args:
-        config: its rate, momentum and weight decay.
+        config: its rate, momentum, weight decay and arguments.
         model: on its device.
         global_batch_size: images in an optimizer step.
         fused: whether the update is one kernel, where the optimizer has one. By default on a GPU.
 
     Raises:
-        UserError: the optimizer needs a package that is not there, or does not take this network.
+        UserError: the optimizer needs a package that is not there, or does not take this network or its arguments.
     """
+    fused = next(model.parameters()).is_cuda if fused is None else fused
+    fused = fused and _has_fused(config.optimizer)
+    groups, arguments = parameter_groups(config, model), optimizer_arguments(config)
     try:
-        if fused is None:
-            fused = next(model.parameters()).is_cuda
-        fused = fused and _has_fused(config.optimizer)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "It is highly recommended to have 'opt_einsum'", module="timm.optim.kron")
             optimizer: Optimizer = timm.optim.create_optimizer_v2(
@@ -137,10 +160,16 @@ def create_optimizer(
                 lr=scaled_lr(config.lr, global_batch_size),
                 momentum=config.momentum,
                 weight_decay=config.weight_decay,
-                filter_bias_and_bn=True,
-                **({"fused": True} if fused else {}),
+                param_group_fn=lambda _: groups,
+                **({"fused": True} if fused else {}) | arguments,
             )
     except Exception as error:  # timm lists those of apex and bitsandbytes too, whether they are installed or not
+        if arguments:
+            raise UserError(
+                f"--optimizer-args {config.optimizer_args}: {config.optimizer} cannot be made with it "
+                f"({first_line(error, 200)}); correct it, or leave it out",
+                on_all_ranks=True,
+            ) from error
         raise UserError(
             f"--optimizer {config.optimizer}: is not available here ({first_line(error)}); give another"
         ) from error
@@ -148,6 +177,39 @@ def create_optimizer(
         _fill_momentum(optimizer)
         optimizer.register_load_state_dict_post_hook(_fill_momentum)
     return optimizer
+
+
+def parameter_groups(config: ResolvedConfig, model: nn.Module) -> list[dict[str, Any]]:
+    """Weights with and without weight decay, as timm divides them; with `--layer-decay` for each layer.
+
+    The reasons are in docs/internals/decisions/0014. A group's rate is that of the schedule times its `lr_scale`.
+
+    Raises:
+        UserError: the head has a rate of its own, and there is no head.
+    """
+    exempt: set[str] = getattr(model, "no_weight_decay", set)()
+    groups: list[dict[str, Any]]
+    if config.layer_decay is None:
+        groups = param_groups_weight_decay(model, config.weight_decay, no_weight_decay_list=exempt)
+    else:
+        groups = param_groups_layer_decay(model, config.weight_decay, exempt, layer_decay=config.layer_decay)
+    if config.head_lr_scale is None:
+        return groups
+    head = head_parameters(model, "--head-lr-scale")
+    divided = []
+    for group in groups:
+        for is_head, scale in ((False, 1.0), (True, config.head_lr_scale)):
+            found = [parameter for parameter in group["params"] if (parameter in head) == is_head]
+            if found:
+                divided.append(group | {"params": found, "lr_scale": group.get("lr_scale", 1.0) * scale})
+    return divided
+
+
+def learning_rate(optimizer: Optimizer) -> float:
+    """The rate of the schedule, which each group multiplies by its `lr_scale`."""
+    groups = optimizer.param_groups
+    group = next((group for group in groups if group.get("lr_scale", 1.0) == 1.0), groups[0])
+    return float(group["lr"] / group.get("lr_scale", 1.0))
 
 
 def _fill_momentum(optimizer: Optimizer) -> None:
@@ -181,30 +243,3 @@ def describe_ema(ema: ModelEmaV3, total_steps: int) -> str:
     if last < ema.decay:
         return f"decay grows to {last:.5g} in the {total_steps:,} steps of the run, too few for {ema.decay:g}"
     return f"decay grows to {ema.decay:g} in the first {round(9 / (1 - ema.decay)) - 8:,} steps"
-
-
-def create_schedule(config: ResolvedConfig, optimizer: Optimizer, steps_per_epoch: int) -> CosineLRScheduler:
-    """Linear warmup over `warmup_epochs`, then half a cosine towards 0 after the last step.
-
-    With W warmup steps the first step has 1/W of the peak, as a rate of 0 would waste it.
-
-    `step_update(step)` sets the rate of that step (from 0): the schedule is a function of the step and has no state.
-    """
-    total_steps = config.epochs * steps_per_epoch
-    warmup_steps = min(round(config.warmup_epochs * steps_per_epoch), total_steps - 1)
-    peak = optimizer.param_groups[0]["lr"]
-    return CosineLRScheduler(
-        optimizer,
-        t_initial=max(2, total_steps - warmup_steps),  # timm warns of 1, whose only step has the peak as well
-        warmup_t=warmup_steps,
-        warmup_lr_init=peak / max(1, warmup_steps),
-        warmup_prefix=True,
-        t_in_epochs=False,
-    )
-
-
-def rate_at(config: ResolvedConfig, step: int, steps_per_epoch: int, global_batch_size: int) -> float:
-    """Learning rate of a run's step number `step`, from 0."""
-    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=scaled_lr(config.lr, global_batch_size))
-    create_schedule(config, optimizer, steps_per_epoch).step_update(step)
-    return float(optimizer.param_groups[0]["lr"])

@@ -68,7 +68,8 @@ def predict(options: PredictOptions, env: DistEnv, stack: contextlib.ExitStack) 
     end_status()
     if env.is_main:
         average = ", moving average" if name != NETWORKS[0] else ""
-        emit(f"{saved.path}: {config.arch}{average}, {config.image_size} px of {config.val_resize}, amp {config.amp}")
+        size = f"{config.val_image_size} px of {config.val_resize}"
+        emit(f"{saved.path}: {config.arch}{average}, {size}, amp {config.amp}")
         if ignored:
             emit(f"not predicted, as no image is named so: {describe_counts(ignored)}")
     _write(predictor, options, env, stack)

@@ -106,8 +106,11 @@ def settings_of_checkpoint(
         del values["loader"]
     if values.get("amp") == "fp16" and env.device.type == "cpu":
         values["amp"] = "none"
-    if "image_size" in config.given and "val_resize" in values and before.val_resize is not None:
-        values["val_resize"] = round(config.image_size * before.val_resize / before.image_size)
+    if "image_size" in config.given and "val_image_size" not in config.given:
+        values["val_image_size"] = config.image_size
+    size = config.val_image_size or values["val_image_size"]
+    if size and "val_resize" in values and before.val_resize is not None:
+        values["val_resize"] = round(size * before.val_resize / (before.val_image_size or before.image_size))
     config = dataclasses.replace(config, **values)
     validate(config)
     require_data(config)

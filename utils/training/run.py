@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from timm.scheduler.cosine_lr import CosineLRScheduler
+from timm.scheduler.scheduler import Scheduler
 
 from utils.config import ResolvedConfig
 from utils.data.batch import Batch, TrainLoader, ValLoader
@@ -23,11 +23,12 @@ from utils.distributed.stop import StopRequest
 from utils.errors import RunFailed, Stopped, UserError
 from utils.log import SUMMARY, Log
 from utils.network.augment import BatchAugment
-from utils.network.gradients import ForwardBackward, GraphedForwardBackward
+from utils.network.freezing import AnyForwardBackward
 from utils.progress import show_status, with_bar
 from utils.training.checkpoint import RunRecord, create_checkpoint
 from utils.training.checkpoint_writer import CheckpointWriter
 from utils.training.integrity import nonfinite_reason, require_finite_statistics, require_same_weights
+from utils.training.optim import learning_rate
 from utils.training.output import has_summary
 from utils.training.state import BestEpoch, TrainState, evaluation_top1
 from utils.training.tracking import TrackerProcess
@@ -69,8 +70,8 @@ class Run:
     config: ResolvedConfig
     env: DistEnv
     state: TrainState
-    forward_backward: ForwardBackward | GraphedForwardBackward
-    schedule: CosineLRScheduler
+    forward_backward: AnyForwardBackward
+    schedule: Scheduler
     sampler: Sampler
     train_loader: TrainLoader
     val_loader: ValLoader
@@ -155,6 +156,7 @@ class Run:
         if self.state.step >= self.epoch_end:  # beyond it after a resume with fewer --epochs
             return
         self.state.model.train()
+        self.forward_backward.start_epoch(self.state.epoch)
         if self.seconds_to_first_step is None:
             show_status("first step" + (", compiling" if self.config.compile else ""))
         self.augment.start_epoch(self.state.epoch)
@@ -171,7 +173,7 @@ class Run:
         return math.ceil(epochs / every) - self.state.epoch // every
 
     def _loss_and_lr(self) -> tuple[float | None, float]:
-        return self.state.meter.recent_loss(), self.state.optimizer.param_groups[0]["lr"]
+        return self.state.meter.recent_loss(), learning_rate(self.state.optimizer)
 
     def after_step(self) -> None:
         """Log, stop and save where it is due. Collective: call on every rank, once a step.
@@ -213,7 +215,7 @@ class Run:
             RunFailed: the loss has not been finite for too many steps, or fp16 finds no scale for it.
         """
         state, max_bad_steps = self.state, self.config.max_bad_steps
-        lr = state.optimizer.param_groups[0]["lr"]
+        lr = learning_rate(state.optimizer)
         interval = state.meter.read()
         self.log.train(
             {"epoch": state.epoch + 1, "step": state.step, "train/loss": interval.loss, "lr": lr}

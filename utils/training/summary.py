@@ -1,5 +1,9 @@
 """What is printed about a run at its start and at its end, and summary.json."""
 
+import itertools
+import operator
+from collections.abc import Iterator
+
 import timm
 import torch
 
@@ -22,6 +26,7 @@ from utils.report.terminal import epoch_table
 from utils.training.batch_layout import layout_of, saved_layout
 from utils.training.checkpoint import BEST, Checkpoint
 from utils.training.compatibility import changed_flags
+from utils.training.lr_schedule import describe_schedule
 from utils.training.optim import describe_ema, describe_optimizer, scaled_lr
 from utils.training.run import Run
 from utils.training.state import TrainState, evaluation_top1
@@ -43,6 +48,7 @@ def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: C
         "model": _describe_model(run),
         "data": _describe_data(splits),
         "images": f"{len(splits['train']):,} train, {_describe_val(splits['val'])}, {_describe_sizes(config)}",
+        "pixels": _describe_pixels(run, "the checkpoint" if saved else settings.reasons.get("pretrained", "")),
         "batch": f"{run.sampler.global_batch_size} = {config.batch_size} images x {env.world_size} processes"
         f" x {config.grad_accum_steps}; {run.sampler.steps_per_epoch} steps per epoch",
         "lr": f"{lr:g} = {config.lr:g} x {run.sampler.global_batch_size} / 256, {_describe_optimizer(run)}",
@@ -51,13 +57,12 @@ def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: C
         "output": f"{config.output_dir}",
         "start": _describe_start(run, saved) if saved else run.origin,
     }
+    if schedule := describe_schedule(config, run.sampler.global_batch_size):
+        facts["schedule"] = schedule
     if state.ema is not None:
         facts["ema"] = describe_ema(state.ema, config.epochs * run.sampler.steps_per_epoch)
     usual, unusual = describe_optimizer(config)
-    chosen = [usual] if usual else []
-    if config.loader != "synthetic":
-        chosen += [f"{flag(name)} {getattr(config, name)}: {reason}" for name, reason in settings.reasons.items()]
-    if chosen:
+    if chosen := [*([usual] if usual else []), *_describe_choices(config, settings)]:
         facts["chosen"] = "; ".join(chosen)
     if skipped := describe_exclusions(splits, config.output_dir):
         facts["skipped"] = skipped
@@ -74,6 +79,15 @@ def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: C
         run.log.info(f"warning: {line}")
     if run.is_done:
         run.log.info(_describe_early_end(run) if run.ends_early else _describe_end(run))
+
+
+def _describe_choices(config: ResolvedConfig, settings: LoaderSettings) -> Iterator[str]:
+    """Flags of the loaders that were chosen for one reason, and the reason."""
+    if config.loader == "synthetic":
+        return
+    reasons = [(name, reason) for name, reason in settings.reasons.items() if name != "pretrained"]
+    for reason, group in itertools.groupby(reasons, operator.itemgetter(1)):
+        yield f"{', '.join(f'{flag(name)} {getattr(config, name)}' for name, _ in group)}: {reason}"
 
 
 def _describe_data(splits: Splits) -> str:
@@ -95,6 +109,7 @@ def _describe_optimizer(run: Run) -> str:
     """Name and settings, as the optimizer has them."""
     group = run.state.optimizer.param_groups[0]
     named = {"momentum": group.get("momentum"), "betas": group.get("betas"), "weight decay": run.config.weight_decay}
+    named |= {"layer decay": run.config.layer_decay, "head lr scale": run.config.head_lr_scale}
     shown = (f"{name} {f'{value:g}' if isinstance(value, float) else value}" for name, value in named.items() if value)
     return ", ".join([run.config.optimizer, *shown])
 
@@ -104,12 +119,31 @@ def _describe_sizes(config: ResolvedConfig) -> str:
     return f"{config.image_size} px" + "".join(f", {flag(name)} {text}" for name, text in schedules.items() if text)
 
 
+def _describe_pixels(run: Run, source: str) -> str:
+    """Interpolation, the geometry of the evaluation, and normalization; `source` is of the latter, "" for timm's."""
+    config = run.config
+    source = source or f"timm's {config.arch}"
+    squashed = ", squashed" if config.val_crop == "squash" else ""
+    mean, std = (" ".join(f"{value:.4g}" for value in values) for values in run.record.normalization)
+    return (
+        f"{config.interpolation}; evaluated {config.val_interpolation} at {config.val_image_size} px of "
+        f"{config.val_resize}{squashed}; mean {mean}, std {std} of {source}"
+    )
+
+
 def _describe_model(run: Run) -> str:
     config = run.config
     parameters = sum(parameter.numel() for parameter in run.state.model.parameters())
-    ways = {"compiled": config.compile, "fused layers": config.fused_layers, "as a CUDA graph": config.cuda_graph}
+    ways = {
+        "gradient checkpointing": config.grad_checkpointing,
+        "compiled": config.compile,
+        "fused layers": config.fused_layers,
+        "as a CUDA graph": config.cuda_graph,
+    }
     compiled = "".join(f", {way}" for way, used in ways.items() if used)
-    return f"{config.arch}, {parameters / 1e6:.2f} M parameters, {config.num_classes} classes{compiled}"
+    epochs = f"{config.freeze_epochs} epochs" if config.freeze_epochs > 1 else "epoch"
+    head = f", the head alone in the first {epochs}" if config.freeze_epochs else ""
+    return f"{config.arch}, {parameters / 1e6:.2f} M parameters, {config.num_classes} classes{head}{compiled}"
 
 
 def _describe_device(run: Run) -> str:

@@ -41,7 +41,8 @@ def datum(image: bytes | None, label: int | None, shape: tuple[int, ...] = (), f
 
 def write(path: Path, values: Mapping[str, bytes], as_file: bool = False) -> Path:
     """A database as a folder, or as a file; returns its file."""
-    with lmdb.open(str(path), map_size=1 << 26, subdir=not as_file, lock=False) as environment:
+    size = (1 << 26) + 2 * sum(map(len, values.values()))  # of the map, at most
+    with lmdb.open(str(path), map_size=size, subdir=not as_file, lock=False) as environment:
         with lmdb.Transaction(environment, write=True) as transaction:
             for key, value in values.items():
                 transaction.put(os.fsencode(key), value)

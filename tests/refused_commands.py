@@ -1,0 +1,125 @@
+"""Command lines that are refused, of the scripts that are used after a training, and the folder in which they run."""
+
+import importlib
+import json
+import os
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from tests.damage import ARITHMETIC as JPEG
+from tests.export.checkpoints import write_checkpoint
+from tests.harness import read_checkpoint
+from tests.shards import write_tar
+
+
+class Command(NamedTuple):
+    """A command line that is refused.
+
+    Attributes:
+        what: is wrong.
+        line: the program's file and its words; paths are those of the folder of `prepare`.
+    """
+
+    what: str
+    line: str
+
+    @property
+    def program(self) -> Callable[[Sequence[str]], int]:
+        """`main` of the program."""
+        main: Callable[[Sequence[str]], int] = importlib.import_module(f"scripts.{self.line.split('.')[0]}").main
+        return main
+
+    @property
+    def words(self) -> list[str]:
+        """What `main` gets."""
+        return shlex.split(self.line)[1:]
+
+
+def prepare(folder: Path) -> None:
+    """What the command lines name: a run of `test_resnet`, checkpoints that are damaged or do not fit, images."""
+    best = write_checkpoint(folder / "run" / "best.pt", result={"val/top1": 50.0})
+    saved = read_checkpoint(best.parent, best.name)
+    step = {"epoch": 1, "step": 1, "train/loss": 2.0, "lr": 0.1}
+    for name, lines in (("run", [json.dumps(step)]), ("cut", [json.dumps(step), "nonsense", json.dumps(step)])):
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+        (folder / name / "config.json").write_text('{"arch": "test_resnet"}')
+    (folder / "cut.pt").write_bytes(best.read_bytes()[:-1000])
+    (folder / "text.pt").write_text("no")
+    torch.save({"a": torch.ones(1)}, folder / "weights.pt")
+    torch.save(saved | {"format": 5}, folder / "format.pt")
+    torch.save(saved | {"ranks": None}, folder / "part.pt")
+    torch.save(saved | {"config": saved["config"] | {"num_classes": 5}}, folder / "head.pt")
+    torch.save(saved | {"config": saved["config"] | {"arch": "test_vit"}}, folder / "arch.pt")
+    os.mkfifo(folder / "pipe.pt")
+    (folder / "image.jpg").write_bytes(JPEG)
+    (folder / "images.tar.gz").touch()
+    write_tar(folder / "none.tar", {})
+    for name in ("empty", "results/confusion.csv"):
+        (folder / name).mkdir(parents=True)
+    for name in ("exported/model.safetensors", "mine/file"):
+        (folder / name).parent.mkdir()
+        (folder / name).touch()
+
+
+_PREDICT, _EXPORT = "predict.py run image.jpg --output-dir out", "export.py run --output-dir out"
+COMMANDS = [
+    Command("no checkpoint", "predict.py none.pt image.jpg --output-dir out"),
+    Command("a folder without a checkpoint", "predict.py empty image.jpg --output-dir out"),
+    Command("a checkpoint that was cut off", "predict.py cut.pt image.jpg --output-dir out"),
+    Command("a checkpoint that is a pipe", "predict.py pipe.pt image.jpg --output-dir out"),
+    Command("weights of another architecture", "predict.py arch.pt image.jpg --output-dir out"),
+    Command("no source", "predict.py run --output-dir out"),
+    Command("a source that is not there", "predict.py run none.jpg --output-dir out"),
+    Command("a pattern without a match", "predict.py run 'none-*.jpg' --output-dir out"),
+    Command("a folder without images", "predict.py run empty --output-dir out"),
+    Command("a compressed tar", "predict.py run images.tar.gz --output-dir out"),
+    Command("a shard without images", "predict.py run none.tar --output-dir out"),
+    Command("images and shards", "predict.py run image.jpg none.tar --output-dir out"),
+    Command("no output folder", "predict.py run image.jpg"),
+    Command("the output folder is a file", "predict.py run image.jpg --output-dir image.jpg"),
+    Command("a folder where a file would be written", "predict.py run image.jpg --output-dir results"),
+    Command("no class", f"{_PREDICT} --topk 0"),
+    Command("an unknown format", f"{_PREDICT} --format xml"),
+    Command("an unknown output", f"{_PREDICT} --output-type softmax"),
+    Command("no image per batch", f"{_PREDICT} --batch-size 0"),
+    Command("no thread", f"{_PREDICT} --workers 0"),
+    Command("an unknown device", f"{_PREDICT} --device tpu"),
+    Command("no moving average", f"{_PREDICT} --ema"),
+    Command("no checkpoint", "export.py none.pt --format onnx --output-dir out"),
+    Command("a folder without a checkpoint", "export.py empty --format onnx --output-dir out"),
+    Command("a checkpoint that was cut off", "export.py cut.pt --format onnx --output-dir out"),
+    Command("text", "export.py text.pt --format onnx --output-dir out"),
+    Command("bare weights", "export.py weights.pt --format onnx --output-dir out"),
+    Command("another version's checkpoint", "export.py format.pt --format onnx --output-dir out"),
+    Command("a part of the checkpoint is missing", "export.py part.pt --format onnx --output-dir out"),
+    Command("another number of classes", "export.py head.pt --format onnx --output-dir out"),
+    Command("an unknown format", f"{_EXPORT} --format tflite"),
+    Command("timm's files in float16", f"{_EXPORT} --format timm --half"),
+    Command("timm's network of uint8", f"{_EXPORT} --format timm --input uint8"),
+    Command("no moving average", f"{_EXPORT} --format pt2 --ema"),
+    Command("no images to compare on", f"{_EXPORT} --format pt2 --check-data gone"),
+    Command("images, but no comparison", f"{_EXPORT} --format pt2 --check-data . --no-check"),
+    Command("ONNX for the hub", f"{_EXPORT} --format onnx --push me/net"),
+    Command("a folder that cannot be made", "export.py run --format pt2 --output-dir /proc/out"),
+    Command("an exported network is there", "export.py run --format timm --output-dir exported"),
+    Command("the folder of a run", "export.py run --format timm --output-dir run --overwrite"),
+    Command("no run", "report.py none"),
+    Command("no output folder", "report.py empty"),
+    Command("a damaged line", "report.py cut"),
+    Command("a page in a folder that is not there", "report.py run --output no/page.html"),
+    Command("no run", "watch.py none"),
+    Command("no time between two looks", "watch.py run --interval 0"),
+    Command("no tracker", "track.py run --track none"),
+    Command("an unknown tracker", "track.py run --track clearml"),
+    Command("an unknown data set", "download.py food --output-dir out"),
+    Command("an unknown size", "download.py imagenette --size 64 --output-dir out"),
+    Command("no address", "download.py imagenette --url a.tgz --output-dir out"),
+    Command("an archive that is not there", "download.py imagenette --url file:///none.tgz --output-dir out"),
+    Command("a folder with other files", "download.py imagenette --output-dir mine"),
+    Command("a folder that cannot be made", "download.py imagenette --output-dir /proc/a/b"),
+]

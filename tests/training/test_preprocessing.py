@@ -1,0 +1,246 @@
+"""Sizes, crop and interpolation are those of the weights, where they are not given."""
+
+import dataclasses
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import timm.data
+import torch
+
+from tests.conftest import TINY, resolved
+from tests.contract import assert_keys
+from tests.harness import assert_refused, launch_series, read_checkpoint, read_metrics
+from tests.training.checkpoints import checkpoint_of
+from utils.cli import parse
+from utils.config import TrainConfig
+from utils.data.settings import resolve_pixels
+from utils.errors import UserError
+from utils.training.changes import changed_names
+from utils.training.checkpoint import FORMAT, Checkpoint
+from utils.training.preprocessing import crop_pct, fill_preprocessing
+
+A1 = "resnet50.a1_in1k"  # 224 px with a crop of 0.95, tested at 288 with one of 1.0
+VIT = "vit_tiny_patch16_384.augreg_in21k_ft_in1k"
+
+
+def filled(*words: str, saved: Checkpoint | None = None) -> TrainConfig:
+    config = parse(["--data-dir", "images", *words])
+    return fill_preprocessing(config, saved)[0]
+
+
+def pixels(config: TrainConfig) -> tuple[Any, ...]:
+    """Sizes of training and evaluation, the latter before the crop, crop and interpolation."""
+    values = resolve_pixels(config)
+    return (
+        config.image_size,
+        *(values[name] for name in ("val_image_size", "val_resize", "val_crop", "interpolation")),
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (A1, (224, 288, 288, "center", "bicubic")),
+        ("resnet50", (224, 288, 288, "center", "bicubic")),  # whose default variant it is
+        (f"{A1} --evaluate", (224, 288, 288, "center", "bicubic")),
+        (f"{A1} --image-size 160", (160, 160, 168, "center", "bicubic")),
+        (f"{A1} --image-size 288", (288, 288, 288, "center", "bicubic")),
+        (f"{A1} --image-size 224", (224, 288, 288, "center", "bicubic")),
+        (f"{A1} --image-size 224 --evaluate", (224, 224, 235, "center", "bicubic")),
+        (f"{A1} --val-image-size 320", (224, 320, 336, "center", "bicubic")),
+        (f"{A1} --val-image-size 224 --val-resize 256", (224, 224, 256, "center", "bicubic")),
+        (f"{A1} --interpolation random --val-crop squash", (224, 288, 288, "squash", "random")),
+        ("resnet18.tv_in1k", (224, 224, 256, "center", "bilinear")),
+        ("fasternet_t0.in1k", (224, 224, 248, "center", "bicubic")),  # a crop of its own for the test at the same size
+        (VIT, (384, 384, 384, "center", "bicubic")),
+        (f"{VIT} --image-size 224", (224, 224, 224, "center", "bicubic")),
+        ("convnext_tiny.fb_in22k_ft_in1k_384", (224, 224, 224, "squash", "bicubic")),
+        ("convnext_tiny.fb_in22k_ft_in1k_384 --evaluate", (384, 384, 384, "squash", "bicubic")),
+    ],
+)
+def test_what_is_not_given_is_that_of_timms_weights(flags: str, expected: tuple[Any, ...]) -> None:
+    assert pixels(filled("--pretrained", "--arch", *flags.split())) == expected
+
+
+def test_an_evaluation_has_the_preprocessing_of_timms_validation() -> None:
+    """Of all weights that timm knows, but for those that are refused."""
+    refused = []
+    for name in timm.list_pretrained():
+        config = TrainConfig(data_dir=Path("images"), arch=name, pretrained="timm", evaluate=True)
+        settings = timm.get_pretrained_cfg(name)
+        assert settings is not None
+        wanted = timm.data.resolve_data_config({}, pretrained_cfg=settings.to_dict(), use_test_size=True)
+        try:
+            found = fill_preprocessing(config, None)[0]
+        except UserError:
+            assert wanted["crop_mode"] == "border" or wanted["crop_pct"] > 1 or len(set(wanted["input_size"])) == 3
+            refused.append(name)
+            continue
+        size = wanted["input_size"][-1]
+        assert (found.val_image_size, found.val_resize) == (size, math.floor(size / wanted["crop_pct"])), name
+        assert (found.val_crop, found.interpolation) == (wanted["crop_mode"], wanted["interpolation"]), name
+    assert len(refused) < 20
+
+
+@pytest.mark.parametrize(
+    ("arch", "message", "remedy"),
+    [
+        ("volo_d4_448.sail_in1k", "evaluates with a black border (crop_pct 1.15)", "--val-resize 448"),
+        ("deepseek_vit_412m.deepseek_v4_flash_vision_exp", "wants --val-crop border", "--val-crop center"),
+        ("vit_base_patch16_sapiens2.fb", "is for images of 768 x 1024 px, not square; give other weights", ""),
+    ],
+)
+def test_weights_that_want_what_there_is_not(arch: str, message: str, remedy: str) -> None:
+    if arch not in timm.list_pretrained():
+        pytest.skip("of a later timm")
+    with pytest.raises(UserError) as caught:
+        filled("--pretrained", "--arch", arch)
+    assert str(caught.value).startswith(f"--pretrained: timm's {arch} {message}")
+    if remedy:
+        assert str(caught.value).endswith(f"give {remedy}")
+        filled("--pretrained", "--arch", arch, *remedy.split())
+
+
+def test_a_resize_that_is_smaller_than_the_size_of_the_weights() -> None:
+    with pytest.raises(
+        UserError, match=r"^--val-resize 256: smaller than --val-image-size 288; .* try --val-resize 329"
+    ):
+        filled("--pretrained", "--arch", A1, "--val-resize", "256")
+    assert pixels(filled("--pretrained", "--arch", "test_vit", "--val-resize", "200"))[:3] == (160, 160, 200)
+
+
+def write_weights(folder: Path, **settings: Any) -> str:
+    """Weights with timm's config.json beside them, if there are `settings`."""
+    folder.mkdir()
+    torch.save(timm.create_model("test_resnet", num_classes=3).state_dict(), folder / "model.pt")
+    if settings:
+        content = {"architecture": "test_resnet", "label_names": ["a", "b", "c"], "pretrained_cfg": settings}
+        (folder / "config.json").write_text(json.dumps(content))
+    return str(folder / "model.pt")
+
+
+def test_what_says_how_a_file_was_trained(tmp_path: Path) -> None:
+    bare = write_weights(tmp_path / "bare")
+    beside = write_weights(
+        tmp_path / "timm", input_size=[3, 64, 64], crop_pct=0.5, interpolation="bicubic", crop_mode="squash", unknown=1
+    )
+    before = resolved(image_size=48, val_image_size=64, val_resize=70, interpolation="random", arch="test_resnet")
+    run = str(tmp_path / "best.pt")
+    torch.save({"model": torch.load(bare), "config": before.to_dict()}, run)
+    for flags, expected in (
+        (("--pretrained", bare), (224, 224, 256, "center", "bilinear")),
+        (("--pretrained", bare, "--arch", A1), (224, 288, 288, "center", "bicubic")),
+        (("--pretrained", beside), (224, 224, 448, "squash", "bicubic")),
+        (("--pretrained", beside, "--arch", A1), (224, 224, 448, "squash", "bicubic")),
+        (("--pretrained", beside, "--evaluate"), (64, 64, 128, "squash", "bicubic")),
+        (("--pretrained", run, "--arch", "test_resnet"), (224, 224, 245, "center", "random")),
+        (("--pretrained", run, "--image-size", "48"), (48, 64, 70, "center", "random")),
+    ):
+        assert pixels(filled(*flags)) == expected, flags
+
+
+@pytest.mark.parametrize("text", ["{", '{"pretrained_cfg": 3}', '{"pretrained_cfg": {}}', '{"pretrained_cfg": []}'])
+def test_a_config_beside_weights_that_is_damaged(tmp_path: Path, text: str) -> None:
+    bare = write_weights(tmp_path / "bare")
+    (tmp_path / "bare" / "config.json").write_text(text)
+    with pytest.raises(UserError, match=r"model.pt: config.json beside it is not timm's \(.*\); repair or remove it"):
+        filled("--pretrained", bare)
+
+
+def test_a_resume_takes_what_the_run_used() -> None:
+    """Not what the weights say: they may be gone, or timm's settings others."""
+    before = resolved(
+        pretrained="gone.pt", image_size=160, val_image_size=192, val_resize=200, val_crop="squash",
+        interpolation="bicubic",
+    )  # fmt: skip
+    saved = checkpoint_of(before)
+    config = ("--pretrained", "gone.pt")
+    assert pixels(filled(*config, saved=saved)) == (160, 192, 200, "squash", "bicubic")
+    assert pixels(filled(*config, "--image-size", "64", saved=saved)) == (64, 64, 73, "squash", "bicubic")
+    assert pixels(filled(*config, "--interpolation", "bilinear", saved=saved))[-1] == "bilinear"
+    from_scratch = checkpoint_of(dataclasses.replace(before, pretrained=None))
+    assert pixels(filled(saved=from_scratch)) == (224, 224, 256, "center", "bilinear")
+
+
+def test_a_checkpoint_without_the_flags_was_trained_with_their_defaults(tmp_path: Path) -> None:
+    new = ("val_image_size", "val_crop", "interpolation")
+    content = checkpoint_of(resolved(image_size=64, val_resize=73)).to_dict() | {"format": FORMAT}
+    content["config"] = {name: value for name, value in content["config"].items() if name not in new}
+    saved = Checkpoint.from_dict(content)
+    assert [getattr(saved.config, name) for name in new] == [64, "center", "bilinear"]
+    now = {"--val-image-size": 64, "--val-crop": "center", "--interpolation": "bilinear"}
+    assert changed_names(saved, now) == []
+    assert changed_names(saved, now | {"--interpolation": "bicubic"}) == ["--interpolation"]
+
+
+def test_timm_computes_the_size_before_the_crop() -> None:
+    for size in range(8, 600, 13):
+        for before in range(size, 2 * size, 7):
+            assert math.floor(size / crop_pct(size, before)) == before
+            assert crop_pct(size, before) == pytest.approx(size / before)
+
+
+def test_a_run_its_resume_and_its_evaluation(data: Path, tmp_path: Path) -> None:
+    """A network that is built for 160 px, with the mean 0.5; the second launch does not need the weights."""
+    arch, weights, run = "test_vit.r160_in1k", tmp_path / "weights.pt", tmp_path / "run"
+    torch.save(timm.create_model(arch, num_classes=3).state_dict(), weights)
+    flags = ("--data-dir", data, "--arch", arch, "--batch-size", 8, *TINY[TINY.index("--workers") :], "--output-dir")
+    first, evaluated, refused = launch_series(
+        (*flags, run, "--pretrained", weights, "--epochs", 1),
+        (*flags, tmp_path / "evaluated", "--pretrained", weights, "--evaluate"),
+        (*flags, tmp_path / "refused", "--pretrained", weights, "--image-size", 96),
+    )
+    assert first.status == 0, first.err
+    wanted = timm.data.resolve_data_config({}, pretrained_cfg=timm.get_pretrained_cfg(arch).to_dict())
+    before = math.floor(160 / wanted["crop_pct"])
+    assert f"bicubic; evaluated bicubic at 160 px of {before}; mean 0.5 0.5 0.5, std 0.5 0.5 0.5 of timm's" in first.out
+    assert "--image-size 160, --val-image-size 160, --val-resize" in first.out
+    assert f"--val-crop center, --interpolation bicubic: timm's {arch}" in first.out
+    saved = read_checkpoint(run)
+    assert (saved["config"]["image_size"], saved["config"]["interpolation"]) == (160, "bicubic")
+    assert saved["normalization"] == {"mean": [0.5] * 3, "std": [0.5] * 3}
+    assert evaluated.status == 0, evaluated.err
+    assert f"note: --image-size 160, --val-image-size 160, --val-resize {before}, --val-crop center" in evaluated.out
+    result = json.loads((tmp_path / "evaluated" / "evaluation.json").read_text())
+    assert_keys("evaluation.json", result, "pretrained")
+    assert (result["image_size"], result["val_resize"], result["interpolation"]) == (160, before, "bicubic")
+    assert_refused(refused, f"--pretrained {weights}: does not fit --arch {arch}")
+    weights.unlink()
+    resumed, reevaluated = launch_series(
+        (*flags, run, "--epochs", 2), ("--evaluate", "--output-dir", run, "--device", "cpu", "--workers", 1)
+    )
+    assert resumed.status == 0, resumed.err
+    assert re.search(r"--image-size 160, .* --interpolation bicubic: as in the checkpoint", resumed.out)
+    assert reevaluated.status == 0, reevaluated.err
+    assert json.loads((run / "evaluation.json").read_text())["image_size"] == 160
+
+
+def test_an_evaluation_at_another_size_than_training(data: Path, tmp_path: Path) -> None:
+    """Also where the training size changes; `--evaluate` does what the run did, or what `--image-size` says."""
+    run, other = tmp_path / "run", tmp_path / "other"
+    wanted = ("--val-image-size", 48, "--val-resize", 60, "--val-crop", "squash", "--interpolation", "bicubic")
+    flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--epochs", 2, "--resize-schedule", "1:40")
+    done, evaluated, smaller, refused = launch_series(
+        (*flags, *wanted, "--output-dir", run),
+        ("--evaluate", "--output-dir", run, "--resume", run / "last.pt", "--device", "cpu", "--workers", 1),
+        ("--evaluate", "--output-dir", other, "--resume", run / "last.pt", "--image-size", 40, "--device", "cpu"),
+        (*flags, *wanted[:-1], "random", "--output-dir", run, "--epochs", 3),
+    )
+    assert done.status == 0, done.err
+    assert "bicubic; evaluated bicubic at 48 px of 60, squashed; mean 0.5 0.5 0.5" in done.out
+    assert evaluated.status == 0, evaluated.err
+    assert "note" not in evaluated.out
+    found = json.loads((run / "evaluation.json").read_text())
+    assert_keys("evaluation.json", found, "checkpoint")
+    assert (found["image_size"], found["val_resize"], found["val_crop"]) == (48, 60, "squash")
+    assert found["loss"] == read_metrics(run)[-1]["val/loss"]
+    assert smaller.status == 0, smaller.err
+    assert "note: --val-image-size 40, its run had 48" in smaller.out
+    found = json.loads((other / "evaluation.json").read_text())
+    assert (found["image_size"], found["val_resize"]) == (40, 50)
+    assert_refused(refused, "--interpolation: bicubic then, random now")

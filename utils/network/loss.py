@@ -1,0 +1,32 @@
+"""The loss of training: cross entropy, or binary cross entropy of each class."""
+
+from typing import cast
+
+import timm.loss
+from torch import Tensor, nn
+
+from utils.config import ResolvedConfig
+
+
+class BinaryCrossEntropy(timm.loss.BinaryCrossEntropy):  # type: ignore[misc]
+    """timm's, in float32, which also smooths mixed targets, as timm's mixup does it for that.
+
+    Each class is a question of its own: is it in the image (arXiv:2110.00476)? The mean is over images and classes.
+
+    Args:
+        smoothing: share of the target that is spread over all classes.
+        target_threshold: targets above it become 1, the others 0; None leaves them as they are.
+    """
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Logits (N, C); targets int64 (N,), or mixed ones, float32 (N, C) -> mean loss, a scalar."""
+        if targets.shape == logits.shape:
+            targets = targets * (1 - self.smoothing) + self.smoothing / logits.shape[1]
+        return cast(Tensor, super().forward(logits.float(), targets))
+
+
+def create_criterion(config: ResolvedConfig) -> nn.Module:
+    """Logits and targets -> mean loss. Evaluations have cross entropy in any case."""
+    if config.bce_loss:
+        return BinaryCrossEntropy(config.label_smoothing, config.bce_target_thresh)
+    return nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
