@@ -51,6 +51,7 @@ from utils.progress import end_status, show_status
 from utils.seed import seed_process, seed_weights
 from utils.training.autotune import choose_common_loader_settings, resolve
 from utils.training.checkpoint import Checkpoint
+from utils.training.checkpoint_writer import CheckpointWriter
 from utils.training.compatibility import check_fingerprint, create_record, resume_warnings
 from utils.training.evaluate import evaluate, evaluate_checkpoint, report_best
 from utils.training.lr_schedule import create_schedule
@@ -148,11 +149,12 @@ def build(
     log = Log(config.output_dir, env.is_main, config.epochs, sampler.steps_per_epoch, config.tensorboard, state.step)
     stack.callback(log.close)
     tracker = stack.enter_context(TrackerProcess(config, env.is_main, log))
+    writer = stack.enter_context(CheckpointWriter(config.output_dir, env, log))
     return Run(
         config=config, env=env, state=state, forward_backward=forward_backward, schedule=schedule, sampler=sampler,
         train_loader=train_loader, val_loader=val_loader, num_val=len(splits["val"]), log=log, tracker=tracker,
         augment=create_augment(config, network.normalization, env), amp_dtype=AMP_DTYPES[config.amp], stop=stop,
-        record=run_record, origin=network.origin, replaced=replaced,
+        writer=writer, record=run_record, origin=network.origin, replaced=replaced,
         initial={name: initial_manifest(each, run_record.excluded_files[name]) for name, each in listed.items()},
         warnings=[*changed_files, *resume_warnings(config, saved, run_record, sampler, state, splits)],
         metrics_cutoff=metrics_resume_point(state, saved, replaced, config),

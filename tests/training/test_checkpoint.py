@@ -23,6 +23,7 @@ from utils.training.checkpoint import (
     FORMAT,
     LAST,
     best_is_missing,
+    create_checkpoint,
     find_checkpoints,
     load,
     load_newest,
@@ -255,7 +256,9 @@ def save_at(folder: Path, env: DistEnv, step: int, best: BestEpoch | None, is_be
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     state = TrainState(model, optimizer, GradScaler("cpu", enabled=False), None, Meter(env), env)
     state.step, state.best = step, best
-    return save(state, {"at": step}, resolved(output_dir=folder), RECORD, is_best)
+    checkpoint = create_checkpoint(state, {"at": step}, resolved(output_dir=folder), RECORD)
+    assert checkpoint is not None
+    return save(checkpoint, folder, is_best)
 
 
 def steps_in(folder: Path) -> dict[str, int]:

@@ -12,7 +12,8 @@ from typing import NoReturn
 SAVE_TIMEOUT = 60.0  # seconds for a checkpoint that is being written
 WORKER_EXIT_TIMEOUT = 1.0  # seconds for workers to end when asked
 # Held while a file is written that must not be cut off. What would be left is whole, but it is the file before.
-write_lock = threading.RLock()
+# One thread may take it for another that writes, so that there is no gap between the two.
+write_lock = threading.Lock()
 # Held, until the end of the process, by the thread that prints why it ends: there is one line, whoever else notices.
 exit_lock = threading.RLock()
 

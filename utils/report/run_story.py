@@ -13,7 +13,7 @@ PARTS = {  # of a run's time: name, which is also the class in page.css, and mea
     "training": "steps, without waiting for input",
     "waiting": "data wait: the device had nothing to do, as input was late",
     "evaluation": "of the validation images",
-    "checkpoints": "checks of the weights, and writing",
+    "checkpoints": "checks of the weights, copies, and writes that training waited for",
     "other": "between these, and steps that a log interval does not cover",
 }
 

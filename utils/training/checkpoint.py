@@ -15,7 +15,6 @@ import torch
 from utils.config import ResolvedConfig, TrainConfig
 from utils.data.splits import SPLITS, InitialFiles
 from utils.distributed.collectives import gather_to_rank0
-from utils.distributed.exit import write_lock
 from utils.distributed.launcher import launch_ids
 from utils.errors import START_ANEW, UserError, first_line
 from utils.files import link_temporary, rename, temporary_of, write_temporary
@@ -293,27 +292,18 @@ def _read_whole(path: Path, flag: str) -> Any:
     return content
 
 
-def save(
-    state: TrainState,
-    loader: dict[str, Any],
-    config: ResolvedConfig,
-    record: RunRecord,
-    is_best: bool = False,
-) -> str | None:
-    """Write last.pt, and best.pt with the same content if `is_best`; rank 0 writes. Collective: call on every rank.
+def create_checkpoint(
+    state: TrainState, loader: dict[str, Any], config: ResolvedConfig, record: RunRecord
+) -> Checkpoint | None:
+    """The run as it is now, on rank 0; None on the others. Collective: call on every rank.
 
-    What last.pt was becomes last-1.pt, and that last-2.pt. A best.pt of another run is removed: a run that has no best
-    epoch yet has none.
+    Its tensors are those of the network and of the optimizer, which the next step changes.
 
     Args:
         state: the run.
         loader: this rank's `TrainLoader.state()`.
         config: of the run.
         record: of the run.
-        is_best: whether the evaluation that this checkpoint holds is the best so far.
-
-    Returns:
-        Why it could not be written (a full disk, say), or None; what was there before is then kept.
     """
     ranks = gather_to_rank0(state.rank_state(loader), state.env)
     if ranks is None:
@@ -324,16 +314,31 @@ def save(
         for name, weights in replicated.networks.items()
     }
     replicated = dataclasses.replace(replicated, networks=networks)
-    content = Checkpoint(config, record, replicated, ranks, time.time(), launch_ids()).to_dict()
+    return Checkpoint(config, record, replicated, ranks, time.time(), launch_ids())
+
+
+def save(checkpoint: Checkpoint, folder: Path, is_best: bool = False) -> str | None:
+    """Write last.pt, and best.pt with the same content if `is_best`.
+
+    What last.pt was becomes last-1.pt, and that last-2.pt. A best.pt of another run is removed: a run that has no best
+    epoch yet has none.
+
+    Args:
+        checkpoint: of the run.
+        folder: its output folder.
+        is_best: whether the evaluation that this checkpoint holds is the best so far.
+
+    Returns:
+        Why it could not be written (a full disk, say), or None; what was there before is then kept.
+    """
     try:
-        with write_lock:
-            write_checkpoint(content, config.output_dir, is_best)
-            if state.best is None:  # not evaluated yet, so best.pt is another run's
-                (config.output_dir / BEST).unlink(missing_ok=True)
+        write_checkpoint(checkpoint.to_dict(), folder, is_best)
+        if checkpoint.state.best is None:  # not evaluated yet, so best.pt is another run's
+            (folder / BEST).unlink(missing_ok=True)
     except (OSError, RuntimeError) as error:  # the latter from torch's writer, which hides the former
         for name in (LAST, *EARLIER, BEST):
             with contextlib.suppress(OSError):
-                temporary_of(config.output_dir / name).unlink(missing_ok=True)
+                temporary_of(folder / name).unlink(missing_ok=True)
         cause = next(
             (cause for cause in (error, error.__cause__, error.__context__) if isinstance(cause, OSError)), error
         )

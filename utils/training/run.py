@@ -10,14 +10,13 @@ from typing import Any, NoReturn
 
 import torch
 from timm.scheduler.scheduler import Scheduler
-from torch import nn
 
 from utils.config import ResolvedConfig
 from utils.data.batch import Batch, TrainLoader, ValLoader
 from utils.data.listing import save_listing
 from utils.data.sampler import Sampler
 from utils.data.splits import Splits
-from utils.distributed.collectives import all_gather_object, broadcast, sync_errors
+from utils.distributed.collectives import broadcast, sync_errors
 from utils.distributed.group import DistEnv
 from utils.distributed.launcher import seconds_since_launch, terminate_torchrun
 from utils.distributed.stop import StopRequest
@@ -25,10 +24,10 @@ from utils.errors import RunFailed, Stopped, UserError
 from utils.log import SUMMARY, Log
 from utils.network.augment import BatchAugment
 from utils.network.freezing import AnyForwardBackward
-from utils.network.parallel import diverged_parameters
 from utils.progress import show_status, with_bar
-from utils.training import checkpoint
-from utils.training.checkpoint import RunRecord
+from utils.training.checkpoint import RunRecord, create_checkpoint
+from utils.training.checkpoint_writer import CheckpointWriter
+from utils.training.integrity import nonfinite_reason, require_finite_statistics, require_same_weights
 from utils.training.optim import learning_rate
 from utils.training.output import has_summary
 from utils.training.state import BestEpoch, TrainState, evaluation_top1
@@ -64,7 +63,8 @@ class Run:
         seconds_to_first_step: of this launch, from the start of the process; None before it.
         first_step_seconds: the part of it in the first step, with its input and compilation.
         facts: the start-up block, as names and texts.
-        last_save_error: why the last save failed; known to rank 0 alone.
+        writer: of checkpoints.
+        last_save_error: why the last save failed, the same on all ranks; a write that is under way has not yet.
     """
 
     config: ResolvedConfig
@@ -82,6 +82,7 @@ class Run:
     log: Log
     tracker: TrackerProcess
     stop: StopRequest
+    writer: CheckpointWriter
     origin: str
     warnings: list[str]
     metrics_cutoff: tuple[int, int] | None
@@ -91,6 +92,7 @@ class Run:
     first_step_seconds: float | None = None
     facts: dict[str, str] = dataclasses.field(default_factory=dict)
     last_save_error: str | None = None
+    _best_before: BestEpoch | None = dataclasses.field(default=None, init=False)  # what best.pt holds if a save fails
 
     @property
     def resume_hint(self) -> str:
@@ -146,6 +148,7 @@ class Run:
             if not self.is_done and self.stop.should_stop():
                 self.stop_here()
             if self.seconds_to_first_step is None:  # resumed before the evaluation; now the first step compiles
+                self.finish_write()  # before a signal ends the process at once again
                 self.stop.disable()
 
     def remaining_steps(self) -> Iterator[int]:
@@ -222,8 +225,10 @@ class Run:
         where = f"at step {state.step}, lr {lr:.4g}"
         remedy = "lower --lr, set --clip-grad 1, or warm up longer; the last good checkpoint is kept"
         if 0 < max_bad_steps <= interval.bad_steps:
+            self.finish_write()
             raise RunFailed(f"{where}: the loss has not been finite for {interval.bad_steps} steps in a row; {remedy}")
         if max_bad_steps and state.scaler.is_enabled() and state.scaler.get_scale() < MIN_LOSS_SCALE:
+            self.finish_write()
             raise RunFailed(f"{where}: fp16 gradients overflow at any scale of the loss; use --amp bf16, or {remedy}")
 
     def begin_evaluation(self) -> None:
@@ -254,22 +259,19 @@ class Run:
         Args:
             result: the keys `val/...` of metrics.jsonl; {} for an epoch without evaluation.
         """
-        state = self.state
+        state, new_best = self.state, None
         state.epoch += 1
-        previous, is_best = state.best, False
         if result:
             state.result = {"epoch": state.epoch, "step": state.step} | result
             self.log.evaluation(state.result | {"val/seconds": round(time.perf_counter() - self._evaluation_began, 3)})
+            self.finish_write()  # until then it is not certain what best.pt holds
             top1 = evaluation_top1(result)
-            is_best = previous is None or top1 > previous.top1
-            state.evaluations_since_best = 0 if is_best else state.evaluations_since_best + 1
-            if is_best:
-                state.best = BestEpoch(state.epoch, state.step, top1)
+            if state.best is None or top1 > state.best.top1:
+                new_best = BestEpoch(state.epoch, state.step, top1)
+            state.evaluations_since_best = 0 if new_best else state.evaluations_since_best + 1
         else:
             self.log.epoch_without_evaluation(state.epoch)
-        self.save(is_best)
-        if broadcast(self.last_save_error, self.env) is not None:
-            state.best = previous  # what best.pt holds, and what the next epoch is compared with
+        self.save(new_best)
 
     def claim_output_dir(self) -> None:
         """Make the output folder this run's, now that there is something to lose; does it once.
@@ -306,66 +308,42 @@ class Run:
         self.metrics_cutoff = None
         self.tracker.start()
 
-    def save(self, is_best: bool = False) -> None:
-        """Write last.pt (and best.pt) as of now; if that fails, log it and go on. Collective: call on every rank.
+    def save(self, new_best: BestEpoch | None = None) -> None:
+        """Copy the run aside as it is now; last.pt is written while training goes on. Collective: call on every rank.
 
-        Weights that are not finite, or gave such a loss, do not replace a good checkpoint. In fp16 the loss may be, as
-        the scaler has skipped that step.
+        Weights that are not finite, or gave such a loss, do not replace a good checkpoint. A write that fails is
+        logged, and the run goes on.
+
+        Args:
+            new_best: the evaluation of this epoch if it is the best so far, which best.pt then holds.
 
         Raises:
             RunFailed: on all ranks, if their weights are not the same, or running statistics are lost for good.
         """
-        with self.state.meter.paused():
-            self._check_ranks()
-            self.last_save_error = self._nonfinite_reason()
+        self.finish_write()
+        state = self.state
+        with state.meter.paused():
+            require_same_weights(state, self.resume_hint)
+            self.last_save_error = nonfinite_reason(state)
             if self.last_save_error is not None:
                 self.log.info(
-                    f"warning: no checkpoint at step {self.state.step}: {self.last_save_error}; the one before is kept"
+                    f"warning: no checkpoint at step {state.step}: {self.last_save_error}; the one before is kept"
                 )
                 return
-            self._check_statistics()
-            loader = self.train_loader.state()
-            self.last_save_error = checkpoint.save(self.state, loader, self.config, self.record, is_best)
-        if self.last_save_error is not None:
-            self.log.info(
-                f"warning: no checkpoint at step {self.state.step} ({self.last_save_error}); make room in "
-                f"{self.config.output_dir}: the next save tries again"
-            )
+            require_finite_statistics(state, self.config.amp)
+            self._best_before, state.best = state.best, new_best or state.best
+            taken = create_checkpoint(state, self.train_loader.state(), self.config, self.record)
+            self.writer.start(taken, is_best=new_best is not None)
 
-    def _check_ranks(self) -> None:
-        diverged = diverged_parameters(self.state.model, self.env)
-        if diverged:
-            rank, names = next(iter(diverged.items()))
-            ranks = ", ".join(map(str, diverged))
-            raise RunFailed(
-                f"at step {self.state.step}: the weights of rank {ranks} are no longer those of rank 0 ({names[0]} and "
-                f"{len(names) - 1} more on rank {rank}), which points to a faulty GPU or memory; nothing was saved "
-                f"since the last checkpoint, which {self.resume_hint} resumes"
-            )
-
-    def _check_statistics(self) -> None:
-        # Of batch norm: a forward pass that overflows leaves them so for ever, even if fp16's scaler skips the step, so
-        # that evaluations alone would show it.
-        statistics = [
-            buffer
-            for module in self.state.networks().values()
-            for name, buffer in module.named_buffers()
-            if name.endswith(("running_mean", "running_var"))
-        ]
-        finite = not statistics or bool(torch.stack([values.isfinite().all() for values in statistics]).all())
-        if not all(all_gather_object(finite, self.env)):
-            remedy = "use --amp bf16 or none" if self.config.amp == "fp16" else "lower --lr"
-            raise RunFailed(
-                f"at step {self.state.step}: running statistics are not finite, as activations overflowed; {remedy}; "
-                "the last good checkpoint is kept"
-            )
-
-    def _nonfinite_reason(self) -> str | None:
-        """Why the weights are not worth saving, the same on all ranks; None if they are."""
-        if not self.state.scaler.is_enabled() and not self.state.meter.is_finite():
-            return "the loss is not finite"
-        norm = nn.utils.get_total_norm([value.detach() for value in self.state.model.parameters()])
-        return None if norm.isfinite() else "the weights are not finite"
+    def finish_write(self) -> None:
+        """Wait until the last save is written, or has failed and been logged. Collective: call on every rank."""
+        if not self.writer.is_pending:
+            return
+        with self.state.meter.paused():
+            error = self.writer.wait()
+        if error is not None:
+            self.last_save_error = error
+            self.state.best = self._best_before  # what best.pt holds, and what the next epoch is compared with
 
     def stop_here(self) -> NoReturn:
         """End the run as it was asked to, after its checkpoint. Collective: call on every rank.
@@ -392,9 +370,9 @@ class Run:
         Raises:
             RunFailed: on all ranks, it was not.
         """
-        error = all_gather_object(self.last_save_error, self.env)[0]
-        if error is not None:
+        self.finish_write()
+        if self.last_save_error is not None:
             raise RunFailed(
                 f"--output-dir {self.config.output_dir}: the checkpoint of step {self.state.step} could not be written "
-                f"({error}); {self.resume_hint} goes on from the one before it"
+                f"({self.last_save_error}); {self.resume_hint} goes on from the one before it"
             )
