@@ -40,6 +40,7 @@ from utils.data.dali import (
 from utils.data.decode_pool import identify_bad_file
 from utils.data.feed import BaseFeed
 from utils.data.manifest import Manifest
+from utils.data.memory_loader import MemoryTrainLoader, feeds_from_memory
 from utils.data.policies import RATIO, apply_policy
 from utils.data.proxy_loader import ProxyTrainLoader
 from utils.data.reader import BatchReader, encoded_images, requested_images
@@ -81,6 +82,9 @@ def create_train_loader(
             return ProxyTrainLoader(config, manifest, sampler, env, first_batch, proxy_pipeline)
         if config.loader == "stock":
             return StockTrainLoader(config, manifest, sampler, env, first_batch, state, stock_train_pipeline)
+        # A checkpoint with the random state of DALI's pipelines is of a run that they have fed.
+        if feeds_from_memory(config) and not (state and "dali" in state):
+            return MemoryTrainLoader(config, manifest, sampler, env, first_batch)
         return DaliTrainLoader(config, manifest, sampler, env, first_batch, state)
 
     if config.resize_schedule or config.augment_schedule:
