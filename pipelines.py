@@ -40,7 +40,7 @@ from utils.data.dali import (
 from utils.data.decode_pool import identify_bad_file
 from utils.data.feed import BaseFeed
 from utils.data.manifest import Manifest
-from utils.data.memory_loader import MemoryTrainLoader, feeds_from_memory
+from utils.data.memory_loader import MemoryTrainLoader, MemoryValLoader, feeds_from_memory
 from utils.data.policies import RATIO, apply_policy
 from utils.data.proxy_loader import ProxyTrainLoader
 from utils.data.reader import BatchReader, encoded_images, requested_images
@@ -100,7 +100,8 @@ def create_val_loader(config: ResolvedConfig, manifest: Manifest, env: DistEnv) 
         return TorchValLoader(config, manifest, env)
     if config.loader == "stock":
         return StockValLoader(config, manifest, env, stock_val_pipeline)
-    return DaliValLoader(config, manifest, env)
+    loader = DaliValLoader(config, manifest, env)
+    return MemoryValLoader(loader, config, manifest, env) if config.cache == "gpu" and not config.evaluate else loader
 
 
 class Feed(BaseFeed):

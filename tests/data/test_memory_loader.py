@@ -1,7 +1,10 @@
 """Batches from decoded images in memory, on the CPU: the images of the files, torchvision's crops, exact resumes."""
 
 import dataclasses
+import itertools
 import random
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +12,24 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import Tensor
 from torchvision.transforms.v2 import functional
 
-from pipelines import create_train_loader
-from tests.conftest import resolved
+from pipelines import DaliValLoader, create_train_loader, create_val_loader
+from tests.conftest import assert_same, resolved
 from utils.config import ResolvedConfig
+from utils.data import memory_loader
+from utils.data.batch import Batch
 from utils.data.crop_draws import draw_crops
 from utils.data.formats.folder import scan, scan_splits
 from utils.data.manifest import Manifest
-from utils.data.memory_loader import DECODED_AT_ONCE, DecodedImages, MemoryTrainLoader, feeds_from_memory
+from utils.data.memory_loader import (
+    DECODED_AT_ONCE,
+    DecodedImages,
+    MemoryTrainLoader,
+    MemoryValLoader,
+    feeds_from_memory,
+)
 from utils.data.sampler import Sampler
 from utils.distributed.group import DistEnv
 from utils.errors import BadFile
@@ -154,3 +166,43 @@ def test_a_bad_file_is_named(data: Path, tmp_path: Path, cpu: DistEnv) -> None:
 )
 def test_policies_and_transforms_stay_with_dali(values: dict[str, Any], expected: bool) -> None:
     assert feeds_from_memory(config_for(**values)) is expected
+
+
+def targets_and_images(batches: Iterable[Batch]) -> list[tuple[Tensor, Tensor]]:
+    return [(targets.clone(), images.clone()) for images, targets in batches]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 50])
+def test_validation_batches_stay(data: Path, tmp_path: Path, cpu: DistEnv, world_size: int) -> None:
+    """DALI's, to the last bit, also of ranks without images; once all have been read, the files are not needed."""
+    shutil.copytree(data / "val", tmp_path / "val")
+    for rank in {0, world_size - 1}:
+        env = dataclasses.replace(cpu, rank=rank, world_size=world_size)
+        expected = targets_and_images(create_val_loader(config_for(cache="host"), scan(data, "val"), env))
+        loader = create_val_loader(BASE, scan(tmp_path, "val"), env)
+        assert isinstance(loader, MemoryValLoader)
+        for batch in loader:
+            assert batch.images.is_contiguous(memory_format=torch.channels_last)
+            break  # a pass that is not finished does not count
+        loader = create_val_loader(BASE, scan(tmp_path, "val"), env)
+        first = itertools.islice(loader, len(expected))  # as a run does, which counts them
+        assert_same(targets_and_images(first), expected)
+        (tmp_path / "val").rename(tmp_path / "elsewhere")
+        for _ in range(2):
+            assert_same(targets_and_images(loader), expected)
+        (tmp_path / "elsewhere").rename(tmp_path / "val")
+
+
+def test_validation_batches_that_do_not_fit_are_read_again(
+    data: Path, tmp_path: Path, cpu: DistEnv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_loader, "VAL_SHARE", 0)
+    loader = create_val_loader(BASE, scan(data, "val"), cpu)
+    first = targets_and_images(loader)
+    assert_same(targets_and_images(loader), first)
+    assert isinstance(loader, MemoryValLoader)
+    assert loader._batches == []
+
+
+def test_a_single_pass_keeps_nothing(data: Path, cpu: DistEnv) -> None:
+    assert isinstance(create_val_loader(config_for(evaluate=True), scan(data, "val"), cpu), DaliValLoader)

@@ -16,7 +16,7 @@ from tests.harness import ROOT
 from utils.config import ResolvedConfig
 from utils.data.formats.folder import scan_splits
 from utils.data.manifest import synthetic
-from utils.data.memory_loader import MemoryTrainLoader
+from utils.data.memory_loader import MemoryTrainLoader, MemoryValLoader
 from utils.data.sampler import Sampler
 from utils.data.user_code import load_user_code
 from utils.distributed.group import DistEnv
@@ -285,3 +285,14 @@ def test_validation_images_are_torchvisions(data: Path, gpu: DistEnv) -> None:
     assert len(ours) == len(theirs) == len(val)
     difference = (ours.int() - theirs.int()).abs().float()
     assert difference.mean() < 1.5  # GPU decoders round differently; another crop would be tens off
+
+
+def test_validation_batches_stay_on_the_gpu(data: Path, gpu: DistEnv) -> None:
+    """DALI's, to the last bit, in every pass."""
+    _, val = scan_splits(data)
+    expected = [(targets, images.clone()) for images, targets in pipelines.DaliValLoader(config_for("dali"), val, gpu)]
+    loader = pipelines.create_val_loader(config_for("dali", **IN_MEMORY), val, gpu)
+    for _ in range(3):
+        assert_same([(targets, images) for images, targets in loader], expected)
+    assert isinstance(loader, MemoryValLoader)
+    assert len(loader._batches) == len(expected)

@@ -1,9 +1,10 @@
-"""Training batches from decoded images that stay in the device's memory: one kernel crops, resizes and mirrors a batch.
+"""Batches from the device's memory, where images stay: `--cache gpu`.
 
-    utils.data.crop_draws      the crop and the flip of each image, from (seed, epoch, image)
-    utils.data.crop_resize     a batch of them from the images
+    utils.data.crop_draws      the crop and the flip of each training image, from (seed, epoch, image)
+    utils.data.crop_resize     a batch of them from the images, by one kernel
 
-DALI decodes the images once, before the first batch. It has no part in the batches.
+DALI decodes the training images once, before the first batch. It has no part in the batches. Validation batches are the
+same in every pass, so that those of DALI's first pass stay.
 """
 
 import dataclasses
@@ -17,20 +18,22 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from utils.config import ResolvedConfig
-from utils.data.batch import Batch
+from utils.data.batch import Batch, ValLoader
 from utils.data.cache import decoded_batches, decoded_bytes
 from utils.data.crop_draws import draw_crops
 from utils.data.crop_resize import resize_crops
 from utils.data.dali import release_memory
 from utils.data.manifest import Manifest
-from utils.data.sampler import Sampler
+from utils.data.sampler import Sampler, shard
 from utils.distributed.group import DistEnv
+from utils.distributed.machine import free_memory
 from utils.errors import UserError
 
 # Images that are decoded at once. Not --batch-size: the batch decides which of DALI's decoders takes an image on a GPU,
 # and the pixels must not depend on the number of processes.
 DECODED_AT_ONCE = 128
 MARGIN = 1.05  # of the memory over its estimate, which is that of a sample
+VAL_SHARE = 1 / 4  # of the memory that is free at the first evaluation, which validation batches may take
 NO_MEMORY = ("CUDA allocation failed", "Can't allocate")  # in errors of DALI
 
 
@@ -125,3 +128,39 @@ class MemoryTrainLoader:
 
     def close(self) -> None:
         del self._images
+
+
+class MemoryValLoader:
+    """The batches of another loader, which stay on the device after the first whole pass, if they fit.
+
+    Args:
+        loader: of this rank's validation images.
+        config, manifest, env: with which it was opened.
+    """
+
+    def __init__(self, loader: ValLoader, config: ResolvedConfig, manifest: Manifest, env: DistEnv) -> None:
+        self._loader: ValLoader | None = loader
+        self._batches: list[Batch] = []
+        images = len(shard(len(manifest), env.rank, env.world_size))
+        self._num_batches = -(-images // config.batch_size)
+        self._size = images * 3 * config.image_size**2  # bytes
+        self._device = env.device
+
+    def __iter__(self) -> Iterator[Batch]:
+        if len(self._batches) == self._num_batches:
+            if self._loader is not None:
+                self._loader = None
+                release_memory()
+            yield from self._batches
+            return
+        assert self._loader is not None
+        on_cuda = self._device.type == "cuda"
+        free = torch.cuda.mem_get_info(self._device)[0] if on_cuda else free_memory()
+        stays = self._size <= VAL_SHARE * free
+        batches = []
+        for batch in self._loader:
+            if stays:  # a copy: DALI's own memory goes back
+                batches.append(Batch(batch.images.clone(), batch.targets.clone()))
+            if len(batches) == self._num_batches:  # here, as nothing is asked for after the last batch
+                self._batches = batches
+            yield batch
