@@ -40,12 +40,13 @@ from utils.data.dali import (
 from utils.data.decode_pool import identify_bad_file
 from utils.data.feed import BaseFeed
 from utils.data.manifest import Manifest
-from utils.data.memory_loader import MemoryTrainLoader, MemoryValLoader, feeds_from_memory
+from utils.data.memory_loader import MemoryTrainLoader, MemoryValLoader
 from utils.data.policies import RATIO, apply_policy
 from utils.data.proxy_loader import ProxyTrainLoader
 from utils.data.reader import BatchReader, encoded_images, requested_images
 from utils.data.sampler import Sampler, shard
 from utils.data.scheduled_loader import ScheduledTrainLoader
+from utils.data.settings import feeds_from_memory
 from utils.data.stock_loader import StockTrainLoader, StockValLoader, read_files
 from utils.data.synthetic import SyntheticTrainLoader, SyntheticValLoader
 from utils.data.torch_loader import TorchTrainLoader, TorchValLoader

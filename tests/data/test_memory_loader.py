@@ -28,9 +28,9 @@ from utils.data.memory_loader import (
     DecodedImages,
     MemoryTrainLoader,
     MemoryValLoader,
-    feeds_from_memory,
 )
 from utils.data.sampler import Sampler
+from utils.data.settings import feeds_from_memory
 from utils.distributed.group import DistEnv
 from utils.errors import BadFile
 

@@ -37,11 +37,6 @@ VAL_SHARE = 1 / 4  # of the memory that is free at the first evaluation, which v
 NO_MEMORY = ("CUDA allocation failed", "Can't allocate")  # in errors of DALI
 
 
-def feeds_from_memory(config: ResolvedConfig) -> bool:
-    """Whether a `MemoryTrainLoader` can make the batches; policies and `--transform` are made of DALI's operators."""
-    return config.loader == "dali" and config.cache == "gpu" and config.augment == "none" and config.transform is None
-
-
 class DecodedImages:
     """All images of a manifest, decoded, on the device of `env`.
 

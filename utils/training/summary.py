@@ -10,9 +10,8 @@ from utils.data.dali import DALI_VERSION
 from utils.data.formats.shards import ShardTable
 from utils.data.holdout import describe_shares
 from utils.data.manifest import Manifest, describe_ignored
-from utils.data.memory_loader import feeds_from_memory
 from utils.data.oddities import describe_oddities
-from utils.data.settings import BY_DALI, LoaderSettings
+from utils.data.settings import BY_DALI, LoaderSettings, feeds_from_memory
 from utils.data.splits import Splits, describe_exclusions
 from utils.errors import RunFailed
 from utils.files import write_json
