@@ -42,11 +42,13 @@ from utils.data.dali import (
 from utils.data.decode_pool import identify_bad_file
 from utils.data.feed import BaseFeed
 from utils.data.manifest import Manifest
+from utils.data.memory_loader import MemoryTrainLoader, MemoryValLoader
 from utils.data.policies import RATIO, apply_policy
 from utils.data.proxy_loader import ProxyTrainLoader
 from utils.data.reader import BatchReader, encoded_images, requested_images
 from utils.data.sampler import Sampler, shard
 from utils.data.scheduled_loader import ScheduledTrainLoader
+from utils.data.settings import feeds_from_memory
 from utils.data.stock_loader import StockTrainLoader, StockValLoader, read_files
 from utils.data.synthetic import SyntheticTrainLoader, SyntheticValLoader
 from utils.data.torch_loader import TorchTrainLoader, TorchValLoader
@@ -83,6 +85,9 @@ def create_train_loader(
             return ProxyTrainLoader(config, manifest, sampler, env, first_batch, proxy_pipeline)
         if config.loader == "stock":
             return StockTrainLoader(config, manifest, sampler, env, first_batch, state, stock_train_pipeline)
+        # A checkpoint with the random state of DALI's pipelines is of a run that they have fed.
+        if feeds_from_memory(config) and not (state and "dali" in state):
+            return MemoryTrainLoader(config, manifest, sampler, env, first_batch)
         return DaliTrainLoader(config, manifest, sampler, env, first_batch, state)
 
     if config.resize_schedule or config.augment_schedule:
@@ -98,7 +103,8 @@ def create_val_loader(config: ResolvedConfig, manifest: Manifest, env: DistEnv) 
         return TorchValLoader(config, manifest, env)
     if config.loader == "stock":
         return StockValLoader(config, manifest, env, stock_val_pipeline)
-    return DaliValLoader(config, manifest, env)
+    loader = DaliValLoader(config, manifest, env)
+    return MemoryValLoader(loader, config, manifest, env) if config.cache == "gpu" and not config.evaluate else loader
 
 
 class Feed(BaseFeed):

@@ -10,6 +10,7 @@ import pytest
 from scripts import (
     benchmark,
     check_dataset,
+    compare_caches,
     compare_formats,
     convert_dataset,
     download,
@@ -33,6 +34,7 @@ PROGRAMS: tuple[Program[Any], ...] = (
     TRAIN,
     benchmark.PROGRAM,
     check_dataset.PROGRAM,
+    compare_caches.PROGRAM,
     compare_formats.PROGRAM,
     convert_dataset.PROGRAM,
     download.PROGRAM,

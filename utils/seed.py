@@ -22,6 +22,7 @@ class Stream(enum.Enum):
     DALI = (4, ("seed", "rank", "pipeline", "step"))  # a DALI pipeline's operators from that step on
     PROXY = (5, ("seed", "rank", "epoch", "batch"))  # a DALI server from that batch of the epoch on
     IMAGE = (6, ("seed", "draw", "image"))  # of `--loader torch`; see `BatchSampler` for the draw
+    CROPS = (7, ("seed", "epoch"))  # of all images that stay on the GPU; see utils.data.crop_draws
 
 
 def make_deterministic() -> None:

@@ -48,11 +48,25 @@ def test_small_images_are_kept_decoded_on_the_cpu(decoded: int, cache: str) -> N
     choice = choose_loader_settings(TrainConfig(), machine(16, gpu=False, jpeg_engines=0), decoded)
     assert (choice.cache, choice.decode) == (cache, "fused" if cache == "none" else "full")
     assert "take 20.0 GB; 160.0 GB are free" in choice.reasons["cache"]
-    assert choose_loader_settings(TrainConfig(), machine(16, gpu=True, jpeg_engines=7), decoded).cache == "none"
+
+
+@pytest.mark.parametrize(("decoded", "cache"), [(20 * GB, "gpu"), (20 * GB + 1, "none")])
+def test_small_images_stay_on_the_gpu(decoded: int, cache: str) -> None:
+    choice = choose_loader_settings(TrainConfig(), machine(16, gpu=True, jpeg_engines=7), decoded)
+    assert (choice.cache, choice.decode) == (cache, "full")
+    assert ("take 20.0 GB; the GPU has 80.0 GB free" in choice.reasons.get("cache", "")) == (cache == "gpu")
 
 
 @pytest.mark.parametrize("values", [{"decode": "fused"}, {"cache": "none"}])
-def test_images_are_not_kept_against_a_flag(values: dict[str, Any]) -> None:
-    choice = choose_loader_settings(TrainConfig(**values), machine(16, gpu=False, jpeg_engines=0), 1)
+@pytest.mark.parametrize("gpu", [False, True])
+def test_images_are_not_kept_against_a_flag(values: dict[str, Any], gpu: bool) -> None:
+    choice = choose_loader_settings(TrainConfig(**values), machine(16, gpu=gpu, jpeg_engines=0), 1)
     assert choice.cache == "none"
     assert "cache" not in choice.reasons
+
+
+@pytest.mark.parametrize(
+    "values", [{"augment": "randaugment"}, {"augment_schedule": "0:none,5:randaugment"}, {"transform": "file.py:name"}]
+)
+def test_images_that_dali_crops_do_not_stay_on_the_gpu_by_default(values: dict[str, Any]) -> None:
+    assert choose_loader_settings(TrainConfig(**values), machine(16, gpu=True, jpeg_engines=7), 1).cache == "none"

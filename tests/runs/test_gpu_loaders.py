@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 import pipelines
 from tests import shards
@@ -16,9 +17,11 @@ from tests.test_pipelines import RECIPES
 from utils.config import ResolvedConfig
 from utils.data.formats.folder import scan_splits
 from utils.data.manifest import synthetic
+from utils.data.memory_loader import MemoryTrainLoader, MemoryValLoader
 from utils.data.sampler import Sampler, create_sampler
 from utils.data.user_code import load_user_code
 from utils.distributed.group import DistEnv
+from utils.errors import UserError
 from utils.network.augment import BatchAugment, Normalize
 
 pytestmark = pytest.mark.gpu
@@ -58,11 +61,13 @@ def test_first_batch_is_on_the_gpu_in_channels_last(
     stream.close()
 
 
-@pytest.mark.parametrize("loader", ["dali", "stock"])
-def test_a_batch_is_not_overwritten_before_the_device_has_read_it(data: Path, gpu: DistEnv, loader: str) -> None:
-    """The host drops each batch while the kernels that read it still wait; DALI must not write over it."""
+@pytest.mark.parametrize(("loader", "cache"), [("dali", "none"), ("stock", "none"), ("dali", "gpu")])
+def test_a_batch_is_not_overwritten_before_the_device_has_read_it(
+    data: Path, gpu: DistEnv, loader: str, cache: str
+) -> None:
+    """The host drops each batch while the kernels that read it still wait; nothing must write over it."""
     train, _ = scan_splits(data)
-    config, sampler = config_for(loader), Sampler(len(train), 8)
+    config, sampler = config_for(loader, cache=cache, decode="full"), Sampler(len(train), 8)
     sums = []
     for lag in (0, 20_000_000):  # cycles, about 10 ms
         stream = pipelines.create_train_loader(config, train, sampler, gpu)
@@ -126,10 +131,11 @@ def test_dali_continues_bit_for_bit(data: Path, gpu: DistEnv, decode: str, cache
 
 
 def test_cached_images_are_those_of_the_files(data: Path, gpu: DistEnv) -> None:
+    """Those that DALI crops; of the GPU's memory it does so where a policy or a transform follows."""
     train, _ = scan_splits(data)
     files, on_gpu, on_host = (
-        pipelines.create_train_loader(
-            config_for("dali", decode="full", cache=cache), train, Sampler(len(train), 8), gpu
+        pipelines.DaliTrainLoader(
+            config_for("dali", decode="full", cache=cache), train, Sampler(len(train), 8), gpu, 0, None
         )
         for cache in ("none", "gpu", "host")
     )
@@ -139,6 +145,99 @@ def test_cached_images_are_those_of_the_files(data: Path, gpu: DistEnv) -> None:
         assert targets.tolist() == cached.targets.tolist() == other.targets.tolist()
         # Which decoder takes an image depends on its batch, and they round differently.
         assert (images.int() - cached.images.int()).abs().float().mean() < 1
+
+
+IN_MEMORY: dict[str, Any] = {"decode": "full", "cache": "gpu"}  # of the GPU, where one kernel makes a batch
+
+
+def open_from_memory(
+    data: Path, env: DistEnv, first: int = 0, rank: int = 0, world_size: int = 1, **values: Any
+) -> MemoryTrainLoader:
+    train, _ = scan_splits(data)
+    batch_size = 8 // world_size
+    sampler = Sampler(len(train), batch_size, rank=rank, world_size=world_size)
+    config = config_for("dali", **IN_MEMORY, batch_size=batch_size, **values)
+    stream = pipelines.create_train_loader(config, train, sampler, env, first)
+    assert isinstance(stream, MemoryTrainLoader)
+    return stream
+
+
+@pytest.mark.parametrize("image_size", [16, 32, 64, 224])
+def test_batches_from_the_gpus_memory_are_those_of_the_cpu(
+    data: Path, gpu: DistEnv, cpu: DistEnv, image_size: int
+) -> None:
+    """Crops and flips to the pixel, colours within 1 of 255, where both have the same decoded images."""
+    on_gpu, on_cpu = (open_from_memory(data, env, image_size=image_size) for env in (gpu, cpu))
+    decoded = on_gpu._images.pixels.cpu()
+    used = int(on_gpu._images.starts[-1])  # what lies behind is not initialised
+    # Decoders of the GPU and of the CPU round differently.
+    assert (decoded[:used].int() - on_cpu._images.pixels[:used].int()).abs().float().mean() < 1.5
+    on_cpu._images.pixels = decoded
+    for _ in range(11):  # two epochs
+        ours, theirs = next(on_gpu), next(on_cpu)
+        assert ours.images.device == ours.targets.device == gpu.device
+        assert ours.images.is_contiguous(memory_format=torch.channels_last)
+        assert ours.targets.tolist() == theirs.targets.tolist()
+        difference = (ours.images.cpu().int() - theirs.images.int()).abs()
+        assert difference.max() <= 1
+        assert difference.float().mean() < 0.01
+
+
+def test_a_resume_from_the_gpus_memory_needs_no_state(data: Path, gpu: DistEnv) -> None:
+    """Bit for bit: in mid-epoch, at its end, and on 2 and 4 processes, which share each batch."""
+    whole = open_from_memory(data, gpu)
+    batches = [next(whole).images for _ in range(10)]
+    assert whole.state() == {}
+    for cut in (3, 5, 7):
+        resumed = open_from_memory(data, gpu, cut)
+        for expected in batches[cut:]:
+            assert torch.equal(next(resumed).images, expected)
+    for world_size in (2, 4):
+        ranks = [open_from_memory(data, gpu, 3, rank, world_size) for rank in range(world_size)]
+        for expected in batches[3:]:
+            assert torch.equal(torch.cat([next(rank).images for rank in ranks]), expected)
+
+
+def test_a_run_that_dali_has_fed_goes_on_so(data: Path, gpu: DistEnv) -> None:
+    """Bit for bit, from a state that holds the random draws of DALI's pipelines."""
+    train, _ = scan_splits(data)
+    config, sampler = config_for("dali", **IN_MEMORY), Sampler(len(train), 8)
+    before = pipelines.DaliTrainLoader(config, train, sampler, gpu, 0, None)
+    for _ in range(3):
+        next(before)
+    resumed = pipelines.create_train_loader(config, train, sampler, gpu, 3, before.state())
+    for _ in range(4):
+        assert torch.equal(next(resumed).images, next(before).images)
+
+
+def test_policies_of_images_on_the_gpu_are_dalis(data: Path, gpu: DistEnv) -> None:
+    """And a schedule changes from one to the other."""
+    train, _ = scan_splits(data)
+    sampler = Sampler(len(train), 8)
+    config = config_for("dali", **IN_MEMORY, augment_schedule="0:randaugment,1:none")
+    stream = pipelines.create_train_loader(config, train, sampler, gpu)
+    for _ in range(sampler.batches_per_epoch):
+        assert "dali" in stream.state()
+        next(stream)
+    for _ in range(2):
+        assert stream.state() == {}
+        assert next(stream).images.float().std() > 10
+
+
+def test_images_that_do_not_fit_on_the_gpu_are_refused(tmp_path: Path, gpu: DistEnv) -> None:
+    for number in range(12):  # 144 MB
+        path = tmp_path / "train" / "only" / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (2000, 2000)).save(path)
+    (tmp_path / "val" / "only").mkdir(parents=True)
+    Image.new("RGB", (8, 8)).save(tmp_path / "val" / "only" / "0.jpg")
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1e-4, gpu.device)  # less than 15 MB
+    try:
+        with pytest.raises(UserError, match=r"--cache gpu: the GPU's memory ran out .*; use --cache host"):
+            open_from_memory(tmp_path, gpu)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, gpu.device)
 
 
 @pytest.mark.parametrize("write", [shards.write_webdataset, shards.write_tfrecord, shards.write_lmdb])
@@ -192,3 +291,14 @@ def test_validation_images_are_torchvisions(data: Path, gpu: DistEnv, interpolat
     assert difference.mean() < (
         1.5 if interpolation == "bilinear" else 3
     )  # GPU decoders round differently; another crop would be tens off
+
+
+def test_validation_batches_stay_on_the_gpu(data: Path, gpu: DistEnv) -> None:
+    """DALI's, to the last bit, in every pass."""
+    _, val = scan_splits(data)
+    expected = [(targets, images.clone()) for images, targets in pipelines.DaliValLoader(config_for("dali"), val, gpu)]
+    loader = pipelines.create_val_loader(config_for("dali", **IN_MEMORY), val, gpu)
+    for _ in range(3):
+        assert_same([(targets, images) for images, targets in loader], expected)
+    assert isinstance(loader, MemoryValLoader)
+    assert len(loader._batches) == len(expected)

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -55,6 +55,36 @@ def decode_pipeline(source: Callable[[BatchInfo], Any], hw_decoder_load: float, 
     return fn.decoders.image(jpegs, **decoder_options(hw_decoder_load, device)), targets
 
 
+def decoded_batches(config: ResolvedConfig, manifest: Manifest, env: DistEnv) -> Iterator[Any]:
+    """All images once, in the order of the manifest: DALI's lists of at most `batch_size`, uint8 HWC, on `env.device`.
+
+    Raises:
+        BadFile: an image cannot be decoded.
+    """
+    batches = [
+        np.arange(at, min(at + config.batch_size, len(manifest))) for at in range(0, len(manifest), config.batch_size)
+    ]
+    reader = BatchReader(
+        manifest,
+        lambda position: batches[position % len(batches)],
+        batch_size=config.batch_size,
+        threads=config.workers,
+        prefetch=config.prefetch,
+    )
+    pipeline = decode_pipeline(
+        lambda info: reader.read(info.iteration),
+        config.hw_decoder_load,
+        dali_device(env),
+        **pipeline_options(config, env),
+    )
+    pipeline.build()
+    bar = tqdm(batches, "decoding", unit="batch", leave=False, disable=None if env.is_main else True)
+    for number, _ in enumerate(bar):
+        with identify_bad_file(config, manifest, env, itertools.islice(batches, number, None)):
+            decoded = pipeline_outputs(pipeline, env.device)[0]
+        yield decoded
+
+
 class ImageCache:
     """All training images, decoded once, in the memory that `config.cache` names.
 
@@ -77,28 +107,8 @@ class ImageCache:
         self._chunks: list[Tensor] = []
         self._free = torch.empty(0, dtype=torch.uint8)  # the unused part of the newest chunk
         self._images: list[Any] = []  # DALI's views of the chunks
-        batches = [
-            np.arange(at, min(at + config.batch_size, len(manifest)))
-            for at in range(0, len(manifest), config.batch_size)
-        ]
-        reader = BatchReader(
-            manifest,
-            lambda position: batches[position % len(batches)],
-            batch_size=config.batch_size,
-            threads=config.workers,
-            prefetch=config.prefetch,
-        )
-        pipeline = decode_pipeline(
-            lambda info: reader.read(info.iteration),
-            config.hw_decoder_load,
-            dali_device(env),
-            **pipeline_options(config, env),
-        )
-        pipeline.build()
-        bar = tqdm(batches, "decoding", unit="batch", leave=False, disable=None if env.is_main else True)
-        for number, _ in enumerate(bar):
-            with identify_bad_file(config, manifest, env, itertools.islice(batches, number, None)):
-                self._append(pipeline_outputs(pipeline, env.device)[0])
+        for decoded in decoded_batches(config, manifest, env):
+            self._append(decoded)
         if env.device.type == "cuda":
             torch.cuda.synchronize(env.device)
 

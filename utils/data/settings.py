@@ -8,6 +8,7 @@ from utils.distributed.machine import Machine
 from utils.errors import UserError
 
 SMALL = 1 / 8  # of the free memory: decoded images that take no more are cached by default, on the CPU
+SMALL_ON_GPU = 1 / 4  # of the GPU's, where one kernel makes the batches
 LARGEST = 0.8  # of the free memory, for the cache
 BY_DALI = ("dali", "stock", "proxy")  # loaders whose images DALI decodes; others have no use for --decode and its like
 
@@ -23,6 +24,20 @@ class LoaderSettings:
     cache: Literal["none", "gpu", "host"]
     prefetch: int
     reasons: dict[str, str]
+
+
+def feeds_from_memory(config: TrainConfig) -> bool:
+    """Whether a `MemoryTrainLoader` makes the batches: one bilinear crop of each image, and nothing on top of it.
+
+    Policies, jitter and `--transform` are made of DALI's operators. Copies of an image need draws of their own.
+    """
+    return (
+        (config.loader, config.cache, config.augment) == ("dali", "gpu", "none")
+        and config.transform is None
+        and not config.color_jitter
+        and config.repeated_augmentation == 1
+        and config.interpolation in (None, "bilinear")
+    )
 
 
 def choose_loader_settings(config: TrainConfig, machine: Machine, decoded: int) -> LoaderSettings:
@@ -44,6 +59,11 @@ def choose_loader_settings(config: TrainConfig, machine: Machine, decoded: int) 
         cache = "host" if decoded <= SMALL * machine.host_memory else "none"
         free = _gigabytes(machine.host_memory)
         reasons["cache"] = f"decoded, the training images take {_gigabytes(decoded)}; {free} are free"
+    elif config.decode != "fused" and decoded and not config.augment_schedule:
+        on_gpu = feeds_from_memory(dataclasses.replace(config, cache="gpu"))
+        if on_gpu and decoded <= SMALL_ON_GPU * machine.gpu_memory:
+            cache, free = "gpu", _gigabytes(machine.gpu_memory)
+            reasons["cache"] = f"decoded, the training images take {_gigabytes(decoded)}; the GPU has {free} free"
     decode: Literal["fused", "full"] = "fused"
     if config.decode != "auto":
         decode = config.decode

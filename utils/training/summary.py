@@ -15,7 +15,7 @@ from utils.data.formats.shards import ShardTable
 from utils.data.holdout import describe_shares
 from utils.data.manifest import Manifest, describe_ignored
 from utils.data.oddities import describe_oddities
-from utils.data.settings import BY_DALI, LoaderSettings
+from utils.data.settings import BY_DALI, LoaderSettings, feeds_from_memory
 from utils.data.splits import Splits, describe_exclusions
 from utils.errors import RunFailed
 from utils.files import write_json
@@ -157,7 +157,9 @@ def _describe_device(run: Run) -> str:
 
 def _describe_loader(config: ResolvedConfig) -> str:
     loader: str = config.loader
-    if config.loader in BY_DALI:
+    if feeds_from_memory(config):
+        loader = f"{loader}, images cached (gpu), a kernel makes each batch of them"
+    elif config.loader in BY_DALI:
         how = f"images cached ({config.cache})" if config.cache in CACHED else f"{config.decode} decode"
         loader = f"{loader}, {how}, {config.prefetch} batches ahead"
     return f"{loader}, {config.workers} CPU threads per process"
@@ -256,7 +258,7 @@ def describe_wait(data_wait: float, config: ResolvedConfig, cpu_threads: int) ->
     More workers are advised only where `cpu_threads`, the process's share, leaves room for them.
     """
     sentence = f"data wait {data_wait:.1%}: the device had nothing to do for that share of the time, as input was late"
-    if data_wait <= DATA_WAIT_WARNING or config.loader == "synthetic":
+    if data_wait <= DATA_WAIT_WARNING or config.loader == "synthetic" or feeds_from_memory(config):
         return sentence
     where = f"scripts/benchmark.py --data-dir {config.data_dir} --arch {config.arch}"
     idle = f"; --workers {config.workers} can be raised to {cpu_threads}, this process's share of the CPU threads"

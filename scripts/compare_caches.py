@@ -1,0 +1,207 @@
+#!/usr/bin/env python3
+"""Compare where small images stay: as files, in the host's memory, or in the GPU's, with DALI's crops or one kernel's.
+
+    scripts/compare_caches.py --arch resnet18 --image-size 64 --images 50000 --side 64
+    scripts/compare_caches.py --arch resnet18 --image-size 64 --data-dir /data/small
+
+The table has images/s of the loader alone and of training with it, median and range of the windows, and the share of
+the training time in which the device waited for input. Windows of all are interleaved, as those of
+scripts/benchmark.py. Without a GPU the host's memory is both.
+"""
+
+import contextlib
+import dataclasses
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+import typer
+from PIL import Image
+
+from utils.cli import Program, number_option, train_flag, with_train_flags
+from utils.config import TrainConfig
+from utils.errors import UserError
+from utils.files import write_json
+from utils.limits import ABOVE_0, MIN_1, MIN_8
+from utils.progress import end_status, start_status
+from utils.validation import require_folder, validate
+
+if TYPE_CHECKING:
+    from utils.benchmark.loaders import Loader
+    from utils.benchmark.measure import Window
+    from utils.data.batch import TrainLoader
+    from utils.data.manifest import Manifest
+    from utils.training.run import Run
+
+MIN_WINDOWS = 5
+NUM_CLASSES = 10  # of generated images
+SYNTHETIC = "synthetic images"
+FILES, HOST, BY_DALI, BY_KERNEL = "files", "host's memory", "GPU's memory, DALI", "GPU's memory, one kernel"
+Results = Mapping[str, Mapping[str, Sequence["Window"]]]  # by place, of the loader `alone` and of `training`
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The command line; `config` is that of the training run whose step is timed."""
+
+    config: TrainConfig
+    data_dir: Path | None
+    images: int
+    side: int
+    windows: int
+    window_seconds: float
+
+
+@with_train_flags(
+    train_flag("arch"),
+    train_flag("data_dir", help="Folder of images.", shown="generated"),
+    train_flag("output_dir", default=Path("runs/caches"), help="Where caches.json goes."),
+    train_flag("batch_size", help="Images per step.", shown="256, 32 on the CPU"),
+    train_flag("image_size"),
+    train_flag("workers", help="CPU threads per loader.", shown="the cores"),
+    train_flag("device"),
+)
+def read_options(
+    images: Annotated[int, typer.Option(help="Images to generate.", **number_option(int))] = 50_000,
+    side: Annotated[int, typer.Option(help="Side of generated images, pixels.", **number_option(int))] = 64,
+    windows: Annotated[int, typer.Option(help="Measurements of each, 5 or more.", **number_option(int))] = MIN_WINDOWS,
+    window_seconds: Annotated[float, typer.Option(help="Length of one, seconds.", **number_option(float))] = 2.0,
+    **flags: Any,
+) -> Options:
+    """Compare where small images stay: as files, or decoded in the memory of the host or the GPU."""
+    if windows < MIN_WINDOWS:
+        raise UserError(f"--windows {windows}: a median needs {MIN_WINDOWS} or more")
+    ABOVE_0.check("--window-seconds", window_seconds)
+    MIN_8.check("--side", side)
+    MIN_1.check("--images", images)
+    data_dir = flags.pop("data_dir")
+    if data_dir is not None:
+        require_folder(data_dir)
+    config = TrainConfig(loader="synthetic", resume="none", **flags)
+    validate(config)
+    return Options(config, data_dir, images, side, windows, window_seconds)
+
+
+def generate(folder: Path, count: int, side: int) -> None:
+    """Write JPEGs of coloured clouds, a class folder for every tenth image."""
+    draw = np.random.default_rng(0)
+    for number in range(NUM_CLASSES):
+        (folder / "train" / f"class{number}").mkdir(parents=True)
+    for index in range(count):
+        colours = Image.fromarray(draw.integers(0, 256, (8, 8, 3), dtype=np.uint8))
+        image = colours.resize((side, side), Image.Resampling.BICUBIC)
+        image.save(folder / "train" / f"class{index % NUM_CLASSES}" / f"{index:06}.jpg", quality=90)
+
+
+def open_loaders(run: "Run", images: "Manifest", stack: contextlib.ExitStack) -> "dict[str, Loader]":
+    """A loader for each place, in use; `stack` closes them."""
+    import pipelines
+    from utils.benchmark.loaders import READ_AHEAD, Loader
+
+    sampler = dataclasses.replace(run.sampler, num_images=len(images))
+    config = dataclasses.replace(run.config, loader="dali", decode="full", hw_decoder_load=0.9)
+    streams: dict[str, TrainLoader] = {}
+    for name, cache in ((FILES, "none"), (HOST, "host"), (BY_DALI, "gpu"), (BY_KERNEL, "gpu")):
+        of_cache = dataclasses.replace(config, cache=cache)  # type: ignore[arg-type]
+        if name == BY_DALI:
+            if run.env.device.type == "cpu":
+                continue
+            streams[name] = pipelines.DaliTrainLoader(of_cache, images, sampler, run.env, 0, None)
+        else:
+            streams[name] = pipelines.create_train_loader(of_cache, images, sampler, run.env)
+        stack.callback(streams[name].close)
+    loaders = {}
+    for name, stream in streams.items():
+        queue = 0 if name == BY_KERNEL else config.prefetch + READ_AHEAD
+        loaders[name] = Loader("dali-full", stream, queue, 1, 0.0, None)
+    return loaders
+
+
+def compare(options: Options) -> None:
+    """Measure all, print their table, and write caches.json.
+
+    Raises:
+        UserError: the folder holds no images, or flags do not fit.
+        Stopped: a signal came; nothing was written.
+    """
+    start_status("loading torch, DALI and timm")
+
+    from train import build, train_step
+    from utils.benchmark.images import read_images
+    from utils.benchmark.measure import Case, measure
+    from utils.benchmark.run import open_run
+    from utils.distributed.group import process_group
+    from utils.distributed.ownership import own_process
+    from utils.training.output import prepare_output
+
+    end_status()
+    output_dir = options.config.output_dir
+    device = own_process(options.config.device, deterministic=False)
+    with process_group(device, options.config.timeout) as env, contextlib.ExitStack() as stack:
+        work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="caches-")))
+        prepare_output(output_dir, env)
+        if options.data_dir is None:
+            generate(work, options.images, options.side)
+        images = read_images(options.data_dir or work, output_dir, env)
+        batch_size = options.config.batch_size or (256 if device.type == "cuda" else 32)
+        if len(images) < batch_size:
+            raise UserError(f"--batch-size {batch_size}: there are {len(images):,} images; lower it")
+        config = dataclasses.replace(options.config, batch_size=batch_size)
+        run, _ = open_run(config, images, env, work / "run", stack, build)
+        cases = {(SYNTHETIC, "training"): Case(SYNTHETIC, lambda: train_step(run), meter=run.state.meter)}
+        for name, loader in open_loaders(run, images, stack).items():
+            for kind, case in (("alone", loader.alone()), ("training", loader.training(run, train_step))):
+                cases[name, kind] = dataclasses.replace(case, name=f"{name}, {kind}")
+        measured = measure(list(cases.values()), run, options.windows, options.window_seconds)
+    results: dict[str, dict[str, Sequence[Window]]] = {}
+    for (name, kind), windows in zip(cases, measured, strict=True):
+        results.setdefault(name, {})[kind] = windows
+    write_json(output_dir / "caches.json", _json(results, batch_size))
+    print("\n".join(table(results, batch_size)))
+
+
+def _json(results: Results, batch_size: int) -> dict[str, Any]:
+    return {
+        name: {
+            kind: {
+                "images_per_second": [window.rate(batch_size) for window in windows],
+                "data_wait": [window.data_wait for window in windows],
+            }
+            for kind, windows in kinds.items()
+        }
+        for name, kinds in results.items()
+    }
+
+
+def table(results: Results, batch_size: int) -> Iterator[str]:
+    """Lines of Markdown: images/s, median and range, and the median share of time in which the device waited."""
+    yield "| images | loader alone, images/s | training, images/s | data wait |"
+    yield "|---|---|---|---|"
+    for name, kinds in results.items():
+        wait = statistics.median(window.data_wait for window in kinds["training"])
+        alone = _shown(kinds["alone"], batch_size) if "alone" in kinds else ""
+        yield f"| {name} | {alone} | {_shown(kinds['training'], batch_size)} | {wait:.1%} |"
+
+
+def _shown(windows: "Sequence[Window]", batch_size: int) -> str:
+    rates = [window.rate(batch_size) for window in windows]
+    return f"{statistics.median(rates):,.0f} ({min(rates):,.0f} to {max(rates):,.0f})"
+
+
+PROGRAM = Program("compare_caches.py", read_options)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command line; returns the exit status."""
+    return PROGRAM.run(argv, compare)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
