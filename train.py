@@ -10,18 +10,17 @@ import contextlib
 import dataclasses
 import functools
 import sys
-import time
 from collections.abc import Iterator, Sequence
 
 if __name__ == "__main__":  # before the imports that take seconds
     from utils.cli import TRAIN
     from utils.data.formats.sources import check_source
     from utils.distributed.elastic import launch_processes
-    from utils.distributed.startup import show_first_line, start_program
+    from utils.distributed.startup import IMPORTS, show_first_line, start_program
 
     given = start_program(TRAIN, sys.argv[1:], check_source)
     launch_processes(given.processes, given.max_restarts, sys.argv)
-    show_first_line("loading torch, DALI and timm")
+    show_first_line(IMPORTS)
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -39,7 +38,7 @@ from utils.distributed.elastic import report_status
 from utils.distributed.group import DistEnv, process_group
 from utils.distributed.launcher import read_launch
 from utils.distributed.ownership import own_process
-from utils.distributed.startup import print_once
+from utils.distributed.startup import print_once, show_startup
 from utils.distributed.stop import StopRequest
 from utils.distributed.watchdog import watchdog
 from utils.log import Log
@@ -47,7 +46,7 @@ from utils.network.augment import create_augment
 from utils.network.compiler import enable_compile_cache
 from utils.network.gradients import AMP_DTYPES, capture_stream, on_stream
 from utils.network.parallel import average_buffers, create_forward_backward, distribute
-from utils.progress import end_status, show_status
+from utils.progress import end_status
 from utils.seed import seed_process, seed_weights
 from utils.training.autotune import choose_common_loader_settings, resolve
 from utils.training.checkpoint import Checkpoint
@@ -129,6 +128,7 @@ def build(
     replaced = files_to_replace(config, saved, env)
     identity = check_fingerprint(config, splits, env, saved)
 
+    show_startup("creating the network")
     seed_weights(config.seed)
     normalization = saved.record.normalization if saved else None
     network = models.create_network(config, env, splits["train"].classes, normalization)
@@ -138,6 +138,7 @@ def build(
     stream = capture_stream(env.device) if config.cuda_graph else None
     net = distribute(state.model, config, env, stream)
     schedule = create_schedule(config, state.optimizer, sampler.steps_per_epoch)
+    show_startup("opening the loaders")
     val_loader = pipelines.create_val_loader(config, splits["val"], env)
     with on_stream(stream):
         loader_state = restore(state, net, saved, config, identity, sampler)
@@ -185,6 +186,7 @@ def open_output(
 @contextlib.contextmanager
 def processes(config: TrainConfig) -> Iterator[tuple[DistEnv, contextlib.ExitStack, StopRequest]]:
     """All processes of a run, which end together, and a stack that is closed at its end."""
+    show_startup("joining the processes")
     device = own_process(config.device, None if config.evaluate else config.deterministic)
     with (
         process_group(device, config.timeout, TRAIN.print_error) as env,
@@ -205,27 +207,23 @@ def run(config: TrainConfig) -> None:
         RunFailed: the run cannot go on.
         Stopped: a signal came, or the time is over; the checkpoint is written.
     """
-    started = time.perf_counter()
     if config.evaluate:
-        show_status("preparing the evaluation")
         with processes(config) as (env, _, _):
             evaluate_checkpoint(config, env)
         return
     check_optimizer(config.optimizer, read_launch().world_size)
     models.check_arch(config.arch)
     require_tracker(config.track)
-    show_status("preparing the run")
     with processes(config) as (env, stack, stop):
+        show_startup("listing the images")
         config = stage(config, env)
-        show_status("listing the images")
         listed = read_data(config, env)
-        show_status("preparing the run")
+        show_startup("preparing the run")
         resolved, settings, saved = open_output(config, listed, env, stack)
         listed, splits = select_images(resolved, listed, env, saved.initial_files if saved else None)
         if resolved.compile:
             enable_compile_cache()
         built = build(resolved, splits, listed, env, stack, stop, saved)
-        built.state.started = started
         log_run_summary(built, splits, settings, saved)
         built.augment.keep_samples(NUM_SAMPLES if resolved.report else 0)
         del saved  # memory for the whole run otherwise

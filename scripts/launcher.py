@@ -86,9 +86,11 @@ def launched(
                 process.wait()
 
 
-def run_with_limit(words: Sequence[object], limit: float, out: IO[str], err: IO[str]) -> int | None:
+def run_with_limit(
+    words: Sequence[object], limit: float, out: IO[str], err: IO[str], environment: Mapping[str, str] | None = None
+) -> int | None:
     """Exit status of a command, None if it ran longer than `limit` seconds; its processes and files are removed."""
-    with launched(words, out, err) as process, contextlib.suppress(subprocess.TimeoutExpired):
+    with launched(words, out, err, environment) as process, contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(limit)
     return None
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The runs behind docs/internals/performance.md, on one GPU with 16 cores: a series of benchmark.py and starts.
+"""The runs behind docs/internals/performance.md, on one GPU with 16 cores: a series of benchmark.py.
 
     scripts/performance.py --data-dir DIR --output-dir OUT             # all runs, about half an hour
     scripts/performance.py --data-dir DIR --output-dir OUT --only resnet50,resnet18
@@ -11,9 +11,7 @@ longer than --limit is ended with all its processes, as the current run is by Ct
 
 import dataclasses
 import json
-import re
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,14 +24,12 @@ import typer
 from scripts.launcher import run_with_limit, stop_on_sigterm
 from utils.benchmark.verdict import Rate, is_same
 from utils.cli import REQUIRED, Program, number_option, train_flag, with_train_flags
-from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, UserError
+from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.files import check_writable
 from utils.limits import ABOVE_0
 from utils.store_url import refuse_url
 
 BENCHMARK = Path(__file__).with_name("benchmark.py")
-TRAIN = Path(__file__).resolve().parent.parent / "train.py"
-STARTS, START_COUNT = "starts", 4  # launches of train.py; the first may compile
 DALI = "dali-full,dali-fused"
 RUNS = {  # besides the decoding threads, eight read files, and mostly wait
     "resnet50": ("--arch", "resnet50", "--workers", "4", "--loaders", DALI),
@@ -48,7 +44,6 @@ RUNS = {  # besides the decoding threads, eight read files, and mostly wait
     "loaders-4": ("--arch", "resnet50", "--workers", "4", "--loaders", "dali-full,torch"),
     "loaders-16": ("--arch", "resnet50", "--workers", "15"),
 }  # fmt: skip
-NAMES = (*RUNS, STARTS)
 
 
 def run(name: str, data_dir: Path, output_dir: Path, window_seconds: float, limit: float) -> str:
@@ -63,25 +58,6 @@ def run(name: str, data_dir: Path, output_dir: Path, window_seconds: float, limi
     if status is None:
         return f"cut off after {limit:.0f} s"
     return "done" if status == 0 else f"exit {status}, see {folder / 'log.txt'}"
-
-
-def time_starts(output_dir: Path, limit: float, flags: Sequence[str] = (), count: int = START_COUNT) -> str:
-    """Launch train.py on synthetic data until its first step, several times; returns how it ended, with seconds."""
-    seconds = []
-    with tempfile.TemporaryDirectory(prefix="starts-", dir=output_dir) as folder:  # of checkpoints that are not needed
-        words = [sys.executable, TRAIN, "--loader", "synthetic", "--time-limit", 0.001]
-        words += ["--output-dir", Path(folder, "run"), "--resume", "none", "--overwrite", *flags]
-        log, errors = Path(folder, "log.txt"), Path(folder, "errors.txt")
-        for _ in range(count):
-            with log.open("w") as out, errors.open("w") as err:
-                status = run_with_limit(words, limit, out, err)
-            if status is None:
-                return f"cut off after {limit:.0f} s"
-            found = re.search(r"first step done ([\d.]+) s after the launch", log.read_text())
-            if found is None or status != EXIT_STOPPED:
-                return f"exit {status}: {errors.read_text().strip()}"
-            seconds.append(found[1])
-    return f"done; launch to first step: {', '.join(seconds)} s"
 
 
 def rows(output_dir: Path) -> Iterator[str]:
@@ -124,7 +100,7 @@ class Options:
     train_flag("output_dir", default=REQUIRED, help="Where the results go."),
 )
 def read_options(
-    only: Annotated[str, typer.Option(help=f"Some of {', '.join(NAMES)}.", show_default="all")] = ",".join(NAMES),
+    only: Annotated[str, typer.Option(help=f"Some of {', '.join(RUNS)}.", show_default="all")] = ",".join(RUNS),
     window_seconds: Annotated[float, typer.Option(help="Length of a window.", **number_option(float))] = 1.0,
     limit: Annotated[float, typer.Option(help="Seconds after which a run is cut off.", **number_option(float))] = 400.0,
     **flags: Any,
@@ -132,8 +108,8 @@ def read_options(
     """Run the benchmarks and print their table; status 1 if one of them failed."""
     options = Options(**flags, names=tuple(only.split(",")), window_seconds=window_seconds, limit=limit)
     for name in options.names:
-        if name not in NAMES:
-            raise UserError(f"--only {only}: {name!r} is not one of {', '.join(NAMES)}")
+        if name not in RUNS:
+            raise UserError(f"--only {only}: {name!r} is not one of {', '.join(RUNS)}")
     ABOVE_0.check("--window-seconds", window_seconds)
     ABOVE_0.check("--limit", limit)
     refuse_url(options.data_dir, "--data-dir ")
@@ -148,10 +124,7 @@ def run_all(options: Options) -> int:
     stop_on_sigterm()
     status = EXIT_DONE
     for name in options.names:
-        if name == STARTS:
-            outcome = time_starts(options.output_dir, options.limit)
-        else:
-            outcome = run(name, options.data_dir, options.output_dir, options.window_seconds, options.limit)
+        outcome = run(name, options.data_dir, options.output_dir, options.window_seconds, options.limit)
         if not outcome.startswith("done"):
             status = EXIT_FAILED
         print(f"{name}: {outcome}", flush=True)

@@ -9,11 +9,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from utils.cli import EarlyExit, Options, Program
-from utils.distributed.launcher import read_launch, record_error
+from utils.distributed.launcher import read_launch, record_error, seconds_since_launch
 from utils.distributed.signals import exit_on_signals, restore_defaults
 from utils.errors import EXIT_USER_ERROR, RunFailed, UserError
 from utils.log import emit
-from utils.progress import start_status
+from utils.progress import show_status, start_status
+
+IMPORTS = "loading torch, DALI and timm"
+_parts = [(IMPORTS, 0.0)]  # of this launch's start: what was shown, and seconds since the launch when it began
 
 
 def start_program(
@@ -53,6 +56,21 @@ def show_first_line(text: str) -> None:
     """Show on rank 0 what the program does now: as a status line on a terminal, as a printed line elsewhere."""
     if read_launch().rank == 0 and not start_status(text):
         emit(text)
+
+
+def show_startup(text: str) -> None:
+    """Show what the start of this launch does now, and time it; `show_first_line` has shown the first part."""
+    _parts.append((text, seconds_since_launch()))
+    show_status(text)
+
+
+def startup_parts() -> dict[str, float]:
+    """Seconds of each part of the start until now, under the texts that were shown; they add up to it."""
+    ends = [*(began for _, began in _parts[1:]), seconds_since_launch()]
+    seconds: dict[str, float] = {}
+    for (text, began), end in zip(_parts, ends, strict=True):
+        seconds[text] = round(seconds.get(text, 0.0) + end - began, 3)
+    return seconds
 
 
 def print_once(program: Program[Any], error: UserError | RunFailed) -> None:

@@ -21,7 +21,7 @@ from utils.flags import flag
 from utils.log import emit
 from utils.network.augment import Normalize
 from utils.network.gradients import AMP_DTYPES
-from utils.progress import with_bar
+from utils.progress import show_status, with_bar
 from utils.training.autotune import choose_common_loader_settings, resolve
 from utils.training.checkpoint import BEST, Checkpoint, load
 from utils.training.mistakes import Mistakes, better_network, write_page
@@ -124,6 +124,7 @@ def evaluate_checkpoint(config: TrainConfig, env: DistEnv) -> None:
     Raises:
         UserError: on all ranks: flags, data or the weights do not fit.
     """
+    show_status("preparing the evaluation")
     saved = open_checkpoint(config, env)
     notes: list[str] = []
     with sync_errors(env):

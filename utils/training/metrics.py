@@ -96,10 +96,12 @@ class Meter:
     Attributes:
         skipped_steps: those of `Interval`, of the whole run, up to the last read.
         checkpoint_seconds: in `paused` since the last read.
+        first_batch_seconds: for which the host waited for this launch's first batch; None before it.
     """
 
     def __init__(self, env: DistEnv) -> None:
         self.skipped_steps, self.checkpoint_seconds = 0, 0.0
+        self.first_batch_seconds: float | None = None
         # Of all launches: their first intervals, with compilation and the filling of the queues; those that begin
         # within the first WARMUP_STEPS; the others.
         self._totals = {"first": Totals(), "early": Totals(), "steady": Totals()}
@@ -159,9 +161,11 @@ class Meter:
         earlier steps, the second when the batch is there, so a batch that is early costs nothing even if the host
         waits for it. On the CPU, host time.
         """
-        start = self._mark()
+        start, began = self._mark(), time.perf_counter()
         yield
         self._waits.append((start, self._mark()))
+        if self.first_batch_seconds is None:
+            self.first_batch_seconds = round(time.perf_counter() - began, 3)
 
     def update(self, loss: Tensor, images: int) -> None:
         """Add one batch; `loss` is its mean, a scalar on the device, and is not waited for."""

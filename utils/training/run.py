@@ -19,12 +19,13 @@ from utils.data.splits import Splits
 from utils.distributed.collectives import broadcast, sync_errors
 from utils.distributed.group import DistEnv
 from utils.distributed.launcher import seconds_since_launch, terminate_torchrun
+from utils.distributed.startup import show_startup, startup_parts
 from utils.distributed.stop import StopRequest
 from utils.errors import RunFailed, Stopped, UserError
 from utils.log import SUMMARY, Log
 from utils.network.augment import BatchAugment
 from utils.network.freezing import AnyForwardBackward
-from utils.progress import show_status, with_bar
+from utils.progress import with_bar
 from utils.training.checkpoint import RunRecord, create_checkpoint
 from utils.training.checkpoint_writer import CheckpointWriter
 from utils.training.integrity import nonfinite_reason, require_finite_statistics, require_same_weights
@@ -62,6 +63,7 @@ class Run:
         initial: the images that the run began with.
         seconds_to_first_step: of this launch, from the start of the process; None before it.
         first_step_seconds: the part of it in the first step, with its input and compilation.
+        startup_parts: seconds of each part of `seconds_to_first_step`; empty before it.
         facts: the start-up block, as names and texts.
         writer: of checkpoints.
         last_save_error: why the last save failed, the same on all ranks; a write that is under way has not yet.
@@ -90,6 +92,7 @@ class Run:
     initial: Splits
     seconds_to_first_step: float | None = None
     first_step_seconds: float | None = None
+    startup_parts: dict[str, float] = dataclasses.field(default_factory=dict)
     facts: dict[str, str] = dataclasses.field(default_factory=dict)
     last_save_error: str | None = None
     _best_before: BestEpoch | None = dataclasses.field(default=None, init=False)  # what best.pt holds if a save fails
@@ -158,7 +161,7 @@ class Run:
         self.state.model.train()
         self.forward_backward.start_epoch(self.state.epoch)
         if self.seconds_to_first_step is None:
-            show_status("first step" + (", compiling" if self.config.compile else ""))
+            show_startup("first step" + (", compiling" if self.config.compile else ""))
         self.augment.start_epoch(self.state.epoch)
         self.log.start_epoch(
             self.state.epoch, self.state.step, self.sampler.global_batch_size, self._evaluations_left, self._loss_and_lr
@@ -204,6 +207,7 @@ class Run:
         self.stop.enable(self.env)  # at once: a signal that finds only one rank enabled ends the two in different ways
         if self.env.device.type == "cuda":
             torch.cuda.synchronize(self.env.device)
+        self.startup_parts = startup_parts()
         self.seconds_to_first_step, self.first_step_seconds = seconds_since_launch(), round(self.state.meter.seconds, 3)
         self.log.info(f"first step done {self.seconds_to_first_step:.1f} s after the launch")
         self.claim_output_dir()
@@ -299,7 +303,8 @@ class Run:
                         "started", self.state.step, self.state.seconds, host=os.uname().nodename, pid=os.getpid(),
                         processes=self.env.world_size, steps_per_epoch=self.sampler.steps_per_epoch,
                         startup_seconds=self.seconds_to_first_step, first_step_seconds=self.first_step_seconds,
-                        facts=list(self.facts.items()),
+                        first_batch_seconds=self.state.meter.first_batch_seconds,
+                        startup_parts=list(self.startup_parts.items()), facts=list(self.facts.items()),
                     )  # fmt: skip
             except OSError as error:
                 raise UserError(

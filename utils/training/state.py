@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from utils.config import ResolvedConfig
 from utils.distributed.group import DistEnv
+from utils.distributed.launcher import seconds_since_launch
 from utils.seed import random_state
 from utils.training.metrics import Meter, share_interval
 from utils.training.optim import create_ema, create_optimizer
@@ -89,7 +90,7 @@ class TrainState:
         best: what best.pt in the output folder holds; None if there is none.
         result: the last evaluation's record.
         evaluations_since_best: in a row, without a better top-1.
-        started: `time.perf_counter()` at the launch.
+        started: `time.perf_counter()` at the launch, before the first import.
         earlier_seconds: wall time of the launches before this one.
     """
 
@@ -104,7 +105,7 @@ class TrainState:
     best: BestEpoch | None = None
     result: dict[str, Any] = dataclasses.field(default_factory=dict)
     evaluations_since_best: int = 0
-    started: float = dataclasses.field(default_factory=time.perf_counter)
+    started: float = dataclasses.field(default_factory=lambda: time.perf_counter() - seconds_since_launch())
     earlier_seconds: float = 0.0
 
     @property

@@ -1,0 +1,153 @@
+#!/usr/bin/env python3
+"""Where the time from a launch of train.py to its first step goes, for some networks, compiled before and not.
+
+    scripts/compare_starts.py --data-dir /data/imagenet --arch resnet50,efficientnet_b0
+
+Each network is launched once to compile it, then --launches times with the results of that in the cache, then, with
+--cold, as often with an empty one. Launches of the networks are interleaved. The table has the median of each part, and
+of the whole with its range. Parts are those of the status line; the first batch is a part of the first step.
+"""
+
+import dataclasses
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import typer
+
+from scripts.launcher import run_with_limit, stop_on_sigterm
+from utils.cli import Program, number_option, train_flag, with_train_flags
+from utils.errors import EXIT_STOPPED, RunFailed
+from utils.files import check_writable, write_json
+from utils.limits import ABOVE_0, MIN_1
+from utils.validation import require_folder
+
+TRAIN = Path(__file__).resolve().parent.parent / "train.py"
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+WARM, COLD = "compiled before", "nothing compiled"
+FIRST_BATCH, WHOLE = "of the first step: first batch", "launch to first step"
+Starts = Mapping[tuple[str, str], Sequence[Mapping[str, float]]]  # by network and WARM or COLD: seconds by part
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The command line; `flags` are train.py's."""
+
+    networks: tuple[str, ...]
+    flags: tuple[str, ...]
+    data_dir: Path | None
+    output_dir: Path
+    launches: int
+    cold: bool
+    limit: float
+
+
+@with_train_flags(
+    train_flag("data_dir", help="Folder of images.", shown="synthetic"),
+    train_flag("output_dir", default=Path("runs/starts"), help="Where starts.json goes."),
+    train_flag("batch_size", help="Images per step.", shown="256"),
+    train_flag("image_size"),
+    train_flag("device"),
+)
+def read_options(
+    arch: Annotated[str, typer.Option(help="Networks, separated by commas.", metavar="NAME,...")] = "resnet50",
+    launches: Annotated[int, typer.Option(help="Launches of each.", **number_option(int))] = 5,
+    cold: Annotated[bool, typer.Option(help="Also with an empty cache.")] = False,
+    limit: Annotated[float, typer.Option(help="Seconds after which one is cut off.", **number_option(float))] = 400.0,
+    **flags: Any,
+) -> Options:
+    """Time the parts of a start, from the launch to the first step."""
+    MIN_1.check("--launches", launches)
+    ABOVE_0.check("--limit", limit)
+    output_dir, data_dir = flags.pop("output_dir"), flags["data_dir"]
+    given = {name: value for name, value in flags.items() if value is not None}
+    words = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    words += [] if data_dir is not None else ["--loader", "synthetic"]
+    return Options(tuple(arch.split(",")), tuple(words), data_dir, output_dir, launches, cold, limit)
+
+
+def time_start(network: str, options: Options, cache: Path | None) -> dict[str, float]:
+    """Launch train.py until its first step; returns the seconds of each part, of the first batch, and of all.
+
+    Args:
+        network: timm's name.
+        options: of this program.
+        cache: where compiled results are kept; None for the user's folder.
+
+    Raises:
+        RunFailed: the launch failed, or took longer than `--limit`.
+    """
+    environment = {name: str(cache / name) for name in CACHES} if cache else {}
+    with tempfile.TemporaryDirectory(prefix="starts-", dir=options.output_dir) as folder:
+        run, errors = Path(folder, "run"), Path(folder, "errors.txt")
+        words = [sys.executable, TRAIN, "--arch", network, *options.flags, "--output-dir", run, "--time-limit", 0.001]
+        with Path(folder, "log.txt").open("w") as out, errors.open("w") as err:
+            status = run_with_limit(words, options.limit, out, err, environment)
+        if status is None:
+            raise RunFailed(f"--limit {options.limit:g}: {network} had not done its first step; raise it")
+        if status != EXIT_STOPPED:
+            raise RunFailed(f"{network}: exit {status}: {errors.read_text().strip()}")
+        started = json.loads((run / "events.jsonl").read_text().splitlines()[0])
+    parts: dict[str, float] = dict(started["startup_parts"])
+    return parts | {FIRST_BATCH: started["first_batch_seconds"], WHOLE: started["startup_seconds"]}
+
+
+def compare(options: Options) -> None:
+    """Time all starts, print their table, and write starts.json.
+
+    Raises:
+        UserError: a folder cannot be used.
+        RunFailed: a launch failed.
+        Stopped: a signal came.
+    """
+    if options.data_dir is not None:
+        require_folder(options.data_dir)
+    check_writable(options.output_dir)
+    stop_on_sigterm()
+    starts: dict[tuple[str, str], list[dict[str, float]]] = {}
+    for network in options.networks:
+        time_start(network, options, None)
+    for launch in range(options.launches):
+        for network in options.networks:
+            for kind in (WARM, COLD)[: 1 + options.cold]:
+                with tempfile.TemporaryDirectory(prefix="compiled-") as folder:
+                    found = time_start(network, options, Path(folder) if kind == COLD else None)
+                starts.setdefault((network, kind), []).append(found)
+                print(f"{launch + 1}/{options.launches}  {network}, {kind}: {found[WHOLE]:.1f} s", flush=True)
+    write_json(
+        options.output_dir / "starts.json",
+        {network: {kind: starts[network, kind] for kind in (WARM, COLD)[: 1 + options.cold]} for network, _ in starts},
+    )
+    print("\n".join(table(starts)))
+
+
+def table(starts: Starts) -> Iterator[str]:
+    """Lines of Markdown: medians in seconds, and of the whole also the range."""
+    yield f"| seconds | {' | '.join(f'{network}, {kind}' for network, kind in starts)} |"
+    yield f"|---|{'---|' * len(starts)}"
+    parts = dict.fromkeys(part for launches in starts.values() for launch in launches for part in launch)
+    for part in [*(part for part in parts if part != WHOLE), WHOLE]:
+        cells = [[launch.get(part, 0.0) for launch in launches] for launches in starts.values()]
+        medians = [f"{statistics.median(cell):.1f}" for cell in cells]
+        if part == WHOLE:
+            medians = [f"{m} ({min(c):.1f} to {max(c):.1f})" for m, c in zip(medians, cells, strict=True)]
+        yield f"| {part} | {' | '.join(medians)} |"
+
+
+PROGRAM = Program("compare_starts.py", read_options)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command line; returns the exit status."""
+    return PROGRAM.run(argv, compare)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,45 @@
+"""scripts/compare_starts.py: the parts of a start add up; a launch that fails is explained."""
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts import compare_starts
+from tests.conftest import Refused
+from tests.harness import launch
+
+PROGRAM = Path(compare_starts.__file__)
+TINY = ("--arch", "test_resnet", "--image-size", 32, "--batch-size", 4, "--device", "cpu")
+
+
+@pytest.mark.slow  # three launches
+def test_parts_add_up(data: Path, tmp_path: Path) -> None:
+    done = launch(*TINY, "--data-dir", data, "--launches", 1, "--cold", "--output-dir", tmp_path, program=PROGRAM)
+    assert done.status == 0, done.err
+    (starts,) = json.loads((tmp_path / "starts.json").read_text()).values()
+    assert list(starts) == [compare_starts.WARM, compare_starts.COLD]
+    for (found,) in starts.values():
+        whole, first_batch = found.pop(compare_starts.WHOLE), found.pop(compare_starts.FIRST_BATCH)
+        assert sum(found.values()) == pytest.approx(whole, abs=0.1)
+        assert 0 < first_batch <= found["first step"]
+        for part in ("loading torch, DALI and timm", "listing the images", "creating the network"):
+            assert found[part] > 0
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.out.splitlines() if line.startswith("| ")]
+    assert rows[0] == ["seconds", "test_resnet, compiled before", "test_resnet, nothing compiled"]
+    assert rows[-1][0] == compare_starts.WHOLE
+    assert [path.name for path in tmp_path.iterdir()] == ["starts.json"], "nobody needs the checkpoints"
+
+
+def test_refusals(refused: Refused, tmp_path: Path) -> None:
+    refuse = functools.partial(refused, main=compare_starts.main, program="compare_starts.py")
+    refuse("--launches", 0)("--launches 0")
+    refuse("--limit", 0)("--limit 0")
+    refuse("--data-dir", tmp_path / "none")(f"{tmp_path}/none: no such folder")
+
+
+def test_a_launch_that_fails_is_explained(tmp_path: Path) -> None:
+    done = launch("--arch", "nonsense", "--device", "cpu", "--output-dir", tmp_path, program=PROGRAM)
+    assert done.status == 1
+    assert "nonsense: exit 2: train.py: --arch nonsense" in done.err
