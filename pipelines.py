@@ -42,7 +42,7 @@ from utils.data.dali import (
 from utils.data.decode_pool import identify_bad_file
 from utils.data.feed import BaseFeed
 from utils.data.manifest import Manifest
-from utils.data.memory_loader import MemoryTrainLoader, MemoryValLoader
+from utils.data.memory_loader import DecodedImages, MemoryTrainLoader, MemoryValLoader
 from utils.data.policies import RATIO, apply_policy
 from utils.data.proxy_loader import ProxyTrainLoader
 from utils.data.reader import BatchReader, encoded_images, requested_images
@@ -76,6 +76,9 @@ def create_train_loader(
         state: `TrainLoader.state()` of the checkpoint to continue, for the random draws of the augmentation.
     """
 
+    # The sizes of a schedule share the decoded images; beside a policy, whose epochs have DALI's, nothing is kept.
+    decoded = functools.cache(lambda: DecodedImages(config, manifest, env))
+
     def open_loader(config: ResolvedConfig, first_batch: int, state: dict[str, Any] | None) -> TrainLoader:
         if config.loader == "synthetic":
             return SyntheticTrainLoader(config, manifest, env)
@@ -87,7 +90,8 @@ def create_train_loader(
             return StockTrainLoader(config, manifest, sampler, env, first_batch, state, stock_train_pipeline)
         # A checkpoint with the random state of DALI's pipelines is of a run that they have fed.
         if feeds_from_memory(config) and not (state and "dali" in state):
-            return MemoryTrainLoader(config, manifest, sampler, env, first_batch)
+            images = DecodedImages(config, manifest, env) if config.augment_schedule else decoded()
+            return MemoryTrainLoader(config, images, manifest, sampler, env, first_batch)
         return DaliTrainLoader(config, manifest, sampler, env, first_batch, state)
 
     if config.resize_schedule or config.augment_schedule:

@@ -145,7 +145,7 @@ def build(
     first_batch = state.step * config.grad_accum_steps
     train_loader = pipelines.create_train_loader(config, splits["train"], sampler, env, first_batch, loader_state)
     stack.callback(train_loader.close)
-    forward_backward = create_forward_backward(config, net, state.model, state.scaler, env, stream)
+    forward_backward = create_forward_backward(config, net, state.model, state.scaler, env, stream, state.epoch)
     stack.callback(forward_backward.close)
     log = Log(config.output_dir, env.is_main, config.epochs, sampler.steps_per_epoch, config.tensorboard, state.step)
     stack.callback(log.close)

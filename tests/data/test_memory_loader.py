@@ -125,12 +125,28 @@ def test_another_number_of_processes_has_the_same_images(data: Path, cpu: DistEn
         for rank in range(world_size):
             sampler = Sampler(len(train), 8 // world_size, rank=rank, world_size=world_size)
             env = dataclasses.replace(cpu, rank=rank, world_size=world_size)
-            stream = MemoryTrainLoader(config_for(batch_size=8 // world_size), train, sampler, env, first_batch=2)
+            stream = create_train_loader(config_for(batch_size=8 // world_size), train, sampler, env, first_batch=2)
             ranks.append([next(stream).images for _ in range(6)])
         found.append([torch.cat(step) for step in zip(*ranks, strict=True)])
     for step in range(6):
         assert torch.equal(found[0][step], found[1][step])
         assert torch.equal(found[0][step], found[2][step])
+
+
+def test_sizes_of_a_schedule_share_the_images(data: Path, tmp_path: Path, cpu: DistEnv) -> None:
+    """They are decoded once: the files are gone when the second size begins."""
+    shutil.copytree(data / "train", tmp_path / "train")
+    train = scan(tmp_path, "train")
+    sampler = Sampler(len(train), 8)
+    stream = create_train_loader(config_for(resize_schedule="0:16,1:32"), train, sampler, cpu)
+    plain = create_train_loader(config_for(), train, sampler, cpu)
+    shutil.rmtree(tmp_path / "train")
+    for number in range(2 * sampler.batches_per_epoch):
+        images, expected = next(stream).images, next(plain).images
+        if number < sampler.batches_per_epoch:
+            assert images.shape[-1] == 16
+        else:
+            assert torch.equal(images, expected)
 
 
 def test_epochs_and_seeds_have_other_crops(data: Path, cpu: DistEnv) -> None:

@@ -5,11 +5,17 @@ import os
 from pathlib import Path
 
 import pytest
+import timm
 import torch
+from torch._dynamo.utils import counters
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+from torch.amp.grad_scaler import GradScaler
 
+from tests.conftest import assert_same, resolved
 from tests.harness import ROOT, launch
+from utils.distributed.group import DistEnv
 from utils.network.compiler import compile_network, enable_compile_cache
+from utils.network.parallel import create_forward_backward
 
 
 @pytest.fixture
@@ -91,3 +97,31 @@ def test_unwritable_home_leaves_torchs_default(variables: pytest.MonkeyPatch, tm
     variables.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     enable_compile_cache()
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+
+
+@pytest.mark.slow  # compiles for three sizes
+@pytest.mark.parametrize(("epoch", "compiled"), [(0, 2), (1, 1), (2, 0)])
+def test_later_sizes_are_compiled_before_they_come(cpu: DistEnv, epoch: int, compiled: int) -> None:
+    """Each once, and a pass of such a size then compiles nothing; nothing that a checkpoint holds changes."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = timm.create_model("test_resnet", num_classes=3, drop_path_rate=0.2)
+    config = resolved(compile=True, batch_size=2, image_size=40, resize_schedule="0:32,1:40,2:48", epochs=3)
+    before, generator = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
+
+    def count() -> int:
+        return counters["stats"]["unique_graphs"]
+
+    start = count()
+    step = create_forward_backward(
+        config, compile_network(model), model, GradScaler("cpu", enabled=False), cpu, None, epoch
+    )
+    assert count() - start == compiled
+    assert_same(dict(model.state_dict()), before)
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    start = count()
+    for size in (32, 40, 48)[epoch + 1 :]:
+        images = torch.rand(2, 3, size, size).contiguous(memory_format=torch.channels_last)
+        step(images, torch.tensor([0, 1]), 0)
+    assert count() == start

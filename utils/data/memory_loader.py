@@ -97,11 +97,18 @@ class MemoryTrainLoader:
     """Batches of `DecodedImages`; a resume, and one on another number of processes, are exact without a state."""
 
     def __init__(
-        self, config: ResolvedConfig, manifest: Manifest, sampler: Sampler, env: DistEnv, first_batch: int
+        self,
+        config: ResolvedConfig,
+        images: DecodedImages,
+        manifest: Manifest,
+        sampler: Sampler,
+        env: DistEnv,
+        first_batch: int,
     ) -> None:
+        """See `pipelines.create_train_loader`; `images` are those of the manifest."""
         self._config, self._labels, self._sampler, self._device = config, manifest.labels, sampler, env.device
         self._next = first_batch
-        self._images = DecodedImages(config, manifest, env)
+        self._images = images
 
     def __next__(self) -> Batch:
         config, images = self._config, self._images

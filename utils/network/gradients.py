@@ -127,7 +127,7 @@ class GraphedForwardBackward:
             by_ddp = dist.is_initialized() and self._eager.exchange is None
             for _ in range(DDP_WARMUP_PASSES if by_ddp else WARMUP_PASSES):
                 self._eager(self._images, self._targets, 0)
-                _wait_for_stream(self._stream)
+                wait_for_stream(self._stream)
         self._eager.net.zero_grad(set_to_none=True)  # the capture allocates its own
         torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
@@ -168,15 +168,15 @@ def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
     current.wait_stream(stream)
 
 
-def _wait_for_stream(stream: torch.cuda.Stream) -> None:
-    """Wait for `stream` in short sleeps, so that signal handlers and the other threads of this process can run.
+def wait_for_stream(stream: torch.cuda.Stream | None) -> None:
+    """Wait in short sleeps, so that signal handlers and the other threads of this process can run; None for no wait.
 
     A rank that has compiled first waits here for the others, up to minutes. If it launched more kernels instead, until
     the device takes no more, it would wait in CUDA: two such ranks of four reacted neither to a signal nor to the end
     of other ranks.
     """
-    done = stream.record_event()
-    while not done.query():
+    done = stream.record_event() if stream else None
+    while done and not done.query():
         time.sleep(POLL_INTERVAL)
 
 

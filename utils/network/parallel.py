@@ -19,8 +19,16 @@ from utils.distributed.collectives import all_gather_object, all_reduce_sum
 from utils.distributed.group import DistEnv
 from utils.network.compiler import compile_network
 from utils.network.freezing import AnyForwardBackward, FreezingForwardBackward
-from utils.network.gradients import AMP_DTYPES, ForwardBackward, GraphedForwardBackward, on_stream, preserve_state
+from utils.network.gradients import (
+    AMP_DTYPES,
+    ForwardBackward,
+    GraphedForwardBackward,
+    on_stream,
+    preserve_state,
+    wait_for_stream,
+)
 from utils.network.loss import create_criterion
+from utils.progress import show_status
 from utils.schedules import size_schedule, value_at
 
 # torch 2.15 renamed the option; 2.11 to 2.14 know the old name only.
@@ -71,8 +79,11 @@ def create_forward_backward(
     scaler: GradScaler,
     env: DistEnv,
     stream: torch.cuda.Stream | None,
+    epoch: int = 0,
 ) -> AnyForwardBackward:
-    """What a step does with a batch.
+    """What a step does with a batch. Compiles for the image sizes of later epochs.
+
+    Collective: call on every rank.
 
     Args:
         config: of the run.
@@ -81,6 +92,7 @@ def create_forward_backward(
         scaler: of fp16.
         env: this process.
         stream: where a CUDA graph is captured; None for no graph.
+        epoch: in which this launch begins, from 0.
     """
 
     def create(net: nn.Module) -> ForwardBackward | GraphedForwardBackward:
@@ -100,9 +112,12 @@ def create_forward_backward(
         with preserve_state(model, env.device), on_stream(stream):
             net = distribute(model, config, env, stream)
             warm_up_ddp_buckets(net, dataclasses.replace(config, image_size=size), env)
+        compile_later_sizes(net, model, config, env, stream, epoch)
         return create(net)
 
     created = create(net)
+    if epoch >= config.freeze_epochs:
+        compile_later_sizes(net, model, config, env, stream, epoch)
     return FreezingForwardBackward(created, model, config.freeze_epochs, set_up) if config.freeze_epochs else created
 
 
@@ -118,8 +133,30 @@ def warm_up_ddp_buckets(net: nn.Module, config: ResolvedConfig, env: DistEnv) ->
     three and more ranks depends on the layout: without this the first resumed step would differ in its last bits.
     Collective: call on every rank.
     """
-    if not exchanges_by_ddp(config, env):
-        return
+    if exchanges_by_ddp(config, env):
+        _pass_zeros(net, config, env)
+
+
+def compile_later_sizes(
+    net: nn.Module, model: nn.Module, config: ResolvedConfig, env: DistEnv, stream: torch.cuda.Stream | None, epoch: int
+) -> None:
+    """Compile `net` for the image sizes that follow `epoch`, from 0, so that no later epoch waits for the compiler.
+
+    Those until the head is no longer alone, which sets `net` up anew. Leaves weights, statistics and random numbers as
+    they were. Collective: call on every rank. The other arguments are those of `create_forward_backward`.
+    """
+    sizes, end = size_schedule(config), config.freeze_epochs if epoch < config.freeze_epochs else config.epochs
+    later = {size for first, size in sizes.items() if epoch < first < end}
+    later -= {value_at(sizes, epoch, config.image_size)}
+    for size in sorted(later) if config.compile else ():
+        show_status(f"compiling for {size} px")
+        with preserve_state(model, env.device), on_stream(stream):
+            _pass_zeros(net, dataclasses.replace(config, image_size=size), env)
+            wait_for_stream(stream)
+
+
+def _pass_zeros(net: nn.Module, config: ResolvedConfig, env: DistEnv) -> None:
+    """Forward and backward of a batch of zeros of `image_size`."""
     net.train()
     dtype, size = AMP_DTYPES[config.amp], config.image_size
     images = torch.zeros(config.batch_size, 3, size, size, dtype=dtype, device=env.device)
