@@ -1,0 +1,185 @@
+#!/usr/bin/env python3
+"""Train some recipes with some seeds each, and say whether their accuracies differ by more than the seed does.
+
+    scripts/compare_recipes.py --data-dir DIR --seeds 3 --flags "--config configs/imagenette_5epochs.yaml" \\
+        "DALI" "torchvision: --loader torch"
+
+A recipe is NAME, or NAME: and more flags of train.py. Seeds are 0, 1, 2, ...; seeds come before recipes in the order of
+the runs, so that all recipes have as many. The folder of a run is OUT/NAME-SEED, without its checkpoints once it is
+done. The same command again goes on where it was stopped. Writes recipes.json after every run.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import typer
+
+from scripts.launcher import launched, stop_on_sigterm
+from utils.cli import REQUIRED, Program, number_option, train_flag, with_train_flags
+from utils.errors import EXIT_DONE, RunFailed, UserError
+from utils.files import check_writable, write_json
+from utils.limits import MIN_1
+from utils.log import SUMMARY
+
+TRAIN = Path(__file__).resolve().parent.parent / "train.py"
+POLL_SECONDS = 0.2
+OWN = ("--data-dir", "--output-dir", "--name", "--seed", "--resume")  # flags of train.py that this program gives
+Results = Mapping[str, Sequence[Mapping[str, Any]]]  # by recipe: summary.json of each seed
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The command line; `recipes` are flags by name."""
+
+    recipes: dict[str, list[str]]
+    data_dir: Path
+    output_dir: Path
+    seeds: int
+    jobs: int
+
+
+@with_train_flags(
+    train_flag("data_dir", default=REQUIRED, help="Data set of the runs."),
+    train_flag("output_dir", default=REQUIRED, help="Where recipes.json and the runs go."),
+)
+def read_options(
+    recipes: Annotated[list[str], typer.Argument(metavar="NAME[: FLAGS]...", help="Recipes; compared with the first.")],
+    flags: Annotated[str, typer.Option(help="Flags of train.py for all.", show_default="none")] = "",
+    seeds: Annotated[int, typer.Option(help="Runs of each.", **number_option(int))] = 3,
+    jobs: Annotated[int, typer.Option(help="Runs at the same time.", **number_option(int))] = 1,
+    **given: Any,
+) -> Options:
+    """Compare recipes over several seeds."""
+    MIN_1.check("--seeds", seeds)
+    MIN_1.check("--jobs", jobs)
+    found: dict[str, list[str]] = {}
+    for text in recipes:
+        name, _, more = text.partition(":")
+        words = _words("--flags", flags) + _words(text, more)
+        if not name or "/" in name or name in found:
+            raise UserError(f"{text}: a recipe needs a name of its own, without a slash; write NAME: FLAGS")
+        for word in words:
+            if word.partition("=")[0] in OWN:
+                raise UserError(f"{text}: {word} is this program's to give; leave it out")
+        found[name] = words
+    return Options(found, given["data_dir"], given["output_dir"], seeds, jobs)
+
+
+def _words(what: str, text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"{what}: cannot be read ({error}); write flags as in a shell") from None
+
+
+def compare(options: Options) -> None:
+    """Train all runs that are left, print their table, and write recipes.json.
+
+    Raises:
+        UserError: the output folder cannot be written.
+        RunFailed: a run failed.
+        Stopped: a signal came; the runs under way resume.
+    """
+    check_writable(options.output_dir)
+    stop_on_sigterm()
+    left = list(itertools.product(range(options.seeds), options.recipes))
+    running: dict[tuple[int, str], Any] = {}
+    with contextlib.ExitStack() as stack:  # ends what is running
+        while left or running:
+            while left and len(running) < options.jobs:
+                seed, name = left.pop(0)
+                if (_folder(options, name, seed) / SUMMARY).is_file():
+                    _finish(options, name, seed, EXIT_DONE)
+                else:
+                    running[seed, name] = stack.enter_context(_launched(options, name, seed))
+            for (seed, name), process in list(running.items()):
+                if process.poll() is not None:
+                    del running[seed, name]
+                    _finish(options, name, seed, process.returncode)
+            time.sleep(POLL_SECONDS if running else 0)
+    print("\n".join(table(read_results(options))))
+
+
+def _folder(options: Options, name: str, seed: int) -> Path:
+    return options.output_dir / f"{name}-{seed}"
+
+
+@contextlib.contextmanager
+def _launched(options: Options, name: str, seed: int) -> Iterator[Any]:
+    folder = _folder(options, name, seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    words = [sys.executable, TRAIN, "--data-dir", options.data_dir, "--output-dir", folder, "--seed", seed]
+    with (folder / "log.txt").open("a") as log, launched([*words, *options.recipes[name]], log, log) as process:
+        yield process
+
+
+def _finish(options: Options, name: str, seed: int, status: int) -> None:
+    folder = _folder(options, name, seed)
+    if status != EXIT_DONE:
+        raise RunFailed(f"{name}, seed {seed}: exit {status}, see {folder / 'log.txt'}")
+    for path in folder.glob("*.pt"):
+        path.unlink()
+    results = read_results(options)
+    write_json(options.output_dir / "recipes.json", results)
+    print(
+        f"{name}, seed {seed}: top-1 {results[name][-1]['top1']:.2f} %, {results[name][-1]['seconds']:.1f} s",
+        flush=True,
+    )
+
+
+def read_results(options: Options) -> Results:
+    """summary.json of the runs that are done, by recipe, in the order of the seeds."""
+    found = {}
+    for name in options.recipes:
+        paths = [_folder(options, name, seed) / SUMMARY for seed in range(options.seeds)]
+        found[name] = [json.loads(path.read_text()) for path in paths if path.is_file()]
+    return found
+
+
+def table(results: Results) -> Iterator[str]:
+    """Lines of Markdown. The difference to the first recipe has its standard error, which a single seed does not have.
+
+    The last column says whether the ranges of the two overlap.
+    """
+    yield "| recipe | top-1 of the seeds, % | mean | difference | ranges overlap | seconds, median |"
+    yield "|---|---|---|---|---|---|"
+    first = next(iter(results.values()))
+    for name, runs in results.items():
+        top1, other = ([run["top1"] for run in each] for each in (runs, first))
+        cells = [name, ", ".join(f"{value:.2f}" for value in top1), f"{statistics.mean(top1):.2f}"]
+        if runs is first:
+            cells += ["", ""]
+        else:
+            error = f" ± {_variance_of_mean(top1, other) ** 0.5:.2f}" if min(len(top1), len(other)) > 1 else ""
+            overlap = max(min(top1), min(other)) <= min(max(top1), max(other))
+            cells += [f"{statistics.mean(top1) - statistics.mean(other):+.2f}{error}", "yes" if overlap else "no"]
+        seconds = statistics.median(run["seconds"] for run in runs)
+        yield f"| {' | '.join([*cells, f'{seconds:.1f}'])} |"
+
+
+def _variance_of_mean(*samples: Sequence[float]) -> float:
+    return sum(statistics.variance(sample) / len(sample) for sample in samples)
+
+
+PROGRAM = Program("compare_recipes.py", read_options)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command line; returns the exit status."""
+    return PROGRAM.run(argv, compare)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

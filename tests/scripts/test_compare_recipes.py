@@ -1,0 +1,74 @@
+"""scripts/compare_recipes.py: every seed of every recipe is trained once, also after a stop; what the table says."""
+
+import functools
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from scripts import compare_recipes
+from scripts.compare_recipes import table
+from tests.conftest import Refused
+from tests.harness import launch, start
+
+PROGRAM = Path(compare_recipes.__file__)
+TINY = "--arch test_resnet --image-size 32 --batch-size 8 --device cpu --workers 1"
+
+
+def results(*top1: float) -> list[dict[str, float]]:
+    return [{"top1": value, "seconds": 10 + value} for value in top1]
+
+
+def cells(lines: list[str]) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
+
+
+def test_a_difference_has_its_standard_error() -> None:
+    found = cells(list(table({"a": results(1, 2, 3), "b": results(2, 3, 7), "c": results(4, 4, 4)})))
+    assert found == [
+        ["a", "1.00, 2.00, 3.00", "2.00", "", "", "12.0"],
+        ["b", "2.00, 3.00, 7.00", "4.00", "+2.00 ± 1.63", "yes", "13.0"],  # sqrt(1 / 3 + 7 / 3)
+        ["c", "4.00, 4.00, 4.00", "4.00", "+2.00 ± 0.58", "no", "14.0"],
+    ]
+    assert cells(list(table({"a": results(1), "b": results(1)})))[1][3:5] == ["+0.00", "yes"]
+
+
+@pytest.mark.slow  # four runs
+def test_all_seeds_are_trained_once(data: Path, tmp_path: Path) -> None:
+    base = ("--data-dir", data, "--output-dir", tmp_path, "--flags", TINY, "--seeds", 2, "--jobs", 2)
+    words = (*base, "long: --epochs 2", "short: --epochs 1")
+    with start(*words, program=PROGRAM) as stopped:
+        stopped.wait_for(lambda: (tmp_path / "short-0" / "summary.json").exists())
+        stopped.process.send_signal(signal.SIGTERM)
+        assert stopped.process.wait(100) == 143
+    before = (tmp_path / "short-0" / "summary.json").stat().st_mtime_ns
+    done = launch(*words, program=PROGRAM)
+    assert done.status == 0, done.err
+    assert (tmp_path / "short-0" / "summary.json").stat().st_mtime_ns == before
+    found = json.loads((tmp_path / "recipes.json").read_text())
+    assert {name: [run["epochs"] for run in runs] for name, runs in found.items()} == {"long": [2, 2], "short": [1, 1]}
+    for name in ("long-0", "long-1", "short-0", "short-1"):
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        assert config["seed"] == int(name[-1])
+        assert not list((tmp_path / name).glob("*.pt"))
+    assert [row[0] for row in cells(done.out.splitlines()[-4:])] == ["long", "short"]
+
+
+def test_a_run_that_fails_is_named(data: Path, tmp_path: Path) -> None:
+    words = ("--data-dir", data, "--output-dir", tmp_path, "--flags", TINY, "a: --arch nonsense")
+    done = launch(*words, program=PROGRAM)
+    assert done.status == 1
+    assert f"a, seed 0: exit 2, see {tmp_path}/a-0/log.txt" in done.err
+    assert "--arch nonsense" in (tmp_path / "a-0" / "log.txt").read_text()
+
+
+def test_refusals(refused: Refused, tmp_path: Path) -> None:
+    refuse = functools.partial(refused, main=compare_recipes.main, program="compare_recipes.py")
+    base = ("--data-dir", tmp_path, "--output-dir", tmp_path / "out")
+    refuse(*base, "a", "--seeds", 0)("--seeds 0")
+    refuse(*base, "a", "--jobs", 0)("--jobs 0")
+    refuse(*base, "a", "a: --lr 1")("a: --lr 1: a recipe needs a name of its own")
+    refuse(*base, "../a")("../a: a recipe needs a name of its own, without a slash")
+    refuse(*base, "a: --seed 3")("a: --seed 3: --seed is this program's to give")
+    refuse(*base, "a: '--lr")("a: '--lr: cannot be read")
