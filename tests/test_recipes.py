@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -69,11 +70,14 @@ def val_size(config: TrainConfig) -> int:
 
 
 @pytest.mark.parametrize("path", PATHS, ids=name_of)
-def test_a_header_says_what_the_recipe_is(path: Path) -> None:
+def test_a_header_says_what_the_recipe_is(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text, config = header(path), read(path)
+    monkeypatch.chdir(ROOT)
+    commands = re.findall(r"^  (?:python|torchrun --nproc_per_node=8) train\.py (.*)$", text, re.MULTILINE)
+    first, *_ = [parse(shlex.split(command)) for command in commands]
+    assert first.config == Path("configs", path.name)
     assert re.search(r"^Source: .+", text, re.MULTILINE)
     assert re.search(r"^  https://\S+$", text, re.MULTILINE)
-    assert f"--config configs/{path.name}" in text
     assert ("ot run here" in text) == (not top1(path, "Measured"))
     sizes = [int(size) for size in re.findall(r"(\d+) px", text.partition("\n")[0])]
     assert sizes == list(dict.fromkeys([*train_sizes(config), val_size(config)]))
