@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import statistics
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,6 +24,7 @@ import numpy as np
 import typer
 from PIL import Image
 
+from utils.benchmark.verdict import Rate
 from utils.cli import Program, number_option, train_flag, with_train_flags
 from utils.config import TrainConfig
 from utils.errors import UserError
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 MIN_WINDOWS = 5
 NUM_CLASSES = 10  # of generated images
-SYNTHETIC = "synthetic images"
 FILES, HOST, BY_DALI, BY_KERNEL = "files", "host's memory", "GPU's memory, DALI", "GPU's memory, one kernel"
 Results = Mapping[str, Mapping[str, Sequence["Window"]]]  # by place, of the loader `alone` and of `training`
 
@@ -135,34 +134,21 @@ def compare(options: Options) -> None:
 
     from train import build, train_step
     from utils.benchmark.images import read_images
-    from utils.benchmark.measure import Case, measure
-    from utils.benchmark.run import open_run
-    from utils.distributed.group import process_group
-    from utils.distributed.ownership import own_process
-    from utils.training.output import prepare_output
+    from utils.benchmark.run import comparison, measure_loaders, open_run
 
     end_status()
     output_dir = options.config.output_dir
-    device = own_process(options.config.device, deterministic=False)
-    with process_group(device, options.config.timeout) as env, contextlib.ExitStack() as stack:
-        work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="caches-")))
-        prepare_output(output_dir, env)
+    with comparison(options.config) as (env, stack, work):
         if options.data_dir is None:
             generate(work, options.images, options.side)
         images = read_images(options.data_dir or work, output_dir, env)
-        batch_size = options.config.batch_size or (256 if device.type == "cuda" else 32)
+        batch_size = options.config.batch_size or (256 if env.device.type == "cuda" else 32)
         if len(images) < batch_size:
             raise UserError(f"--batch-size {batch_size}: there are {len(images):,} images; lower it")
         config = dataclasses.replace(options.config, batch_size=batch_size)
         run, _ = open_run(config, images, env, work / "run", stack, build)
-        cases = {(SYNTHETIC, "training"): Case(SYNTHETIC, lambda: train_step(run), meter=run.state.meter)}
-        for name, loader in open_loaders(run, images, stack).items():
-            for kind, case in (("alone", loader.alone()), ("training", loader.training(run, train_step))):
-                cases[name, kind] = dataclasses.replace(case, name=f"{name}, {kind}")
-        measured = measure(list(cases.values()), run, options.windows, options.window_seconds)
-    results: dict[str, dict[str, Sequence[Window]]] = {}
-    for (name, kind), windows in zip(cases, measured, strict=True):
-        results.setdefault(name, {})[kind] = windows
+        loaders = open_loaders(run, images, stack)
+        results = measure_loaders(run, loaders, train_step, options.windows, options.window_seconds)
     write_json(output_dir / "caches.json", _json(results, batch_size))
     print("\n".join(table(results, batch_size)))
 
@@ -191,8 +177,7 @@ def table(results: Results, batch_size: int) -> Iterator[str]:
 
 
 def _shown(windows: "Sequence[Window]", batch_size: int) -> str:
-    rates = [window.rate(batch_size) for window in windows]
-    return f"{statistics.median(rates):,.0f} ({min(rates):,.0f} to {max(rates):,.0f})"
+    return str(Rate(tuple(window.rate(batch_size) for window in windows)))
 
 
 PROGRAM = Program("compare_caches.py", read_options)

@@ -8,10 +8,8 @@ loader alone and of training with it, median and range of the windows, and parts
 also read by `--loader stock`. Windows of all are interleaved, as those of scripts/benchmark.py.
 """
 
-import contextlib
 import dataclasses
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +19,7 @@ if __name__ == "__main__":
 
 import typer
 
-from utils.benchmark.verdict import Rate
+from utils.benchmark.verdict import SYNTHETIC, Rate
 from utils.cli import Program, number_option, train_flag, with_train_flags
 from utils.config import TrainConfig
 from utils.errors import UserError
@@ -31,7 +29,6 @@ from utils.progress import end_status, start_status
 from utils.validation import require_folder, validate
 
 MIN_WINDOWS = 5
-SYNTHETIC = "synthetic images"
 Rates = Mapping[str, Mapping[str, Rate]]  # by form, of the loader `alone` and of `training`
 
 
@@ -87,18 +84,11 @@ def compare(options: Options) -> None:
     from train import build, train_step
     from utils.benchmark.images import read_images, repeat
     from utils.benchmark.loaders import open_loader
-    from utils.benchmark.measure import Case, measure
-    from utils.benchmark.run import MIN_BATCHES, open_run
-    from utils.distributed.group import process_group
-    from utils.distributed.ownership import own_process
-    from utils.training.output import prepare_output
+    from utils.benchmark.run import MIN_BATCHES, comparison, measure_loaders, open_run
 
     end_status()
     output_dir = options.config.output_dir
-    device = own_process(options.config.device, deterministic=False)
-    with process_group(device, options.config.timeout) as env, contextlib.ExitStack() as stack:
-        work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="formats-")))
-        prepare_output(output_dir, env)
+    with comparison(options.config) as (env, stack, work):
         forms = {folder: read_images(folder, output_dir, env) for folder in options.folders}
         for folder, images in forms.items():
             first, count = next((folder, len(images)) for folder, images in forms.items())
@@ -106,22 +96,22 @@ def compare(options: Options) -> None:
                 raise UserError(
                     f"{folder}: has {len(images):,} images, but {first} has {count:,}; give the same images"
                 )
-        batch_size = options.config.batch_size or (256 if device.type == "cuda" else 32)
+        batch_size = options.config.batch_size or (256 if env.device.type == "cuda" else 32)
         config = dataclasses.replace(options.config, batch_size=batch_size)
         run, _ = open_run(config, next(iter(forms.values())), env, work / "run", stack, build)
-        cases = {(SYNTHETIC, "training"): Case(SYNTHETIC, lambda: train_step(run), meter=run.state.meter)}
+        loaders = {}
         for folder, images in forms.items():
             is_folder = images.source == "class folders"
             for name in (f"dali-{options.decode}", "stock")[: 1 + is_folder]:
                 loader = open_loader(name, run, repeat(images, MIN_BATCHES * batch_size))
                 stack.callback(loader.stream.close)
                 form = f"{folder}: {images.source}" + (", --loader stock" if name == "stock" else "")
-                for kind, case in (("alone", loader.alone()), ("training", loader.training(run, train_step))):
-                    cases[form, kind] = dataclasses.replace(case, name=f"{form}, {kind}")
-        measured = measure(list(cases.values()), run, options.windows, options.window_seconds)
-    results: dict[str, dict[str, Rate]] = {}
-    for (form, kind), windows in zip(cases, measured, strict=True):
-        results.setdefault(form, {})[kind] = Rate(tuple(window.rate(batch_size) for window in windows))
+                loaders[form] = loader
+        measured = measure_loaders(run, loaders, train_step, options.windows, options.window_seconds)
+    results = {
+        form: {kind: Rate(tuple(window.rate(batch_size) for window in windows)) for kind, windows in kinds.items()}
+        for form, kinds in measured.items()
+    }
     write_json(output_dir / "formats.json", {form: _json(rates) for form, rates in results.items()})
     print("\n".join(table(results)))
 
@@ -139,12 +129,8 @@ def table(results: Rates) -> Iterator[str]:
         cells = [name]
         for kind in ("alone", "training"):
             rate = rates.get(kind)
-            cells += ["", ""] if rate is None else [_shown(rate), f"{rate.median / first[kind].median:.3f}"]
+            cells += ["", ""] if rate is None else [str(rate), f"{rate.median / first[kind].median:.3f}"]
         yield f"| {' | '.join(cells)} |"
-
-
-def _shown(rate: Rate) -> str:
-    return f"{rate.median:,.0f} ({min(rate.windows):,.0f} to {max(rate.windows):,.0f})"
 
 
 PROGRAM = Program("compare_formats.py", read_options)

@@ -15,6 +15,7 @@ import itertools
 import json
 import shlex
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -95,7 +96,7 @@ def compare(options: Options) -> None:
     check_writable(options.output_dir)
     stop_on_sigterm()
     left = list(itertools.product(range(options.seeds), options.recipes))
-    running: dict[tuple[int, str], Any] = {}
+    running: dict[tuple[int, str], tuple[subprocess.Popen[bytes], contextlib.ExitStack]] = {}
     with contextlib.ExitStack() as stack:  # ends what is running
         while left or running:
             while left and len(running) < options.jobs:
@@ -103,9 +104,11 @@ def compare(options: Options) -> None:
                 if (_folder(options, name, seed) / SUMMARY).is_file():
                     _finish(options, name, seed, EXIT_DONE)
                 else:
-                    running[seed, name] = stack.enter_context(_launched(options, name, seed))
-            for (seed, name), process in list(running.items()):
+                    own = stack.enter_context(contextlib.ExitStack())
+                    running[seed, name] = own.enter_context(_launched(options, name, seed)), own
+            for (seed, name), (process, own) in list(running.items()):
                 if process.poll() is not None:
+                    own.close()
                     del running[seed, name]
                     _finish(options, name, seed, process.returncode)
             time.sleep(POLL_SECONDS if running else 0)
@@ -117,7 +120,7 @@ def _folder(options: Options, name: str, seed: int) -> Path:
 
 
 @contextlib.contextmanager
-def _launched(options: Options, name: str, seed: int) -> Iterator[Any]:
+def _launched(options: Options, name: str, seed: int) -> Iterator[subprocess.Popen[bytes]]:
     folder = _folder(options, name, seed)
     folder.mkdir(parents=True, exist_ok=True)
     words = [sys.executable, TRAIN, "--data-dir", options.data_dir, "--output-dir", folder, "--seed", seed]

@@ -100,7 +100,7 @@ def time_start(network: str, options: Options, cache: Path | None) -> dict[str, 
 
 
 def compare(options: Options) -> None:
-    """Time all starts, print their table, and write starts.json.
+    """Time all starts, print their table, and write starts.json after each.
 
     Raises:
         UserError: a folder cannot be used.
@@ -112,19 +112,20 @@ def compare(options: Options) -> None:
     check_writable(options.output_dir)
     stop_on_sigterm()
     starts: dict[tuple[str, str], list[dict[str, float]]] = {}
+    kinds = (WARM, COLD)[: 1 + options.cold]
     for network in options.networks:
         time_start(network, options, None)
     for launch in range(options.launches):
         for network in options.networks:
-            for kind in (WARM, COLD)[: 1 + options.cold]:
+            for kind in kinds:
                 with tempfile.TemporaryDirectory(prefix="compiled-") as folder:
                     found = time_start(network, options, Path(folder) if kind == COLD else None)
                 starts.setdefault((network, kind), []).append(found)
+                by_network: dict[str, Any] = {}
+                for (each, its_kind), launches in starts.items():
+                    by_network.setdefault(each, {})[its_kind] = launches
+                write_json(options.output_dir / "starts.json", by_network)
                 print(f"{launch + 1}/{options.launches}  {network}, {kind}: {found[WHOLE]:.1f} s", flush=True)
-    write_json(
-        options.output_dir / "starts.json",
-        {network: {kind: starts[network, kind] for kind in (WARM, COLD)[: 1 + options.cold]} for network, _ in starts},
-    )
     print("\n".join(table(starts)))
 
 

@@ -81,7 +81,7 @@ def rows(output_dir: Path) -> Iterator[str]:
 
 def shown(rate: dict[str, Any]) -> str:
     """Median and range of the windows."""
-    return f"{rate['median']:,.0f} ({rate['min']:,.0f} to {rate['max']:,.0f})"
+    return str(Rate(tuple(rate["windows"])))
 
 
 @dataclasses.dataclass(frozen=True)

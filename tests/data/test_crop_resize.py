@@ -3,6 +3,8 @@
 Without a GPU, Triton's interpreter runs the kernel. Its indexing, though not its speed, is the same there.
 """
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -109,6 +111,19 @@ def check_kernel(device: str, size: int, count: int, longest: int) -> None:
     assert difference.float().mean() < 0.01, "they round alike but for the order of sums"
     some = [count - 1]
     assert torch.equal(launch_resize(pixels, crops[:, some].contiguous(), size), found[some])
+
+
+def test_a_kernel_needs_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = []
+    for name in (None, "gcc"):
+        if name:
+            (tmp_path / name).touch(mode=0o755)
+        crop_resize.can_compile_kernels.cache_clear()
+        found.append(crop_resize.can_compile_kernels())
+    crop_resize.can_compile_kernels.cache_clear()
+    assert found == [False, True]
 
 
 def test_the_kernel_in_the_interpreter() -> None:

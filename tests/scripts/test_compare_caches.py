@@ -9,6 +9,7 @@ import pytest
 from scripts import compare_caches
 from tests.conftest import Refused
 from tests.harness import launch
+from utils.benchmark.verdict import SYNTHETIC
 
 PROGRAM = Path(compare_caches.__file__)
 FLAGS = ("--arch", "test_resnet", "--image-size", "32", "--batch-size", "4", "--workers", "1")
@@ -20,7 +21,7 @@ def check(out: Path, printed: str, forms: list[str]) -> None:
     found = json.loads((out / "caches.json").read_text())
     assert list(found) == forms
     for form in forms:
-        for kind in ("training", "alone")[: 1 + (form != compare_caches.SYNTHETIC)]:
+        for kind in ("training", "alone")[: 1 + (form != SYNTHETIC)]:
             assert len(found[form][kind]["images_per_second"]) == 5
             assert min(found[form][kind]["images_per_second"]) > 0
             assert all(0 <= share <= 1 for share in found[form][kind]["data_wait"])
@@ -31,7 +32,7 @@ def test_every_place_is_measured(tmp_path: Path) -> None:
     images = ("--images", 60, "--side", 40, "--device", "cpu", "--window-seconds", 0.05)
     done = launch(*FLAGS, *images, "--output-dir", tmp_path / "out", program=PROGRAM)
     assert done.status == 0, done.err
-    names = [compare_caches.SYNTHETIC, compare_caches.FILES, compare_caches.HOST, compare_caches.BY_KERNEL]
+    names = [SYNTHETIC, compare_caches.FILES, compare_caches.HOST, compare_caches.BY_KERNEL]
     check(tmp_path / "out", done.out, names)
 
 
@@ -41,7 +42,7 @@ def test_every_place_is_measured_on_the_gpu(data: Path, tmp_path: Path) -> None:
         *FLAGS, "--data-dir", data, "--window-seconds", 0.2, "--output-dir", tmp_path / "out", program=PROGRAM
     )
     assert done.status == 0, done.err
-    names = [compare_caches.SYNTHETIC, compare_caches.FILES, compare_caches.HOST, compare_caches.BY_DALI]
+    names = [SYNTHETIC, compare_caches.FILES, compare_caches.HOST, compare_caches.BY_DALI]
     check(tmp_path / "out", done.out, [*names, compare_caches.BY_KERNEL])
 
 

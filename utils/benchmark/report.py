@@ -29,7 +29,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from utils.benchmark.verdict import FLAGS, TITLES, Measurements, Rate, Verdict, show_share
+from utils.benchmark.verdict import FLAGS, SYNTHETIC, TITLES, Measurements, Rate, Verdict, show_share
 from utils.files import atomic_write_bytes
 
 LABELS_AT = 1.2  # right end of the numbers in the chart, in parts of the longest bar
@@ -127,25 +127,21 @@ def _rate(rate: Rate) -> dict[str, Any]:
 
 def table(measurements: Measurements) -> str:
     """All measurements, aligned; rates in images/s, as the median and the range of the windows."""
-
-    def shown(rate: Rate) -> str:
-        return f"{rate.median:,.0f} ({min(rate.windows):,.0f} to {max(rate.windows):,.0f})"
-
     titles = "|alone, images/s|training, images/s|of synthetic|data wait|CPU s/1,000|first batch|GPU MB"
     rows = [
         titles.split("|"),
-        ["synthetic images", "", shown(measurements.synthetic), "100.0%", "", "", "", ""],
-        ["files, not decoded", shown(measurements.files), "", "", "", "", "", ""],
+        [SYNTHETIC, "", str(measurements.synthetic), "100.0%", "", "", "", ""],
+        ["files, not decoded", str(measurements.files), "", "", "", "", "", ""],
     ]
     for loader in measurements.loaders:
         memory = "" if loader.gpu_memory is None else f"{loader.gpu_memory:,.0f}"
         training = [
-            shown(loader.training),
+            str(loader.training),
             show_share(loader.training, measurements.synthetic),
             f"{loader.data_wait:.1%}",
         ]
         costs = [f"{loader.cpu_seconds:.2f}", f"{loader.first_batch:.1f} s", memory]
-        rows.append([TITLES[loader.name], shown(loader.alone), *training, *costs])
+        rows.append([TITLES[loader.name], str(loader.alone), *training, *costs])
     columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
     widths = [max(map(len, column)) for column in columns]
     lines = zip(*columns, strict=True)

@@ -40,6 +40,7 @@ AMPLE_RATIO = 1.5  # of a loader alone to the synthetic step
 BUSY_SHARE = 0.8  # of the CPU threads that a loader can use
 MAX_NOISE = 0.15  # without a warning
 MIN_IMAGES = 100  # without a warning
+SYNTHETIC = "synthetic images"
 TITLES = {
     "dali-fused": "DALI, fused decode",
     "dali-full": "DALI, full decode",
@@ -59,7 +60,7 @@ FLAGS = {
 
 @dataclasses.dataclass(frozen=True)
 class Rate:
-    """Images per second in each window of a measurement."""
+    """Images per second in each window of a measurement; as text, their median and range."""
 
     windows: tuple[float, ...]
 
@@ -72,6 +73,9 @@ class Rate:
     def spread(self) -> float:
         """Half the range of the windows, as a share of their median."""
         return (max(self.windows) - min(self.windows)) / 2 / self.median
+
+    def __str__(self) -> str:
+        return f"{self.median:,.0f} ({min(self.windows):,.0f} to {max(self.windows):,.0f})"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,11 +1,14 @@
 """Crops of images of many sizes, resized with antialiasing and mirrored: a whole batch at once.
 
-The images lie one after the other in one tensor. On CUDA one Triton kernel makes the batch (`crop_kernel.py`),
-elsewhere plain torch. Both give the pixels of Pillow's and torchvision's bilinear resize with antialiasing: a triangle
-filter, as wide as the scale where it shrinks, that ends at the border of the crop.
+The images lie one after the other in one tensor. On CUDA one Triton kernel makes the batch (`crop_kernel.py`); where
+none can be compiled, and on the CPU, plain torch does. Both give the pixels of Pillow's and torchvision's bilinear
+resize with antialiasing: a triangle filter, as wide as the scale where it shrinks, that ends at the border of the crop.
 """
 
+import functools
 import importlib.util
+import os
+import shutil
 
 import torch
 from torch import Tensor
@@ -23,11 +26,18 @@ def resize_crops(pixels: Tensor, crops: Tensor, size: int) -> Tensor:
             result is mirrored, else 0.
         size: pixels.
     """
-    if pixels.is_cuda and importlib.util.find_spec("triton") is not None:
+    if pixels.is_cuda and can_compile_kernels():
         from utils.data.crop_kernel import launch_resize
 
         return launch_resize(pixels, crops, size)
     return _resize_plain(pixels, crops, size)
+
+
+@functools.cache
+def can_compile_kernels() -> bool:
+    """Whether there is Triton, and the C compiler that it needs: CC names it, or it is gcc or clang on the path."""
+    compilers = os.environ.get("CC"), shutil.which("gcc"), shutil.which("clang")
+    return importlib.util.find_spec("triton") is not None and any(compilers)
 
 
 def _resize_plain(pixels: Tensor, crops: Tensor, size: int) -> Tensor:

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from utils.config import ResolvedConfig
 from utils.distributed.collectives import all_gather_object, all_reduce_sum
 from utils.distributed.group import DistEnv
+from utils.distributed.startup import show_startup
 from utils.network.compiler import compile_network
 from utils.network.freezing import AnyForwardBackward, FreezingForwardBackward
 from utils.network.gradients import (
@@ -28,7 +29,6 @@ from utils.network.gradients import (
     wait_for_stream,
 )
 from utils.network.loss import create_criterion
-from utils.progress import show_status
 from utils.schedules import size_schedule, value_at
 
 # torch 2.15 renamed the option; 2.11 to 2.14 know the old name only.
@@ -149,7 +149,7 @@ def compile_later_sizes(
     later = {size for first, size in sizes.items() if epoch < first < end}
     later -= {value_at(sizes, epoch, config.image_size)}
     for size in sorted(later) if config.compile else ():
-        show_status(f"compiling for {size} px")
+        show_startup(f"compiling for {size} px")
         with preserve_state(model, env.device), on_stream(stream):
             _pass_zeros(net, dataclasses.replace(config, image_size=size), env)
             wait_for_stream(stream)
