@@ -104,11 +104,11 @@ def compare(options: Options) -> None:
                 if (_folder(options, name, seed) / SUMMARY).is_file():
                     _finish(options, name, seed, EXIT_DONE)
                 else:
-                    own = stack.enter_context(contextlib.ExitStack())
-                    running[seed, name] = own.enter_context(_launched(options, name, seed)), own
-            for (seed, name), (process, own) in list(running.items()):
+                    one_run = stack.enter_context(contextlib.ExitStack())
+                    running[seed, name] = one_run.enter_context(_launched(options, name, seed)), one_run
+            for (seed, name), (process, one_run) in list(running.items()):
                 if process.poll() is not None:
-                    own.close()
+                    one_run.close()
                     del running[seed, name]
                     _finish(options, name, seed, process.returncode)
             time.sleep(POLL_SECONDS if running else 0)
