@@ -2,7 +2,7 @@
 """Download a data set of photographs, ready for train.py: Imagenette, ten classes of ImageNet.
 
     scripts/download.py imagenette --output-dir data/imagenette
-    python train.py --data-dir data/imagenette --config configs/imagenette_resnet50.yaml
+    python train.py --data-dir data/imagenette --config configs/imagenette_5epochs.yaml
 
 9,469 training and 3,925 validation images in train/CLASS/ and val/CLASS/. The archive's checksum is checked. The same
 command goes on with a download that was cut off, and does nothing where the data set is complete.
