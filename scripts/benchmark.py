@@ -26,7 +26,7 @@ if __name__ == "__main__":
 
 import typer
 
-from utils.benchmark.verdict import TIMM_POLICIES, TITLES, diagnose
+from utils.benchmark.verdict import CACHED, TIMM_POLICIES, TITLES, diagnose
 from utils.cli import Program, number_option, train_flag, with_train_flags
 from utils.config import TrainConfig
 from utils.distributed.launcher import read_launch
@@ -46,7 +46,7 @@ class Options:
 
     Attributes:
         config: of the training run whose step is timed; its `data_dir` and `output_dir` are those of the benchmark.
-        loaders: keys of `TITLES`.
+        loaders: keys of `TITLES`; none for all, with `CACHED` where train.py would keep the images decoded.
         windows: windows per case.
         window_seconds: wanted length of a window.
     """
@@ -84,15 +84,15 @@ def read_options(
 
     Exit status: 0 done, 1 failed, 2 wrong usage, 143 stopped by SIGTERM.
     """
-    names = tuple(dict.fromkeys(name for word in loaders or TITLES for name in word.split(",")))
-    for name in names:
+    given = tuple(dict.fromkeys(name for word in loaders or () for name in word.split(",")))
+    for name in given:
         if name not in TITLES:
             raise UserError(f"--loaders {name}: not one of {', '.join(TITLES)}; separate them by commas")
     if windows < MIN_WINDOWS:
         raise UserError(f"--windows {windows}: a median needs {MIN_WINDOWS} or more")
     ABOVE_0.check("--window-seconds", window_seconds)
     config = TrainConfig(loader="synthetic", resume="none", **train_flags)
-    if "timm" in names and config.augment not in TIMM_POLICIES:
+    if "timm" in (given or TITLES) and config.augment not in TIMM_POLICIES:
         others = ",".join(name for name in TITLES if name != "timm")
         raise UserError(
             f"--augment {config.augment} with --loaders timm: timm has no such policy; add --loaders {others}"
@@ -102,7 +102,7 @@ def read_options(
     validate(config)
     if config.data_dir is not None and store_url(config.data_dir):
         require_store(config.data_dir, config.stage_dir)
-    return Options(config, names, windows, window_seconds)
+    return Options(config, given, windows, window_seconds)
 
 
 def benchmark(options: Options, argv: Sequence[str]) -> None:
@@ -145,7 +145,8 @@ def benchmark(options: Options, argv: Sequence[str]) -> None:
         facts |= describe(run, images, config.data_dir is None, options.windows, options.window_seconds)
         excluded = f"\nexcluded: {escape_control_chars(describe_bad(images.bad))}" if images.bad else ""
         print(f"{introduction(facts)}{excluded}\n", flush=True)
-        loaders, files = open_loaders(options.loaders, run, repeated, stack)
+        names = options.loaders or tuple(name for name in TITLES if name != CACHED or facts["kept"])
+        loaders, files = open_loaders(names, run, images, repeated, stack)
         measurements = collect(facts, run, train_step, loaders, files)
     verdict = diagnose(measurements)
     write_json(config.output_dir / "benchmark.json", benchmark_json(facts, measurements, verdict))

@@ -4,9 +4,11 @@ import contextlib
 import dataclasses
 import gc
 import multiprocessing
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,6 +23,7 @@ from utils.benchmark.loaders import (
 )
 from utils.data.formats.folder import FileTable
 from utils.data.manifest import Manifest
+from utils.errors import UserError
 from utils.training.run import Run
 
 
@@ -72,14 +75,14 @@ def test_files_are_read_by_as_many_as_dali_reads_with(
     run, manifest = opened(workers=workers)
     before = pool_threads()
     with contextlib.ExitStack() as stack:
-        _, files = open_loaders(("dali-fused",), run, manifest, stack)
+        _, files = open_loaders(("dali-fused",), run, manifest, manifest, stack)
         assert files.readers == len(multiprocessing.active_children()) == pool_threads() - before - max(2, workers)
 
 
 def test_files_are_read_by_as_many_as_torch_reads_with(opened: Callable[..., tuple[Run, Manifest]]) -> None:
     run, manifest = opened(workers=1)
     with contextlib.ExitStack() as stack:
-        _, files = open_loaders(("torch",), run, manifest, stack)
+        _, files = open_loaders(("torch",), run, manifest, manifest, stack)
         assert files.readers == 1
         assert len(multiprocessing.active_children()) == 2, "torch's worker, and another that reads"
 
@@ -88,7 +91,7 @@ def test_files_are_read_by_one_as_by_dalis_own_reader(opened: Callable[..., tupl
     """Which begins at the start of an epoch, wherever the others begin."""
     run, manifest = opened(workers=2)
     with contextlib.ExitStack() as stack:
-        (loader,), files = open_loaders(("stock",), run, manifest, stack)
+        (loader,), files = open_loaders(("stock",), run, manifest, manifest, stack)
         assert files.readers == 1
         assert len(next(loader.stream).targets) == run.config.batch_size
     open_loader("stock", run, manifest, first_batch=3).stream.close()
@@ -123,3 +126,23 @@ def test_each_loader_has_the_flags_that_train_would_choose(opened: Callable[...,
     assert fused.hw_decoder_load == opened(decode="fused")[0].config.hw_decoder_load != full.hw_decoder_load
     assert torch_loader == dataclasses.replace(run.config, loader="torch")
     assert config_of_loader("stock", run) == dataclasses.replace(run.config, loader="stock")
+
+
+def test_images_are_decoded_once(data: Path, opened: Callable[..., tuple[Run, Manifest]], tmp_path: Path) -> None:
+    """Before the first measured batch; their files are not needed any more. An epoch has each once."""
+    run, manifest = opened(workers=2, batch_size=2)
+    files = shutil.copytree(data / "train", tmp_path / "files")
+    images = manifest.select(np.arange(40))
+    images = dataclasses.replace(images, root=files, images=FileTable(files, images.table().names))
+    with contextlib.ExitStack() as stack:
+        (loader,), _ = open_loaders(("cached",), run, images, manifest, stack)
+        shutil.rmtree(files)
+        labels = [int(target) for _ in range(40) for target in next(loader.stream).targets]
+        assert len(labels) == 40 * run.config.batch_size
+        assert set(labels) <= set(images.labels.tolist())
+
+
+def test_too_few_images_for_a_batch_cannot_be_decoded_once(opened: Callable[..., tuple[Run, Manifest]]) -> None:
+    run, manifest = opened()
+    with contextlib.ExitStack() as stack, pytest.raises(UserError, match=r"--batch-size 8: there are 3 images"):
+        open_loaders(("cached",), run, manifest.select(np.arange(3)), manifest, stack)

@@ -45,7 +45,7 @@ class Slow:
 def measured(run: Run, manifest: Manifest, slow: bool) -> Verdict:
     """The verdict on a slow loader, or on one that is never late."""
     with contextlib.ExitStack() as stack:
-        (loader,), files = open_loaders(("dali-fused",), run, manifest, stack)
+        (loader,), files = open_loaders(("dali-fused",), run, manifest, manifest, stack)
         stream = Slow(loader.stream) if slow else run.train_loader
         return diagnose(collect(FACTS, run, train_step, [dataclasses.replace(loader, stream=stream, queue=1)], files))
 

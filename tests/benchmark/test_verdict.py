@@ -226,6 +226,39 @@ def test_the_fastest_loader_of_the_trainer_is_advised() -> None:
     assert not any("--loader" in line for line in diagnose(measurements(near, torch)).advice)  # not clearly faster
 
 
+def test_what_decoded_images_gain_is_said_beside_the_files() -> None:
+    files, cached = loader("dali-full", 250, 250), loader("cached", 5000, 960)
+    for would_cache, on_gpu, text in (
+        (
+            True,
+            True,
+            "Your images fit on the GPU, decoded, and train.py keeps them there by itself: 960 images/s, 96.0%",
+        ),
+        (False, True, "Your images fit on the GPU, decoded, and --cache gpu keeps them there: 960 images/s, 96.0%"),
+        (
+            True,
+            False,
+            "Your images fit in memory, decoded, and train.py keeps them there by itself: 960 images/s, 96.0%",
+        ),
+        (False, False, "Your images fit in memory, decoded, and --cache host keeps them there: 960 images/s, 96.0%"),
+    ):
+        verdict = diagnose(measurements(files, cached, would_cache=would_cache, on_gpu=on_gpu))
+        assert (verdict.loader, verdict.limit) == ("dali-full", "decoder")
+        assert verdict.summary[-1] == f"{text} of the synthetic step."
+        assert verdict.where_dali_loses == ("nowhere measured here",), "it is no other loader"
+        assert not any("Train with" in line for line in verdict.advice)
+
+
+@pytest.mark.parametrize(
+    ("alone", "on_gpu", "limit"), [(1600, True, "contention"), (900, True, "cpu threads"), (900, False, "cpu threads")]
+)
+def test_the_limit_of_decoded_images_is_neither_disk_nor_decoder(alone: float, on_gpu: bool, limit: str) -> None:
+    only = loader("cached", alone, 770, data_wait=0.2)
+    verdict = diagnose(measurements(only, on_gpu=on_gpu, files=rate(100), jpeg_engines=7))
+    assert (verdict.loader, verdict.bound, verdict.limit) == ("cached", "input", limit)
+    assert not any("Your images fit" in line for line in verdict.summary), "nothing to compare with"
+
+
 def test_claims_name_the_winner() -> None:
     fused = loader("dali-fused", 9000, 900, cpu_seconds=0.5, first_batch=0.1, gpu_memory=10.0)
     full = loader("dali-full", 8000, 800, first_batch=4.0, gpu_memory=2000.0)
@@ -254,7 +287,8 @@ def test_warnings() -> None:
     assert diagnose(measurements(calm)).warnings == ()
     assert diagnose(measurements(calm, num_images=100)).warnings == ()
     assert "99 images: the measurements mean little" in diagnose(measurements(calm, num_images=99)).warnings[0]
-    assert "keep these images decoded" in diagnose(measurements(calm, would_cache=True)).warnings[0]
+    assert "add --loaders cached" in diagnose(measurements(calm, would_cache=True)).warnings[0]
+    assert diagnose(measurements(calm, loader("cached", 3000, 900), would_cache=True)).warnings == ()
     assert "generated" in diagnose(measurements(calm, generated=True)).warnings[0]
     assert (
         "range of the windows is 60% of their median"

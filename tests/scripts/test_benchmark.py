@@ -19,7 +19,7 @@ from utils.benchmark.report import COLOURS
 from utils.benchmark.verdict import Rate, is_same
 
 BENCHMARK = ROOT / "scripts" / "benchmark.py"
-LOADERS = ("dali_fused", "dali_full", "stock", "torch", "timm")
+LOADERS = ("dali_fused", "dali_full", "cached", "stock", "torch", "timm")
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,8 @@ def test_json_has_every_measurement(finished: tuple[dict[str, Any], Path, str]) 
     assert all(math.isfinite(number) and number >= 0 for number in numbers(result))
     assert_keys("benchmark.json", result)
     assert result["kept"] is True
-    assert any("--cache auto" in line for line in result["warnings"])
+    assert "cached" in result["training"]
+    assert not any("--loaders cached" in line for line in result["warnings"])
     for name, kind in {
         "command": str, "arch": str, "batch_size": int, "image_size": int, "amp": str, "compile": bool,
         "fused_layers": bool, "cuda_graph": bool, "workers": int,
@@ -166,11 +167,14 @@ def test_a_bad_file_ends_it_in_one_line(loader: str, tmp_path: Path) -> None:
         (("--window-seconds", "long"), ("--window-seconds", "'long' is not a number")),
         (("--windows", "3"), ("--windows 3", "5 or more")),
         (("--windows", "many"), ("--windows", "'many' is not a whole number")),
-        (("--loaders", "nonsense"), ("--loaders nonsense", "dali-fused, dali-full, stock, torch, timm")),
+        (("--loaders", "nonsense"), ("--loaders nonsense", "dali-fused, dali-full, cached, stock, torch, timm")),
         (("--loaders", "torch,"), ("--loaders", "dali-fused")),
         (("--window-seconds", "0"), ("--window-seconds 0", "more than 0")),
         (("--batch-size", "0"), ("--batch-size 0", "1 or more")),
-        (("--augment", "trivialaugment"), ("--augment trivialaugment", "--loaders dali-fused,dali-full,stock,torch")),
+        (
+            ("--augment", "trivialaugment"),
+            ("--augment trivialaugment", "--loaders dali-fused,dali-full,cached,stock,torch"),
+        ),
         (("--arch", "resnet_fifty"), ("--arch resnet_fifty",)),
         (("--amp", "fp16"), ("--amp fp16",)),
         (("--amp", "fp17"), ("--amp", "fp17", "bf16")),

@@ -16,17 +16,19 @@ from torch import Tensor
 import models
 import pipelines
 from utils.benchmark.measure import Case, settle, synchronize
-from utils.benchmark.verdict import TIMM_POLICIES, TITLES
+from utils.benchmark.verdict import CACHED, TIMM_POLICIES, TITLES
 from utils.config import ResolvedConfig, TrainConfig
 from utils.data.batch import Batch, TrainLoader
+from utils.data.cache import decoded_bytes
 from utils.data.dali import NUM_PIPELINES
 from utils.data.manifest import Manifest
 from utils.data.policies import RATIO
 from utils.data.reader import READ_THREADS, open_image, read_image
 from utils.data.sampler import Sampler
-from utils.data.settings import choose_loader_settings
+from utils.data.settings import check_cache_fits, choose_loader_settings
 from utils.data.workers import safe_fork
 from utils.distributed.machine import inspect_machine
+from utils.errors import UserError
 from utils.network.augment import BatchAugment
 from utils.network.gradients import AMP_DTYPES
 from utils.training.run import Run
@@ -167,9 +169,10 @@ def with_loader(run: Run, stream: TrainLoader) -> Run:
 def open_loader(name: str, run: Run, manifest: Manifest, first_batch: int = 0) -> Loader:
     """Open the loader `name` at batch `first_batch` of the run, and consume batches until its queue is in use.
 
-    `stock` begins at the start of an epoch: its order is another anyway.
+    `stock` begins at the start of an epoch: its order is another anyway. So does `CACHED`, whose `manifest` has each
+    image once.
     """
-    config, device = run.config, run.env.device
+    config, device, sampler = run.config, run.env.device, run.sampler
     workers = config.workers if name in ("torch", "timm") else None
     queue, stride = (PREFETCH * workers + 1, workers) if workers else (config.prefetch + READ_AHEAD, 1)
     free_before, started = _free_memory(device), time.perf_counter()
@@ -177,8 +180,9 @@ def open_loader(name: str, run: Run, manifest: Manifest, first_batch: int = 0) -
     if name == "timm":
         stream = TimmLoader(run, manifest)
     else:
-        first = 0 if name == "stock" else first_batch
-        stream = pipelines.create_train_loader(config_of_loader(name, run), manifest, run.sampler, run.env, first)
+        first = 0 if name in ("stock", CACHED) else first_batch
+        sampler = dataclasses.replace(sampler, num_images=len(manifest))
+        stream = pipelines.create_train_loader(config_of_loader(name, run), manifest, sampler, run.env, first)
     with contextlib.ExitStack() as on_failure:  # the workers of torch's loader would delay the end of the process
         on_failure.callback(stream.close)
         next(stream)
@@ -197,8 +201,10 @@ def config_of_loader(name: str, run: Run) -> ResolvedConfig:
     """The run's flags, with those that the loader `name` implies."""
     if name in ("stock", "torch"):
         return dataclasses.replace(run.config, loader=name)  # type: ignore[arg-type]
-    decode: Any = name.removeprefix("dali-")
+    decode: Any = "full" if name == CACHED else name.removeprefix("dali-")
     config = dataclasses.replace(run.config, loader="dali", decode=decode)
+    if name == CACHED:
+        config = dataclasses.replace(config, cache="gpu" if run.env.device.type == "cuda" else "host")
     unresolved = TrainConfig(decode=decode, workers=config.workers)
     choice = choose_loader_settings(unresolved, inspect_machine(run.env), decoded=0)
     return dataclasses.replace(config, hw_decoder_load=choice.hw_decoder_load)
@@ -215,24 +221,46 @@ def reading_threads(workers: int) -> int:
 
 
 def open_loaders(
-    names: Sequence[str], run: Run, manifest: Manifest, stack: contextlib.ExitStack
+    names: Sequence[str], run: Run, images: Manifest, repeated: Manifest, stack: contextlib.ExitStack
 ) -> tuple[list[Loader], FilesReader]:
     """Open all, those with worker processes first: a process is best forked before DALI has threads.
 
     Each starts in another part of the epoch, so that none reads from the page cache what another has just read. The
     files are read by as many readers as the diagnosed loader has: DALI's, if it is one of them. DALI's own reader has
     one thread.
+
+    Args:
+        names: keys of `TITLES`.
+        run: whose step is timed.
+        images: each once.
+        repeated: the same, until an epoch is long enough.
+        stack: closes all.
+
+    Raises:
+        UserError: the images do not fit where `CACHED` keeps them, or are fewer than a batch.
     """
+    if CACHED in names:
+        _check_cache(run, images)
     part, workers = run.sampler.batches_per_epoch // (len(names) + 1), run.config.workers
     readers = reading_threads(workers) if any(name.startswith("dali") for name in names) else workers
     readers = 1 if set(names) == {"stock"} else readers
-    files = FilesReader(manifest, run.sampler, readers, first_batch=part * len(names))
+    files = FilesReader(repeated, run.sampler, readers, first_batch=part * len(names))
     stack.callback(files.close)
     loaders = {}
     for name in sorted(names, key=lambda name: name not in ("torch", "timm")):
+        manifest = images if name == CACHED else repeated
         loaders[name] = open_loader(name, run, manifest, first_batch=part * names.index(name))
         stack.callback(loaders[name].stream.close)
     return [loaders[name] for name in names], files
+
+
+def _check_cache(run: Run, images: Manifest) -> None:
+    if len(images) < run.config.batch_size:
+        raise UserError(f"--batch-size {run.config.batch_size}: there are {len(images):,} images; lower it")
+    others = ",".join(name for name in TITLES if name != CACHED)
+    config, machine = config_of_loader(CACHED, run), inspect_machine(run.env)
+    if error := check_cache_fits(config.cache, machine, decoded_bytes(images), f"give --loaders {others}"):
+        raise error
 
 
 def _free_memory(device: torch.device) -> int:

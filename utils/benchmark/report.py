@@ -29,12 +29,13 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from utils.benchmark.verdict import FLAGS, SYNTHETIC, TITLES, Measurements, Rate, Verdict, show_share
+from utils.benchmark.verdict import CACHED, FLAGS, SYNTHETIC, TITLES, Measurements, Rate, Verdict, show_share
 from utils.files import atomic_write_bytes
 
 LABELS_AT = 1.2  # right end of the numbers in the chart, in parts of the longest bar
 COLOURS = {  # Okabe and Ito's
-    "dali-fused": "#0072B2", "dali-full": "#56B4E9", "stock": "#009E73", "torch": "#E69F00", "timm": "#CC79A7",
+    "dali-fused": "#0072B2", "dali-full": "#56B4E9", "cached": "#F0E442", "stock": "#009E73", "torch": "#E69F00",
+    "timm": "#CC79A7",
 }  # fmt: skip
 
 
@@ -87,7 +88,7 @@ def _sources(measurements: Measurements, verdict: Verdict) -> dict[str, dict[str
     """What each figure is of, and from which measurement; null for a figure that is null."""
     names = [loader.name for loader in measurements.loaders]
     dali = verdict.loader if verdict.loader.startswith("dali") else None
-    others = [name for name in names if not name.startswith("dali")]
+    others = [name for name in names if not name.startswith("dali") and name != CACHED]
     synthetic = "synthetic images, no loader"
 
     def source(path: str | None, measurement: str) -> dict[str, str | None]:

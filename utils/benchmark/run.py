@@ -25,7 +25,7 @@ from utils.data.manifest import Manifest
 from utils.data.settings import choose_loader_settings
 from utils.data.splits import Splits
 from utils.distributed.group import DistEnv, process_group
-from utils.distributed.machine import inspect_machine
+from utils.distributed.machine import Machine, inspect_machine
 from utils.distributed.ownership import own_process
 from utils.distributed.stop import StopRequest
 from utils.network.compiler import enable_compile_cache
@@ -63,7 +63,7 @@ def describe(run: Run, images: Manifest, generated: bool, windows: int, window_s
         "device": config.device,
         "device_name": torch.cuda.get_device_name(run.env.device) if on_cuda else cpu_name(),
         "jpeg_engines": machine.jpeg_engines,
-        "kept": choose_loader_settings(TrainConfig(), machine, decoded_bytes(images)).cache != "none",
+        "kept": _would_cache(config, machine, images),
         "cores": len(os.sched_getaffinity(0)),
         "versions": {
             "dali": DALI_VERSION,
@@ -81,6 +81,12 @@ def describe(run: Run, images: Manifest, generated: bool, windows: int, window_s
         "windows": windows,
         "window_seconds": window_seconds,
     }
+
+
+def _would_cache(config: ResolvedConfig, machine: Machine, images: Manifest) -> bool:
+    """Whether train.py would keep the images decoded, if there are enough for a batch."""
+    choice = choose_loader_settings(TrainConfig(augment=config.augment), machine, decoded_bytes(images))
+    return choice.cache != "none" and len(images) >= config.batch_size
 
 
 def unused_flags(config: TrainConfig) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ the first of these that holds:
 
 - Contention, beside a GPU, if the loader alone is at least 1.5 times as fast as the synthetic step: it is late only
   when both run, by what they share.
+- The CPU threads, for images that were decoded once.
 - The disk, if reading the files without decoding them, by as many readers as the loader has, is less than 1.2 times as
   fast as the loader.
 - The decoder, with full decode on a GPU that has hardware decoders: they decode nine JPEGs in ten, and CPU threads that
@@ -41,9 +42,11 @@ BUSY_SHARE = 0.8  # of the CPU threads that a loader can use
 MAX_NOISE = 0.15  # without a warning
 MIN_IMAGES = 100  # without a warning
 SYNTHETIC = "synthetic images"
+CACHED = "cached"
 TITLES = {
     "dali-fused": "DALI, fused decode",
     "dali-full": "DALI, full decode",
+    "cached": "images decoded once",
     "stock": "DALI's own reader and iterator",
     "torch": "torch's DataLoader",
     "timm": "timm's loader",
@@ -53,6 +56,7 @@ TIMM_POLICIES = {"none": None, "autoaugment": "original", "randaugment": "rand-m
 FLAGS = {
     "dali-fused": "--loader dali --decode fused",
     "dali-full": "--loader dali --decode full",
+    "cached": "--loader dali --cache auto",
     "stock": "--loader stock",
     "torch": "--loader torch",
 }
@@ -116,7 +120,7 @@ class Measurements:
         on_gpu: whether the step runs on a GPU.
         jpeg_engines: hardware JPEG decoders of that GPU.
         unused: flags that are not in use and would make the step faster.
-        would_cache: whether train.py would keep the images decoded, which no loader here does.
+        would_cache: whether train.py would keep the images decoded, as the loader `CACHED` does.
         synthetic: the training step on a synthetic batch.
         files: reading the files without decoding them, with as many readers as the diagnosed loader.
         loaders: at least one.
@@ -179,7 +183,11 @@ def diagnose(measurements: Measurements) -> Verdict:
         share=share,
         limit=limit,
         loader=loader.name,
-        summary=(_cause(measurements, bound, limit), *_evidence(measurements, loader, bound, limit)),
+        summary=(
+            _cause(measurements, bound, limit),
+            *_evidence(measurements, loader, bound, limit),
+            *_of_decoded_images(measurements, loader),
+        ),
         advice=(*_best_loader(measurements), *_remedies(measurements, loader, bound, limit)),
         where_dali_wins=tuple(text for wins, text in claims if wins) or nowhere,
         where_dali_loses=tuple(text for wins, text in claims if not wins) or nowhere,
@@ -206,6 +214,8 @@ def _usable(measurements: Measurements) -> int:
 def _input_limit(measurements: Measurements, loader: LoaderMeasurement) -> Limit:
     if measurements.on_gpu and loader.alone.median >= AMPLE_RATIO * measurements.synthetic.median:
         return "contention"
+    if loader.name == CACHED:
+        return "cpu threads"
     if measurements.files.median < CLEAR_RATIO * loader.alone.median:
         return "disk"
     if loader.name in ("dali-full", "stock") and measurements.jpeg_engines:
@@ -262,6 +272,17 @@ def _evidence(
             yield "The loader is late only beside the step: both use the GPU's queues, its driver and the CPU threads."
 
 
+def _of_decoded_images(measurements: Measurements, diagnosed: LoaderMeasurement) -> Iterator[str]:
+    """What keeping them decoded gains, beside the files that were diagnosed."""
+    for loader in measurements.loaders:
+        if loader.name != CACHED or loader is diagnosed:
+            continue
+        memory, flag = ("on the GPU", "gpu") if measurements.on_gpu else ("in memory", "host")
+        by = "train.py keeps them there by itself" if measurements.would_cache else f"--cache {flag} keeps them there"
+        rate, share = loader.training.median, show_share(loader.training, measurements.synthetic)
+        yield f"Your images fit {memory}, decoded, and {by}: {rate:,.0f} images/s, {share} of the synthetic step."
+
+
 def _remedies(
     measurements: Measurements, loader: LoaderMeasurement, bound: Bound, limit: Limit | None
 ) -> Iterator[str]:
@@ -303,7 +324,8 @@ def _all_threads_busy(measurements: Measurements, loader: LoaderMeasurement) -> 
 
 
 def _best_loader(measurements: Measurements) -> Iterator[str]:
-    usable = [loader for loader in measurements.loaders if loader.name in FLAGS and not measurements.would_cache]
+    files = [loader for loader in measurements.loaders if loader.name in FLAGS and loader.name != CACHED]
+    usable = files if not measurements.would_cache else []
     best = max(usable, key=lambda loader: loader.training.median, default=None)
     others = [max(loader.training.windows) for loader in usable if loader is not best]
     if best and others and min(best.training.windows) > max(others):
@@ -318,7 +340,7 @@ def _claims(dali: LoaderMeasurement, loaders: tuple[LoaderMeasurement, ...]) -> 
     gpu_memory = max(loader.gpu_memory or 0 for loader in paths)
     for other in loaders:
         title = TITLES[other.name]
-        if other in paths:
+        if other in paths or other.name == CACHED:
             continue
         rates = {"training": (dali.training, other.training), "loading alone": (dali.alone, other.alone)}
         for what, (by_dali, by_other) in rates.items():
@@ -340,8 +362,8 @@ def _claims(dali: LoaderMeasurement, loaders: tuple[LoaderMeasurement, ...]) -> 
 def _warnings(measurements: Measurements, loader: LoaderMeasurement) -> Iterator[str]:
     if measurements.num_images < MIN_IMAGES:
         yield f"Only {measurements.num_images} images: the measurements mean little; give {MIN_IMAGES} or more."
-    if measurements.would_cache:
-        yield "train.py would keep these images decoded in memory (--cache auto), which no loader here does."
+    if measurements.would_cache and all(loader.name != CACHED for loader in measurements.loaders):
+        yield f"train.py would keep these images decoded in memory (--cache auto): add --loaders {CACHED}."
     if measurements.generated:
         yield "The images are generated: give --data-dir to measure yours."
     noise = _noise(measurements, loader)
