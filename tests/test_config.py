@@ -125,6 +125,24 @@ def test_a_recipe_is_refused_as_the_same_text_on_the_command_line(tmp_path: Path
             parse(["--data-dir", "images", *words])
 
 
+def test_another_schedule_or_optimizer_than_a_recipes_drops_what_belongs_to_it(tmp_path: Path) -> None:
+    """The user could not leave it out; on one command line, or within one recipe, it is a mistake."""
+    steps = recipe(
+        tmp_path, "data-dir: x\nschedule: step\ndecay-epochs: 2\noptimizer: lamb\noptimizer-args: eps=1e-5\n"
+    )
+    other = parse(["--config", steps, "--schedule", "cosine", "--optimizer", "adamw"])
+    assert (other.decay_epochs, other.optimizer_args) == (None, TrainConfig().optimizer_args)
+    assert not {"decay_epochs", "optimizer_args"} & other.given
+    same = parse(["--config", steps, "--schedule", "step", "--optimizer", "lamb"])
+    assert (same.decay_epochs, same.optimizer_args) == (2, "eps=1e-5")
+    with pytest.raises(UserError, match=r"--decay-epochs 3 with --schedule cosine"):
+        parse(["--config", steps, "--schedule", "cosine", "--decay-epochs", "3"])
+    with pytest.raises(UserError, match=r"--min-lr 0.01 with --schedule step"):
+        parse(["--config", recipe(tmp_path, "data-dir: x\nschedule: step\nmin-lr: 0.01\n")])
+    decay = recipe(tmp_path, "data-dir: x\nlr: 0.5\nmin-lr: 0.01\ncooldown-epochs: 3\n")
+    assert parse(["--config", decay, "--schedule", "step"]).min_lr == 0
+
+
 def test_empty_recipe_and_null_change_nothing(tmp_path: Path) -> None:
     assert parse(["--data-dir", "images"]) == TrainConfig(data_dir=Path("images"))
     for text in ("", "# nothing\n", "epochs: null\nlr:\npretrained: false\n"):

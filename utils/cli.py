@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
 
@@ -25,6 +25,7 @@ from utils.errors import (
 from utils.flags import FlagInfo, flag, flag_info, kinds
 from utils.log import emit, print_error
 from utils.recipes import read_recipe
+from utils.schedules import unused_by
 from utils.validation import require_source, require_tracker, require_user_code, require_weights, validate
 
 # typer carries click under a private name; BadParameter is the public way to click's common base class.
@@ -304,9 +305,19 @@ def _read_config(context: typer.Context, **values: Any) -> TrainConfig:
     for name, other in (("name", "output_dir"), ("output_dir", "name")):  # of two, the command line wins over a recipe
         if {name, other} <= given and (sources[name], sources[other]) == _GIVEN:
             values[other], given = None, given - {other}
+    defaults: dict[str, Any] = {field.name: field.default for field in flag_fields()}
+    for name in _replaced_in_recipe(values, sources, {**defaults, **(context.default_map or {})}):
+        values[name], given = defaults[name], given - {name}
     config = TrainConfig(**values, given=given)
     validate(config)
     return config
+
+
+def _replaced_in_recipe(values: Mapping[str, Any], sources: Mapping[str, str], recipe: Mapping[str, Any]) -> list[str]:
+    """What a recipe says of its own schedule and optimizer, where the command line gives others."""
+    names = [*unused_by(values["schedule"])] if values["schedule"] != recipe["schedule"] else []
+    names += ["optimizer_args"] if values["optimizer"] != recipe["optimizer"] else []
+    return [name for name in names if sources[name] == _GIVEN[1]]
 
 
 _sign(

@@ -87,16 +87,22 @@ def decay_epochs(config: TrainConfig) -> float:
     return DECAY_EPOCHS if config.decay_epochs is None else config.decay_epochs
 
 
+def unused_by(schedule: str) -> tuple[str, ...]:
+    """Fields of TrainConfig that are of other schedules of the rate."""
+    of_decay, of_steps = ("min_lr", "cooldown_epochs"), ("decay_epochs", "decay_rate")
+    return (*(of_decay if schedule not in ("cosine", "linear") else ()), *(of_steps if schedule != "step" else ()))
+
+
 def check_lr_schedule(config: TrainConfig) -> None:
     """Raise UserError for flags that `--schedule` does not use, and for parts of it that have no epoch."""
-    decays = config.schedule in ("cosine", "linear")
-    for name in ("min_lr", "cooldown_epochs") if not decays else ():
+    unused = unused_by(config.schedule)
+    for name in ("min_lr", "cooldown_epochs") if "min_lr" in unused else ():
         if value := getattr(config, name):
             raise UserError(
                 f"{flag(name)} {value:g} with --schedule {config.schedule}: not used; leave it out, or use cosine or "
                 "linear"
             )
-    for name in ("decay_epochs", "decay_rate") if config.schedule != "step" else ():
+    for name in ("decay_epochs", "decay_rate") if "decay_rate" in unused else ():
         if (value := getattr(config, name)) is not None:
             raise UserError(f"{flag(name)} {value:g} with --schedule {config.schedule}: not used; use --schedule step")
     if config.schedule == "step" and decay_epochs(config) >= config.epochs:
