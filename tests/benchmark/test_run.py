@@ -4,16 +4,19 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from train import train_step
+from utils.benchmark.images import read_images
 from utils.benchmark.loaders import open_loaders
-from utils.benchmark.run import collect
+from utils.benchmark.run import collect, describe
 from utils.benchmark.verdict import Verdict, diagnose
 from utils.data.batch import Batch, TrainLoader
 from utils.data.manifest import Manifest
+from utils.distributed.group import DistEnv
 from utils.training.run import Run
 
 FACTS = {
@@ -48,6 +51,22 @@ def measured(run: Run, manifest: Manifest, slow: bool) -> Verdict:
         (loader,), files = open_loaders(("dali-fused",), run, manifest, manifest, stack)
         stream = Slow(loader.stream) if slow else run.train_loader
         return diagnose(collect(FACTS, run, train_step, [dataclasses.replace(loader, stream=stream, queue=1)], files))
+
+
+@pytest.mark.parametrize(("batch_size", "expected"), [(8, True), (64, False)])
+def test_images_that_fill_no_batch_are_not_kept(
+    data: Path,
+    cpu: DistEnv,
+    tmp_path: Path,
+    opened: Callable[..., tuple[Run, Manifest]],
+    batch_size: int,
+    expected: bool,
+) -> None:
+    """A benchmark of all loaders leaves them out, instead of refusing so few images."""
+    run, _ = opened(batch_size=batch_size)
+    images = read_images(data, tmp_path, cpu)
+    assert 8 < len(images) < 64
+    assert describe(run, images, False, windows=5, window_seconds=1.0)["kept"] == expected
 
 
 @pytest.mark.slow  # its loader sleeps

@@ -324,8 +324,9 @@ def _all_threads_busy(measurements: Measurements, loader: LoaderMeasurement) -> 
 
 
 def _best_loader(measurements: Measurements) -> Iterator[str]:
-    files = [loader for loader in measurements.loaders if loader.name in FLAGS and loader.name != CACHED]
-    usable = files if not measurements.would_cache else []
+    if measurements.would_cache:
+        return
+    usable = [loader for loader in measurements.loaders if loader.name in FLAGS and loader.name != CACHED]
     best = max(usable, key=lambda loader: loader.training.median, default=None)
     others = [max(loader.training.windows) for loader in usable if loader is not best]
     if best and others and min(best.training.windows) > max(others):
