@@ -87,8 +87,20 @@ def test_network_that_cannot_be_captured_is_refused_with_the_remedy(data: Path, 
         (signal.SIGTERM, ("--compile", "--grad-checkpointing", "--drop-path", "0.3", *BCE)),
         (signal.SIGTERM, ("--no-compile", "--freeze-epochs", "1", "--head-lr-scale", "5")),
         (signal.SIGKILL, ("--compile", "--freeze-epochs", "2")),
+        (signal.SIGTERM, ("--no-compile", "--optimizer", "muon", "--lr", "0.1", "--resize-schedule", "0:32,1:48,2:32")),
+        (signal.SIGKILL, ("--no-compile", "--optimizer", "muon", "--lr", "0.1", "--freeze-epochs", "1")),
     ],
-    ids=["killed-bf16", "stopped-fp16", "stopped-compiled", "dropout", "checkpointing", "frozen", "frozen-compiled"],
+    ids=[
+        "killed-bf16",
+        "stopped-fp16",
+        "stopped-compiled",
+        "dropout",
+        "checkpointing",
+        "frozen",
+        "frozen-compiled",
+        "muon",
+        "muon-frozen",
+    ],
 )
 def test_resume_in_mid_epoch_is_exact(data: Path, tmp_path: Path, extra: tuple[str, ...], number: int) -> None:
     flags = ("--data-dir", data, *FLAGS, "--deterministic", "--batch-size", "4", "--epochs", "3", *extra)

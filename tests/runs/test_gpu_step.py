@@ -1,5 +1,6 @@
 """On a real GPU: the captured training step, and the exchange of gradients. Run by scripts/gpu_check.sh."""
 
+import copy
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.training.test_optim import BAD_SCALE, OPTIMIZERS, check_skipped_first
 from utils.distributed.group import DistEnv
 from utils.network.gradients import ForwardBackward, GraphedForwardBackward, capture_stream, on_stream
 from utils.network.parallel import FlatAllReduce, create_forward_backward
+from utils.training.state import create_state
 
 pytestmark = pytest.mark.gpu
 
@@ -151,6 +153,56 @@ def test_layers_that_join_later_are_captured_anew(gpu: DistEnv) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
     for name, value in models[0].state_dict().items():
         torch.testing.assert_close(models[1].state_dict()[name], value, rtol=1e-2, atol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize("name", ["muon", "nmuon", "adamuon", "nadamuon"])
+def test_captured_optimizer_is_the_plain_one(gpu: DistEnv, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """With other rates each step, gradients that move, a layer that joins later, and a checkpoint on the way."""
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    results = []
+    for graph in (False, True):
+        torch.manual_seed(0)
+        config = resolved(optimizer=name, lr=0.01, momentum=0.9, weight_decay=0.05, cuda_graph=graph, device="cuda")
+        net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 36, 10)).to(gpu.device)
+        before = [parameter.detach().clone() for parameter in net.parameters()]
+        state = create_state(config, net, gpu, 256)
+        assert (state.graphed_step is not None) == graph
+        images, targets = torch.randn(10, 8, 3, 8, 8, device="cuda"), torch.randint(0, 10, (10, 8), device="cuda")
+        net[0].requires_grad_(requires_grad=False)
+        for number, (batch, target) in enumerate(zip(images, targets, strict=True)):
+            if number == 3:
+                net[0].requires_grad_()
+            for group in state.optimizer.param_groups:
+                group["lr"] = 0.01 / (1 + number)
+            net.zero_grad(set_to_none=number in (0, 5))
+            torch.autograd.backward(nn.functional.cross_entropy(net(batch), target))
+            if number == 7:
+                saved = copy.deepcopy(state.optimizer.state_dict())
+                assert all(isinstance(group["lr"], float) for group in saved["param_groups"])
+                assert not any(group["capturable"] for group in saved["param_groups"])
+                state = create_state(config, net, gpu, 256)
+                state.optimizer.load_state_dict(saved)
+            state.optimizer_step(clip_grad=1.0)
+            state.step += 1
+        results.append([after.detach() - old for after, old in zip(net.parameters(), before, strict=True)])
+    for plain, captured in zip(*results, strict=True):
+        difference = ((captured - plain).norm() / plain.norm()).item()
+        assert difference < 0.05  # rates are rounded to the update's bf16; a rate of another step would be far beyond
+
+
+def test_a_captured_optimizer_is_launched_once(gpu: DistEnv) -> None:
+    config = resolved(optimizer="muon", lr=0.01, cuda_graph=True, device="cuda")
+    net = nn.Linear(32, 16).to(gpu.device)
+    state = create_state(config, net, gpu, 256)
+    images, targets = torch.rand(4, 32, device="cuda"), torch.arange(4, device="cuda")
+    torch.autograd.backward(nn.functional.cross_entropy(net(images), targets))
+    calls: list[int] = []
+    state.optimizer.register_step_post_hook(lambda *_: calls.append(state.step))
+    for state.step in range(4):
+        weight = net.weight.detach().clone()
+        state.optimizer_step(clip_grad=0.0)
+        assert not torch.equal(net.weight, weight)
+    assert calls == [0, 1, 1], "a plain step, the capture of two parts, and nothing but replays"
 
 
 def test_capture_draws_no_random_numbers_and_replays_draw_new_ones() -> None:

@@ -130,20 +130,35 @@ class GraphedForwardBackward:
                 wait_for_stream(self._stream)
         self._eager.net.zero_grad(set_to_none=True)  # the capture allocates its own
         torch.cuda.empty_cache()
-        graph = torch.cuda.CUDAGraph()
-        try:
-            # Threads of DALI call CUDA all the time; only this thread's calls may spoil the capture.
-            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-                self._loss = self._eager(self._images, self._targets, 0)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            # Going on would be unsafe: torch leaves its random generator and allocator in the state of a capture.
-            reason = first_line(error.__context__ or error)
-            raise UserError(
-                f"--cuda-graph: this network's step cannot be recorded ({reason}); use --no-cuda-graph"
-            ) from error
-        return graph
+        return record(self._run_eagerly, self._stream, "this network's step")
+
+    def _run_eagerly(self) -> None:
+        self._loss = self._eager(self._images, self._targets, 0)
+
+
+def record(work: Callable[[], object], stream: torch.cuda.Stream, name: str) -> torch.cuda.CUDAGraph:
+    """The kernels of `work` as a graph; none of them runs.
+
+    Args:
+        work: has run before, so that nothing is left to load or to choose.
+        stream: where to capture.
+        name: of the work, for the user.
+
+    Raises:
+        UserError: it cannot be captured.
+    """
+    graph = torch.cuda.CUDAGraph()
+    try:
+        # Threads of DALI call CUDA all the time; only this thread's calls may spoil the capture.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            work()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        # Going on would be unsafe: torch leaves its random generator and allocator in the state of a capture.
+        reason = first_line(error.__context__ or error)
+        raise UserError(f"--cuda-graph: {name} cannot be recorded ({reason}); use --no-cuda-graph") from error
+    return graph
 
 
 def capture_stream(device: torch.device) -> torch.cuda.Stream:

@@ -16,6 +16,7 @@ from utils.distributed.launcher import seconds_since_launch
 from utils.seed import random_state
 from utils.training.metrics import Meter, share_interval
 from utils.training.optim import create_ema, create_optimizer
+from utils.training.optimizer_graph import GraphedOptimizerStep, create_graphed_step
 
 NETWORKS = ("model", "model_ema")  # timm's names, so that timm's loaders read our checkpoints
 
@@ -84,6 +85,7 @@ class TrainState:
         ema: moving average of `model`, or None.
         meter: the log interval under way.
         env: this process.
+        graphed_step: the optimizer's step as a CUDA graph, or None.
         epoch: epochs that are trained and, where that is due, evaluated. Between an epoch's last step and the end of
             its evaluation, `step` is ahead: a resume then goes straight to the evaluation.
         step: optimizer steps taken.
@@ -100,6 +102,7 @@ class TrainState:
     ema: ModelEmaV3 | None
     meter: Meter
     env: DistEnv
+    graphed_step: GraphedOptimizerStep | None = None
     epoch: int = 0
     step: int = 0
     best: BestEpoch | None = None
@@ -124,6 +127,9 @@ class TrainState:
 
     def _update_weights(self) -> None:
         """In fp16 not where a gradient overflowed, which is counted without waiting for the device."""
+        if self.graphed_step is not None:
+            self.graphed_step()
+            return
         if not self.scaler.is_enabled():
             self.optimizer.step()
             return
@@ -188,13 +194,15 @@ def create_state(config: ResolvedConfig, model: nn.Module, env: DistEnv, global_
         env: this process.
         global_batch_size: images of an optimizer step.
     """
+    optimizer = create_optimizer(config, model, global_batch_size)
     return TrainState(
         model=model,
-        optimizer=create_optimizer(config, model, global_batch_size),
+        optimizer=optimizer,
         scaler=GradScaler(env.device.type, enabled=config.amp == "fp16"),
         ema=create_ema(model, config.ema_decay) if config.ema_decay > 0 else None,
         meter=Meter(env),
         env=env,
+        graphed_step=create_graphed_step(config, optimizer, env.device),
     )
 
 
