@@ -63,7 +63,7 @@ marked=gpu
 launch 1500 -- "$PYTHON" -m pytest -m "$marked" -q -p no:cacheprovider tests | tee "$out/tests.log" || status=$?
 add_result "gpu tests" "$status" 0
 
-train resnet50 0 -- --arch resnet50 --epochs 5 --batch-size 256 --amp bf16 --optimizer adamw --lr 2e-3 --weight-decay 0.05 \
+train resnet50 0 -- --arch resnet50 --compile --epochs 5 --batch-size 256 --amp bf16 --optimizer adamw --lr 2e-3 --weight-decay 0.05 \
     --warmup-epochs 1
 
 # Stopped by a signal once its first step is logged, then resumed by the same command. An epoch has 36 steps on one

@@ -19,6 +19,7 @@ from utils.training.batch_layout import choose_batch_size, describe_processes
 from utils.training.checkpoint import Checkpoint
 from utils.training.optim import resolve_optimizer
 
+MIN_COMPILE_IMAGES = 250_000  # of 224 px; fewer train faster than they compile (docs/internals/decisions/0032)
 BY_WORKERS = ("proxy", "torch")  # loaders that run torch's DataLoader
 
 
@@ -62,7 +63,12 @@ def choose_common_loader_settings(
 
 
 def resolve(
-    config: TrainConfig, classes: Sequence[str], env: DistEnv, settings: LoaderSettings, saved: Checkpoint | None = None
+    config: TrainConfig,
+    classes: Sequence[str],
+    env: DistEnv,
+    settings: LoaderSettings,
+    saved: Checkpoint | None = None,
+    num_train: int | None = None,
 ) -> ResolvedConfig:
     """Replace every "auto" and every absent value by what fits this machine, the data and the checkpoint.
 
@@ -74,12 +80,12 @@ def resolve(
         env: this process.
         settings: of the loaders.
         saved: the checkpoint that the run goes on from, if there is one.
+        num_train: training images, where a run trains on them.
 
     Raises:
         UserError: on all ranks, for what does not fit the machine, the data or the checkpoint.
     """
     on_cuda = env.device.type == "cuda"
-    compiled = on_cuda if config.compile is None else config.compile
     grad_exchange = config.grad_exchange
     if grad_exchange == "auto" and env.world_size > 1:
         grad_exchange = "flat" if all_pairs_nvlink(env) else "ddp"
@@ -96,12 +102,7 @@ def resolve(
         "device": "cuda" if on_cuda else "cpu",
         "num_classes": config.num_classes or len(classes),
         **resolve_pixels(config),
-        "compile": compiled,
-        # Without a compiler what lies between the kernels is not fused, which costs more than they gain.
-        "fused_layers": on_cuda and compiled and not config.sync_bn
-        if config.fused_layers is None
-        else config.fused_layers,
-        "cuda_graph": _chooses_graph(config, on_cuda, compiled) if config.cuda_graph is None else config.cuda_graph,
+        **_choose_step(config, on_cuda, num_train),
         "warmup_epochs": resolve_warmup(config, saved),
         **resolve_optimizer(config),
     }
@@ -110,11 +111,22 @@ def resolve(
     return ResolvedConfig(**(given | resolved))
 
 
-def _chooses_graph(config: TrainConfig, on_cuda: bool, compiled: bool) -> bool:
-    """Whether the step is captured where that was left open. torch's own checkpointing saves random state, which is
-    not possible in a capture; the compiler has another way.
+def _choose_step(config: TrainConfig, on_cuda: bool, num_train: int | None) -> dict[str, bool]:
+    """How the step is computed where that was left open.
+
+    A run of few images ends before a compiled step has gained what the compiler takes. Without a compiler what lies
+    between the fused layers is not fused, which costs more than they gain. torch's own checkpointing saves random
+    state, which is not possible in a capture; the compiler has another way.
     """
-    return on_cuda and config.grad_accum_steps == 1 and (compiled or not config.grad_checkpointing)
+    is_long = num_train is None or config.epochs * num_train * (config.image_size / 224) ** 2 >= MIN_COMPILE_IMAGES
+    compiled = on_cuda and is_long if config.compile is None else config.compile
+    fused = on_cuda and compiled and not config.sync_bn
+    graph = on_cuda and config.grad_accum_steps == 1 and (compiled or not config.grad_checkpointing)
+    return {
+        "compile": compiled,
+        "fused_layers": fused if config.fused_layers is None else config.fused_layers,
+        "cuda_graph": graph if config.cuda_graph is None else config.cuda_graph,
+    }
 
 
 def _check_fits(config: TrainConfig, num_classes: int, on_cuda: bool, saved: Checkpoint | None) -> None:

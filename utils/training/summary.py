@@ -141,6 +141,8 @@ def _describe_model(run: Run) -> str:
         "as a CUDA graph": config.cuda_graph,
     }
     compiled = "".join(f", {way}" for way, used in ways.items() if used)
+    if config.device == "cuda" and not config.compile and "compile" not in config.given:
+        compiled += ", not compiled: that takes longer than it saves in a run of so few images"
     epochs = f"{config.freeze_epochs} epochs" if config.freeze_epochs > 1 else "epoch"
     head = f", the head alone in the first {epochs}" if config.freeze_epochs else ""
     return f"{config.arch}, {parameters / 1e6:.2f} M parameters, {config.num_classes} classes{head}{compiled}"
