@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import shlex
 import statistics
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from scripts.launcher import launched, stop_on_sigterm
 from utils.cli import REQUIRED, Program, number_option, train_flag, with_train_flags
 from utils.errors import EXIT_DONE, RunFailed, UserError
 from utils.files import check_writable, write_json
+from utils.flags import split_flags
 from utils.limits import MIN_1
 from utils.log import SUMMARY
 
@@ -68,7 +68,7 @@ def read_options(
     found: dict[str, list[str]] = {}
     for text in recipes:
         name, _, more = text.partition(":")
-        words = _words("--flags", flags) + _words(text, more)
+        words = split_flags(f"--flags {flags}", flags) + split_flags(text, more)
         if not name or "/" in name or name in found:
             raise UserError(f"{text}: a recipe needs a name of its own, without a slash; write NAME: FLAGS")
         for word in words:
@@ -76,13 +76,6 @@ def read_options(
                 raise UserError(f"{text}: {word} is this program's to give; leave it out")
         found[name] = words
     return Options(found, given["data_dir"], given["output_dir"], seeds, jobs)
-
-
-def _words(what: str, text: str) -> list[str]:
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise UserError(f"{what}: cannot be read ({error}); write flags as in a shell") from None
 
 
 def compare(options: Options) -> None:

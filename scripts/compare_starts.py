@@ -26,6 +26,7 @@ from scripts.launcher import run_with_limit, stop_on_sigterm
 from utils.cli import Program, number_option, train_flag, with_train_flags
 from utils.errors import EXIT_STOPPED, RunFailed
 from utils.files import check_writable, write_json
+from utils.flags import flag, split_flags
 from utils.limits import ABOVE_0, MIN_1
 from utils.validation import require_folder
 
@@ -58,17 +59,18 @@ class Options:
 )
 def read_options(
     arch: Annotated[str, typer.Option(help="Networks, separated by commas.", metavar="NAME,...")] = "resnet50",
+    flags: Annotated[str, typer.Option(help="More flags of train.py.", show_default="none")] = "",
     launches: Annotated[int, typer.Option(help="Launches of each.", **number_option(int))] = 5,
     cold: Annotated[bool, typer.Option(help="Also with an empty cache.")] = False,
     limit: Annotated[float, typer.Option(help="Seconds after which one is cut off.", **number_option(float))] = 400.0,
-    **flags: Any,
+    **given: Any,
 ) -> Options:
     """Time the parts of a start, from the launch to the first step."""
     MIN_1.check("--launches", launches)
     ABOVE_0.check("--limit", limit)
-    output_dir, data_dir = flags.pop("output_dir"), flags["data_dir"]
-    given = {name: value for name, value in flags.items() if value is not None}
-    words = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    output_dir, data_dir = given.pop("output_dir"), given["data_dir"]
+    words = split_flags(f"--flags {flags}", flags)
+    words += [word for name, value in given.items() if value is not None for word in (flag(name), str(value))]
     words += [] if data_dir is not None else ["--loader", "synthetic"]
     return Options(tuple(arch.split(",")), tuple(words), data_dir, output_dir, launches, cold, limit)
 

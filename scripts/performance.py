@@ -36,6 +36,7 @@ RUNS = {  # besides the decoding threads, eight read files, and mostly wait
     "resnet50-128": ("--arch", "resnet50", "--workers", "4", "--loaders", "dali-full", "--batch-size", "128"),
     "efficientnet_b0": ("--arch", "efficientnet_b0", "--workers", "4", "--loaders", DALI),
     "resnet18": ("--arch", "resnet18", "--workers", "4", "--loaders", DALI),
+    "resnet18-8": ("--arch", "resnet18", "--workers", "8", "--loaders", DALI),
     "resnet18-15": ("--arch", "resnet18", "--workers", "15", "--loaders", DALI),
     "resnet18-timm-layers": ("--arch", "resnet18", "--workers", "4", "--loaders", DALI, "--no-fused-layers"),
     "resnet50-plain": (

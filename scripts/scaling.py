@@ -16,7 +16,6 @@ import dataclasses
 import itertools
 import json
 import os
-import shlex
 import signal
 import statistics
 import sys
@@ -37,6 +36,7 @@ from utils.config import choices
 from utils.data.codecs import is_image
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.files import check_writable, write_json
+from utils.flags import split_flags
 from utils.limits import MIN_1
 from utils.store_url import refuse_url
 
@@ -139,7 +139,13 @@ def measure(point: Point, data_dir: Path, gpus: str, options: Options) -> None:
         words += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={point.processes}"]
     words += [ROOT / "train.py", "--data-dir", data_dir, "--output-dir", output_dir]
     words += ["--loader", point.loader, "--epochs", "1", "--cache", "none", "--resume", "none", "--overwrite"]
-    words += [*shlex.split(options.flags), "--batch-size", options.batch_size, "--log-steps", options.log_steps]
+    words += [
+        *split_flags("--flags", options.flags),
+        "--batch-size",
+        options.batch_size,
+        "--log-steps",
+        options.log_steps,
+    ]
     log = options.output_dir / f"{point.loader}-{point.processes}.log"
     metrics = output_dir / "metrics.jsonl"
     metrics.unlink(missing_ok=True)  # of the round before
@@ -229,12 +235,7 @@ def read_options(
             raise UserError(f"--loaders {loaders}: {loader!r} is not one of {', '.join(LOADERS)}")
     for name, value in (("--cpus", cpus), ("--windows", windows), ("--rounds", rounds)):
         MIN_1.check(name, value)
-    try:
-        shlex.split(flags)
-    except ValueError as error:
-        raise UserError(
-            f"--flags {flags}: {str(error).lower()}; quote the whole, and close what is quoted in it"
-        ) from None
+    split_flags(f"--flags {flags}", flags)
     numbers = tuple(sorted(int(word) for word in processes.split(",")))
     refuse_url(train_flags["data_dir"], "--data-dir ")
     check_writable(train_flags["output_dir"])

@@ -1,10 +1,12 @@
 """What a field of TrainConfig knows as a flag: its panel of `--help`, its text, its limits, its role on a resume."""
 
 import dataclasses
+import shlex
 import types
 import typing
 from typing import Any, Literal
 
+from utils.errors import UserError
 from utils.limits import Limit
 
 FIRST, DATA, AUGMENTATION, MODEL = "First run", "Data", "Augmentation", "Model"
@@ -62,3 +64,19 @@ def kinds(field: dataclasses.Field[Any]) -> tuple[Any, ...]:
 def flag(name: str) -> str:
     """The command-line spelling of a field: `batch_size` -> `--batch-size`."""
     return "--" + name.replace("_", "-")
+
+
+def split_flags(named: str, text: str) -> list[str]:
+    """The words of flags that were given as one text, as a shell reads them.
+
+    Args:
+        named: what the user gave, for the message.
+        text: the flags.
+
+    Raises:
+        UserError: a quotation in it has no end.
+    """
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"{named}: {str(error).lower()}; quote the whole, and close what is quoted in it") from None

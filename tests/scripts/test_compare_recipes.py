@@ -71,4 +71,4 @@ def test_refusals(refused: Refused, tmp_path: Path) -> None:
     refuse(*base, "a", "a: --lr 1")("a: --lr 1: a recipe needs a name of its own")
     refuse(*base, "../a")("../a: a recipe needs a name of its own, without a slash")
     refuse(*base, "a: --seed 3")("a: --seed 3: --seed is this program's to give")
-    refuse(*base, "a: '--lr")("a: '--lr: cannot be read")
+    refuse(*base, "a: '--lr")("a: '--lr: no closing quotation")

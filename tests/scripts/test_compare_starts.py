@@ -36,10 +36,16 @@ def test_refusals(refused: Refused, tmp_path: Path) -> None:
     refuse = functools.partial(refused, main=compare_starts.main, program="compare_starts.py")
     refuse("--launches", 0)("--launches 0")
     refuse("--limit", 0)("--limit 0")
+    refuse("--flags", "--name 'a")("--flags --name 'a: no closing quotation")
     refuse("--data-dir", tmp_path / "none")(f"{tmp_path}/none: no such folder")
 
 
-def test_a_launch_that_fails_is_explained(tmp_path: Path) -> None:
-    done = launch("--arch", "nonsense", "--device", "cpu", "--output-dir", tmp_path, program=PROGRAM)
+@pytest.mark.parametrize(
+    ("network", "flags", "message"),
+    [("nonsense", "", "--arch nonsense"), ("test_resnet", "--optimizer 'nonsense'", "--optimizer nonsense")],
+)
+def test_a_launch_that_fails_is_explained(tmp_path: Path, network: str, flags: str, message: str) -> None:
+    words = ("--arch", network, "--flags", flags, "--device", "cpu", "--output-dir", tmp_path)
+    done = launch(*words, program=PROGRAM)
     assert done.status == 1
-    assert "nonsense: exit 2: train.py: --arch nonsense" in done.err
+    assert f"{network}: exit 2: train.py: {message}" in done.err
