@@ -29,7 +29,7 @@ import pipelines
 from utils.cli import TRAIN
 from utils.config import ResolvedConfig, TrainConfig
 from utils.data.sampler import create_sampler
-from utils.data.settings import LoaderSettings
+from utils.data.settings import LoaderSettings, with_val_batch
 from utils.data.splits import Splits, check_files, initial_manifest, read_data, select_images
 from utils.data.staging import stage
 from utils.data.user_code import check_user_code
@@ -44,6 +44,7 @@ from utils.distributed.watchdog import watchdog
 from utils.log import Log
 from utils.network.augment import create_augment
 from utils.network.compiler import enable_compile_cache
+from utils.network.convolutions import choose_search
 from utils.network.gradients import AMP_DTYPES, capture_stream, on_stream
 from utils.network.parallel import average_buffers, create_forward_backward, distribute
 from utils.progress import end_status
@@ -139,7 +140,7 @@ def build(
     net = distribute(state.model, config, env, stream)
     schedule = create_schedule(config, state.optimizer, sampler.steps_per_epoch)
     show_startup("opening the loaders")
-    val_loader = pipelines.create_val_loader(config, splits["val"], env)
+    val_loader = pipelines.create_val_loader(with_val_batch(config), splits["val"], env)
     with on_stream(stream):
         loader_state = restore(state, net, saved, config, identity, sampler)
     first_batch = state.step * config.grad_accum_steps
@@ -174,7 +175,7 @@ def open_output(
         given, by_weights = fill_preprocessing(given, saved)
     settings = choose_common_loader_settings(given, env, saved, listed["train"])
     settings = dataclasses.replace(settings, reasons=settings.reasons | by_weights)
-    config = resolve(given, listed["train"].classes, env, settings, saved)
+    config = resolve(given, listed["train"].classes, env, settings, saved, len(listed["train"]))
     check_files(listed, config.data_dir, env)
     check_user_code(config, env)
     prepare_output(config.output_dir, env, stack)
@@ -221,6 +222,7 @@ def run(config: TrainConfig) -> None:
         show_startup("preparing the run")
         resolved, settings, saved = open_output(config, listed, env, stack)
         listed, splits = select_images(resolved, listed, env, saved.initial_files if saved else None)
+        choose_search(resolved.epochs * len(splits["train"]))
         if resolved.compile:
             enable_compile_cache()
         built = build(resolved, splits, listed, env, stack, stop, saved)

@@ -1,11 +1,13 @@
 """Loader settings that are chosen from the machine and the size of the images."""
 
+import dataclasses
 from typing import Any
 
 import pytest
 
+from tests.conftest import resolved
 from utils.config import TrainConfig
-from utils.data.settings import choose_loader_settings
+from utils.data.settings import choose_loader_settings, with_val_batch
 from utils.distributed.machine import Machine
 
 GB = 10**9
@@ -70,3 +72,21 @@ def test_images_are_not_kept_against_a_flag(values: dict[str, Any], gpu: bool) -
 )
 def test_images_that_dali_crops_do_not_stay_on_the_gpu_by_default(values: dict[str, Any]) -> None:
     assert choose_loader_settings(TrainConfig(**values), machine(16, gpu=True, jpeg_engines=7), 1).cache == "none"
+
+
+@pytest.mark.parametrize(
+    ("device", "batch_size", "val_image_size", "expected"),
+    [
+        ("cuda", 64, 128, 256),
+        ("cuda", 32, 128, 128),
+        ("cuda", 64, 181, 128),
+        ("cuda", 64, 512, 64),
+        ("cuda", 512, 128, 512),
+        ("cpu", 64, 128, 64),
+    ],
+)
+def test_small_batches_are_larger_in_an_evaluation(
+    device: str, batch_size: int, val_image_size: int, expected: int
+) -> None:
+    config = resolved(device=device, batch_size=batch_size, image_size=128, val_image_size=val_image_size)
+    assert with_val_batch(config) == dataclasses.replace(config, batch_size=expected)

@@ -11,7 +11,7 @@ from tests.harness import Finished, launch
 
 # As the user's process might notice a change: by its environment, signals, hooks and switches, and by its end.
 PROCESS_STATE = """
-import atexit, contextlib, ctypes, json, os, signal, sys, time
+import atexit, contextlib, ctypes, gc, json, os, signal, sys, time
 import torch, torch._inductor.config  # the latter writes its cache folder into the environment
 
 hooks = []
@@ -31,6 +31,8 @@ def process_state():
         **os.environ,
         **{f"signal {int(number)}": repr(signal.getsignal(number)) for number in sorted(signals)},
         "death signal": death_signal.value,
+        "collects garbage": gc.isenabled(),
+        "leaves modules out": gc.get_freeze_count() > 100_000,
         "benchmark": torch.backends.cudnn.benchmark,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
@@ -137,4 +139,5 @@ CUDA_AND_TORCHRUN = {"CUDA_DEVICE_MAX_CONNECTIONS": "4", "TORCHELASTIC_RUN_ID": 
 def test_own_process(arguments: list[bool], variables: dict[str, str], expected: dict[str, Any]) -> None:
     done = run_program(OWNER, json.dumps(arguments), **variables)
     assert done.status == 0, done.err
-    assert json.loads(done.out) == ["cpu", expected]
+    assert json.loads(done.out) == ["cpu", expected | {"leaves modules out": True}]
+    assert done.err == ""

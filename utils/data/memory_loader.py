@@ -145,7 +145,7 @@ class MemoryValLoader:
         self._batches: list[Batch] = []
         images = len(shard(len(manifest), env.rank, env.world_size))
         self._num_batches = -(-images // config.batch_size)
-        self._size = images * 3 * config.image_size**2  # bytes
+        self._size = images * 3 * config.val_image_size**2  # bytes
         self._device = env.device
 
     def __iter__(self) -> Iterator[Batch]:

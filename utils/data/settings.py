@@ -3,13 +3,14 @@
 import dataclasses
 from typing import Any, Literal
 
-from utils.config import PREFETCH, TrainConfig
+from utils.config import PREFETCH, ResolvedConfig, TrainConfig
 from utils.distributed.machine import Machine
 from utils.errors import UserError
 
 SMALL = 1 / 8  # of the free memory: decoded images that take no more are cached by default, on the CPU
 SMALL_ON_GPU = 1 / 4  # of the GPU's, where one kernel makes the batches
 LARGEST = 0.8  # of the free memory, for the cache
+VAL_BATCH = 256  # images of a validation batch, where those of training are smaller
 BY_DALI = ("dali", "stock", "proxy")  # loaders whose images DALI decodes; others have no use for --decode and its like
 
 
@@ -112,3 +113,15 @@ def check_cache_fits(cache: str, machine: Machine, decoded: int, remedy: str) ->
 
 def _gigabytes(size: int) -> str:
     return f"{size / 1e9:.{1 if size >= 1e8 else 3}f} GB"
+
+
+def with_val_batch(config: ResolvedConfig) -> ResolvedConfig:
+    """The configuration of a run's validation loader: its batches are larger where those of training are small.
+
+    An evaluation keeps nothing for a backward pass, so that four times as many pixels fit on a GPU. Small batches would
+    take the host longer to launch than the GPU to compute.
+    """
+    if config.device == "cpu":
+        return config
+    most = 4 * config.batch_size * (config.image_size / config.val_image_size) ** 2
+    return dataclasses.replace(config, batch_size=max(config.batch_size, min(VAL_BATCH, int(most))))

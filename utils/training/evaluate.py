@@ -11,6 +11,7 @@ import models
 import pipelines
 from utils.config import ResolvedConfig, TrainConfig
 from utils.data.manifest import Manifest
+from utils.data.settings import with_val_batch
 from utils.data.splits import check_files, describe_exclusions, read_data, select_images
 from utils.data.staging import stage
 from utils.distributed.collectives import all_reduce_sum, sync_errors
@@ -254,7 +255,8 @@ def report_best(run: Run, val: Manifest) -> None:
     name = better_network(top1)
     run.state.model.load_state_dict(saved.state.networks[name])
     mistakes = Mistakes(config, val, env)
-    batches = with_bar(run.val_loader, "evaluating", -(-len(val) // (env.world_size * config.batch_size)), env.is_main)
+    batch_size = with_val_batch(config).batch_size
+    batches = with_bar(run.val_loader, "evaluating", -(-len(val) // (env.world_size * batch_size)), env.is_main)
     evaluate(run.state.model, batches, run.augment.normalize, run.num_val, env, run.amp_dtype, mistakes)
     pictures = mistakes.pictures(_source(top1 | {"checkpoint": str(saved.path)}, saved), run.augment.samples)
     if pictures is not None:

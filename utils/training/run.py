@@ -15,6 +15,7 @@ from utils.config import ResolvedConfig
 from utils.data.batch import Batch, TrainLoader, ValLoader
 from utils.data.listing import save_listing
 from utils.data.sampler import Sampler
+from utils.data.settings import with_val_batch
 from utils.data.splits import Splits
 from utils.distributed.collectives import broadcast, sync_errors
 from utils.distributed.group import DistEnv
@@ -249,7 +250,7 @@ class Run:
         """
         batches = iter(self.val_loader)
         most_per_rank = math.ceil(self.num_val / self.env.world_size)  # other ranks have one image less
-        most_batches = math.ceil(most_per_rank / self.config.batch_size)
+        most_batches = math.ceil(most_per_rank / with_val_batch(self.config).batch_size)
         for _ in with_bar(range(most_batches), "evaluating", most_batches, self.env.is_main):
             batch = next(batches, None)
             if batch is not None:
