@@ -222,7 +222,7 @@ def run(config: TrainConfig) -> None:
         show_startup("preparing the run")
         resolved, settings, saved = open_output(config, listed, env, stack)
         listed, splits = select_images(resolved, listed, env, saved.initial_files if saved else None)
-        choose_search(resolved.epochs * len(splits["train"]))
+        choose_search(resolved.epochs * len(splits["train"]) // env.world_size)
         if resolved.compile:
             enable_compile_cache()
         built = build(resolved, splits, listed, env, stack, stop, saved)

@@ -75,18 +75,19 @@ def test_images_that_dali_crops_do_not_stay_on_the_gpu_by_default(values: dict[s
 
 
 @pytest.mark.parametrize(
-    ("device", "batch_size", "val_image_size", "expected"),
+    ("cache", "batch_size", "val_image_size", "expected"),
     [
-        ("cuda", 64, 128, 256),
-        ("cuda", 32, 128, 128),
-        ("cuda", 64, 181, 128),
-        ("cuda", 64, 512, 64),
-        ("cuda", 512, 128, 512),
-        ("cpu", 64, 128, 64),
+        ("gpu", 64, 128, 256),
+        ("gpu", 32, 128, 128),
+        ("gpu", 64, 181, 128),
+        ("gpu", 64, 512, 64),
+        ("gpu", 512, 128, 512),
+        ("none", 64, 128, 64),
+        ("host", 64, 128, 64),
     ],
 )
 def test_small_batches_are_larger_in_an_evaluation(
-    device: str, batch_size: int, val_image_size: int, expected: int
+    cache: str, batch_size: int, val_image_size: int, expected: int
 ) -> None:
-    config = resolved(device=device, batch_size=batch_size, image_size=128, val_image_size=val_image_size)
+    config = resolved(cache=cache, batch_size=batch_size, image_size=128, val_image_size=val_image_size)
     assert with_val_batch(config) == dataclasses.replace(config, batch_size=expected)

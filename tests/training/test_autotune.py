@@ -92,23 +92,27 @@ def test_how_a_step_is_computed_on_a_gpu(flags: dict[str, Any], fused_layers: bo
 
 
 @pytest.mark.parametrize(
-    ("num_train", "flags", "compiled"),
+    ("num_train", "world_size", "flags", "compiled"),
     [
-        (None, {}, True),
-        (9_469, {"epochs": 5}, False),
-        (9_469, {"epochs": 27}, True),
-        (9_469, {"epochs": 5, "compile": True}, True),
-        (9_469, {"epochs": 80, "image_size": 128}, False),
-        (1_281_167, {"epochs": 1}, True),
-        (1_281_167, {"epochs": 1, "image_size": 64}, False),
-        (1_281_167, {"epochs": 1, "compile": False}, False),
+        (None, 1, {}, True),
+        (9_469, 1, {"epochs": 5}, False),
+        (9_469, 1, {"epochs": 27}, True),
+        (9_469, 8, {"epochs": 27}, False),
+        (9_469, 1, {"epochs": 5, "compile": True}, True),
+        (9_469, 1, {"epochs": 80, "image_size": 128}, False),
+        (1_281_167, 8, {}, True),
+        (1_281_167, 1, {"epochs": 1}, True),
+        (1_281_167, 1, {"epochs": 1, "image_size": 64}, False),
+        (1_281_167, 1, {"epochs": 1, "compile": False}, False),
     ],
     ids=str,
 )
-def test_short_runs_are_not_compiled(num_train: int | None, flags: dict[str, Any], compiled: bool) -> None:
-    config = TrainConfig(amp="bf16", **flags)
+def test_short_runs_are_not_compiled(
+    num_train: int | None, world_size: int, flags: dict[str, Any], compiled: bool
+) -> None:
+    config = TrainConfig(amp="bf16", grad_exchange="flat", **flags)
     settings = choose_loader_settings(config, machine(16, gpu=True, jpeg_engines=7), 0)
-    env = DistEnv(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cuda", 0))
+    env = DistEnv(0, 0, world_size, world_size, torch.device("cuda", 0))
     found = resolve(config, ("a", "b"), env, settings, num_train=num_train)
     assert (found.compile, found.fused_layers, found.cuda_graph) == (compiled, compiled, True)
 

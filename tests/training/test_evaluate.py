@@ -15,7 +15,7 @@ from tests.conftest import TINY, resolved
 from tests.harness import launch, launch_series
 from utils.data.formats.folder import scan_splits
 from utils.distributed.group import DistEnv
-from utils.training.evaluate import FlipAverage, _shown, evaluate
+from utils.training.evaluate import FlipAverage, _shown, compute_logits, evaluate
 from utils.training.mistakes import Mistakes
 from utils.training.optim import create_ema
 
@@ -46,6 +46,30 @@ class Brightest(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return images.mean(dim=(2, 3)).flip(1)
+
+
+class Small(Brightest):
+    """As on a GPU that has memory for `most` images at once."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most, self.sizes = most, list[int]()
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if len(images) > self.most:
+            raise torch.OutOfMemoryError
+        self.sizes.append(len(images))
+        return super().forward(images)
+
+
+def test_images_that_need_too_much_memory_are_computed_in_parts(cpu: DistEnv) -> None:
+    images = torch.randint(0, 256, (11, 3, 8, 8), dtype=torch.uint8)
+    expected = compute_logits(Brightest(), images, torch.Tensor.float, cpu, torch.float32)
+    model = Small(most=3)
+    assert torch.equal(compute_logits(model, images, torch.Tensor.float, cpu, torch.float32), expected)
+    assert model.sizes == [3, 3, 3, 2]
+    with pytest.raises(torch.OutOfMemoryError):
+        compute_logits(Small(most=0), images, torch.Tensor.float, cpu, torch.float32)
 
 
 @pytest.mark.parametrize("loader", ["dali", "torch"])

@@ -116,12 +116,12 @@ def _gigabytes(size: int) -> str:
 
 
 def with_val_batch(config: ResolvedConfig) -> ResolvedConfig:
-    """The configuration of a run's validation loader: its batches are larger where those of training are small.
+    """The configuration of a run's validation loader: larger batches where small ones of training stay on the GPU.
 
-    An evaluation keeps nothing for a backward pass, so that four times as many pixels fit on a GPU. Small batches would
-    take the host longer to launch than the GPU to compute.
+    Small batches take the host longer to launch than the GPU to compute. An evaluation keeps nothing for a backward
+    pass, so that four times as many pixels fit.
     """
-    if config.device == "cpu":
+    if config.cache != "gpu":
         return config
     most = 4 * config.batch_size * (config.image_size / config.val_image_size) ** 2
     return dataclasses.replace(config, batch_size=max(config.batch_size, min(VAL_BATCH, int(most))))

@@ -12,7 +12,7 @@ def choose_search(images: int) -> None:
     as with `--deterministic`, it stays off.
 
     Args:
-        images: that the whole run trains on, over all ranks.
+        images: that this process trains on in the whole run.
     """
     if images < MIN_SEARCH_IMAGES:
         torch.backends.cudnn.benchmark = False

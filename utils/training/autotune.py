@@ -19,7 +19,7 @@ from utils.training.batch_layout import choose_batch_size, describe_processes
 from utils.training.checkpoint import Checkpoint
 from utils.training.optim import resolve_optimizer
 
-MIN_COMPILE_IMAGES = 250_000  # of 224 px; fewer train faster than they compile (docs/internals/decisions/0032)
+MIN_COMPILE_IMAGES = 250_000  # of 224 px, a process; fewer train faster than they compile (decision 32)
 BY_WORKERS = ("proxy", "torch")  # loaders that run torch's DataLoader
 
 
@@ -102,7 +102,7 @@ def resolve(
         "device": "cuda" if on_cuda else "cpu",
         "num_classes": config.num_classes or len(classes),
         **resolve_pixels(config),
-        **_choose_step(config, on_cuda, num_train),
+        **_choose_step(config, on_cuda, num_train, env.world_size),
         "warmup_epochs": resolve_warmup(config, saved),
         **resolve_optimizer(config),
     }
@@ -111,14 +111,17 @@ def resolve(
     return ResolvedConfig(**(given | resolved))
 
 
-def _choose_step(config: TrainConfig, on_cuda: bool, num_train: int | None) -> dict[str, bool]:
+def _choose_step(config: TrainConfig, on_cuda: bool, num_train: int | None, world_size: int) -> dict[str, bool]:
     """How the step is computed where that was left open.
 
     A run of few images ends before a compiled step has gained what the compiler takes. Without a compiler what lies
     between the fused layers is not fused, which costs more than they gain. torch's own checkpointing saves random
     state, which is not possible in a capture; the compiler has another way.
     """
-    is_long = num_train is None or config.epochs * num_train * (config.image_size / 224) ** 2 >= MIN_COMPILE_IMAGES
+    is_long = num_train is None
+    if num_train is not None:
+        images = config.epochs * num_train / world_size
+        is_long = images * (config.image_size / 224) ** 2 >= MIN_COMPILE_IMAGES
     compiled = on_cuda and is_long if config.compile is None else config.compile
     fused = on_cuda and compiled and not config.sync_bn
     graph = on_cuda and config.grad_accum_steps == 1 and (compiled or not config.grad_checkpointing)

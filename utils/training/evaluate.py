@@ -1,5 +1,6 @@
 """Exact evaluation: every validation image counts once, on any number of ranks and at any batch size; `--evaluate`."""
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,10 +49,19 @@ def compute_logits(
     env: DistEnv,
     amp_dtype: torch.dtype,
 ) -> Tensor:
-    """Logits float32 (N, num_classes) of uint8 images (N, 3, H, W); the arguments are those of `evaluate`."""
-    with torch.autocast(env.device.type, dtype=amp_dtype, enabled=amp_dtype != torch.float32):
-        logits: Tensor = model(normalize(images))
-    return logits.float()
+    """Logits float32 (N, num_classes) of uint8 images (N, 3, H, W); the arguments are those of `evaluate`.
+
+    Images that together need more memory than the GPU has left are computed in parts.
+
+    Raises:
+        torch.OutOfMemoryError: one image needs more.
+    """
+    with contextlib.suppress(torch.OutOfMemoryError) if len(images) > 1 else contextlib.nullcontext():
+        with torch.autocast(env.device.type, dtype=amp_dtype, enabled=amp_dtype != torch.float32):
+            logits: Tensor = model(normalize(images))
+        return logits.float()
+    # Here, where the exception and what it kept alive are gone.
+    return torch.cat([compute_logits(model, part, normalize, env, amp_dtype) for part in images.chunk(2)])
 
 
 class FlipAverage(nn.Module):
