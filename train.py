@@ -16,11 +16,11 @@ if __name__ == "__main__":  # before the imports that take seconds
     from utils.cli import TRAIN
     from utils.data.formats.sources import check_source
     from utils.distributed.elastic import launch_processes
-    from utils.distributed.startup import IMPORTS, show_first_line, start_program
+    from utils.distributed.startup import start_imports, start_program
 
     given = start_program(TRAIN, sys.argv[1:], check_source)
     launch_processes(given.processes, given.max_restarts, sys.argv)
-    show_first_line(IMPORTS)
+    start_imports()
 
 from torch.distributed.elastic.multiprocessing.errors import record
 

@@ -29,7 +29,7 @@ import typer
 
 from utils.cli import REQUIRED, Program, choice_option, number_option, train_flag, with_train_flags
 from utils.data.inputs import expand_sources
-from utils.distributed.startup import print_once, show_first_line, start_program
+from utils.distributed.startup import print_once, start_imports, start_program
 from utils.errors import UserError
 from utils.limits import MIN_1
 from utils.progress import end_status
@@ -125,7 +125,7 @@ def main(argv: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     start_program(PROGRAM, sys.argv[1:], check_paths)
-    show_first_line("loading torch, DALI and timm")
+    start_imports()
     from torch.distributed.elastic.multiprocessing.errors import record
 
     sys.exit(record(main)(sys.argv[1:]))  # so that torchrun's report has its exception

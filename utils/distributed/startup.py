@@ -25,8 +25,7 @@ def start_program(
 ) -> Options:
     """Answer `--help`, `--version` and mistakes in the command line at once.
 
-    Until `StopRequest` takes over, a signal ends the process with status 143. Garbage is not collected before
-    `own_process`: the imports make a million objects and no garbage, and searching them takes a tenth of their time.
+    Until `StopRequest` takes over, a signal ends the process with status 143.
 
     Args:
         program: whose main follows, which reads the command line again.
@@ -51,7 +50,6 @@ def start_program(
     except UserError as error:
         print_once(program, error)
         raise SystemExit(EXIT_USER_ERROR) from None
-    gc.disable()
     return options
 
 
@@ -59,6 +57,15 @@ def show_first_line(text: str) -> None:
     """Show on rank 0 what the program does now: as a status line on a terminal, as a printed line elsewhere."""
     if read_launch().rank == 0 and not start_status(text):
         emit(text)
+
+
+def start_imports() -> None:
+    """To be called before the imports that take seconds. Garbage is not collected from here until `own_process`.
+
+    They make a million objects and no garbage; searching them takes a tenth of the time.
+    """
+    show_first_line(IMPORTS)
+    gc.disable()
 
 
 def show_startup(text: str) -> None:
