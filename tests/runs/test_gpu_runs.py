@@ -13,13 +13,28 @@ import torch
 from tests import damage
 from tests.conftest import TINY, assert_same, write_data
 from tests.contract import assert_keys
-from tests.harness import error_line, launch, launch_and_end, read_checkpoint, read_losses, read_metrics
+from tests.harness import (
+    Finished,
+    error_line,
+    launch,
+    launch_and_end,
+    launch_forked,
+    read_checkpoint,
+    read_losses,
+    read_metrics,
+)
 from utils.distributed.machine import nvlink_between
 
 pytestmark = pytest.mark.gpu
 
 FLAGS = tuple(word if word != "cpu" else "cuda" for word in TINY)
 BCE = ("--bce-loss", "--bce-target-thresh", "0.2")
+
+
+def train(*flags: object) -> Finished:
+    """Run train.py to its end, without the seconds of its imports."""
+    return launch_forked(*flags, program="import sys, train\nsys.exit(train.main(sys.argv[1:]))")
+
 
 STARTS_CUDA = """
 import ctypes, json, os, sys
@@ -106,13 +121,13 @@ def test_resume_in_mid_epoch_is_exact(data: Path, tmp_path: Path, extra: tuple[s
     flags = ("--data-dir", data, *FLAGS, "--deterministic", "--batch-size", "4", "--epochs", "3", *extra)
     if "--freeze-epochs" in extra:
         weights = ("--data-dir", data, *FLAGS, "--batch-size", "4", "--epochs", "1", "--no-compile")
-        assert launch(*weights, "--output-dir", tmp_path / "weights").status == 0
+        assert train(*weights, "--output-dir", tmp_path / "weights").status == 0
         flags += ("--pretrained", str(tmp_path / "weights" / "last.pt"), "--pretrained-head", "new")
-    assert launch(*flags, "--output-dir", tmp_path / "whole").status == 0
+    assert train(*flags, "--output-dir", tmp_path / "whole").status == 0
     cut = tmp_path / "cut"
     when = lambda: (cut / "metrics.jsonl").exists() and len(read_metrics(cut)) >= 14  # noqa: E731
     launch_and_end(*flags, "--output-dir", cut, "--checkpoint-steps", "3", when=when, number=number)
-    done = launch(*flags, "--output-dir", cut)
+    done = train(*flags, "--output-dir", cut)
     assert done.status == 0, done.err
     assert "resumed at epoch 2" in done.out
     whole, resumed = read_checkpoint(tmp_path / "whole"), read_checkpoint(cut)
@@ -132,7 +147,7 @@ def test_resume_in_mid_epoch_is_exact(data: Path, tmp_path: Path, extra: tuple[s
 )
 def test_fp16_that_overflows_without_end_ends_the_run(data: Path, tmp_path: Path, arch: str, message: str) -> None:
     flags = ("--amp", "fp16", "--lr", 1e6, "--max-bad-steps", 1000, "--epochs", 20, "--batch-size", 8, "--no-compile")
-    done = launch("--data-dir", data, *FLAGS, "--arch", arch, *flags, "--output-dir", tmp_path)
+    done = train("--data-dir", data, *FLAGS, "--arch", arch, *flags, "--output-dir", tmp_path)
     assert done.status == 1, done.err
     assert re.search(message, error_line(done))
 
@@ -144,9 +159,9 @@ def test_a_bad_file_is_named_or_skipped(tmp_path: Path, kind: str, extra: tuple[
     path = root / "train" / "green" / "spoiled.jpg"
     path.write_bytes(damage.CONTENTS[kind])
     flags = ("--data-dir", root, *FLAGS, "--no-compile", "--batch-size", "4", "--epochs", "2", *extra)
-    done = launch(*flags, "--output-dir", tmp_path / "error")
+    done = train(*flags, "--output-dir", tmp_path / "error")
     assert done.status == 2, done.err
     assert error_line(done).startswith(f"train.py: rank 0: {path}: ")
-    done = launch(*flags, "--output-dir", tmp_path / "skip", "--bad-files", "skip")
+    done = train(*flags, "--output-dir", tmp_path / "skip", "--bad-files", "skip")
     assert done.status == 0, done.err
     assert "1 of 42 train files (green 1)" in done.out

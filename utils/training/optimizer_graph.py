@@ -3,7 +3,6 @@
 import contextlib
 import inspect
 import operator
-import warnings
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -95,9 +94,7 @@ class GraphedOptimizerStep:
         for rate, group in zip(self._rates, groups, strict=True):
             group.update(lr=rate, capturable=True)
         try:
-            with warnings.catch_warnings():  # that the first step is not captured
-                warnings.filterwarnings("ignore", "This instance was constructed with capturable=True")
-                yield
+            yield
         finally:
             for (lr, capturable), group in zip(before, groups, strict=True):
                 group.update(lr=lr, capturable=capturable)
