@@ -172,7 +172,7 @@ class TrainConfig:
     drop_path: float | None = _flag(
         None, MODEL, "Stochastic depth, likewise.", _BELOW_1, shown=False, role="logged", from_checkpoint=True
     )
-    compile: bool | None = _flag(None, MODEL, "torch.compile the step.", shown="long runs on CUDA", role="logged")
+    compile: bool | None = _flag(None, MODEL, "torch.compile it.", shown="long GPU runs", role="logged")
     fused_layers: bool | None = _flag(
         None, MODEL, "Brisk's own kernels for norms, pooling and convolutions.",
         shown="where compiled on CUDA", role="logged",

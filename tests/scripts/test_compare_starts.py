@@ -40,12 +40,8 @@ def test_refusals(refused: Refused, tmp_path: Path) -> None:
     refuse("--data-dir", tmp_path / "none")(f"{tmp_path}/none: no such folder")
 
 
-@pytest.mark.parametrize(
-    ("network", "flags", "message"),
-    [("nonsense", "", "--arch nonsense"), ("test_resnet", "--optimizer 'nonsense'", "--optimizer nonsense")],
-)
-def test_a_launch_that_fails_is_explained(tmp_path: Path, network: str, flags: str, message: str) -> None:
-    words = ("--arch", network, "--flags", flags, "--device", "cpu", "--output-dir", tmp_path)
-    done = launch(*words, program=PROGRAM)
+def test_a_launch_that_fails_is_explained(tmp_path: Path) -> None:
+    flags = ("--arch", "test_resnet", "--flags", "--optimizer 'nonsense'", "--device", "cpu")
+    done = launch(*flags, "--output-dir", tmp_path, program=PROGRAM)
     assert done.status == 1
-    assert f"{network}: exit 2: train.py: {message}" in done.err
+    assert "test_resnet: exit 2: train.py: --optimizer nonsense" in done.err
