@@ -87,7 +87,8 @@ def test_a_new_origin_draws_anew_and_resumes(tmp_path: Path, cpu: DistEnv) -> No
 
 
 @pytest.mark.parametrize(
-    ("decode", "cache"), [("fused", "none"), pytest.param("full", "none", marks=pytest.mark.slow), ("full", "host")]
+    ("decode", "cache"),
+    [("fused", "none"), *(pytest.param("full", cache, marks=pytest.mark.slow) for cache in ("none", "host"))],
 )
 @pytest.mark.parametrize(
     "augment", [pytest.param(name, marks=[] if name == "trivialaugment" else pytest.mark.slow) for name in POLICIES]

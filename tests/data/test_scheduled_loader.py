@@ -26,7 +26,7 @@ def test_settings_of_an_epoch() -> None:
     assert [schedules_agree(config, other, epoch) for epoch in range(4)] == [True, False, False, True]
 
 
-@pytest.mark.parametrize("loader", ["dali", "torch"])
+@pytest.mark.parametrize("loader", ["dali", pytest.param("torch", marks=pytest.mark.slow)])
 def test_a_schedule_continues_bit_for_bit(data: Path, cpu: DistEnv, loader: Any) -> None:
     """Cut within an epoch, at an epoch's end with and without a change, and right after a change."""
     train, _ = scan_splits(data)

@@ -229,7 +229,10 @@ def small_network() -> nn.Module:
 
 
 @pytest.mark.filterwarnings(TORCH_WARNING)
-@pytest.mark.parametrize(("backend", "amp"), [("aot_eager", False), ("aot_eager", True), ("inductor", False)])
+@pytest.mark.parametrize(
+    ("backend", "amp"),
+    [("aot_eager", False), ("aot_eager", True), pytest.param("inductor", False, marks=pytest.mark.slow)],
+)
 def test_one_graph_when_compiled(backend: str, amp: bool) -> None:
     torch.compiler.reset()
     x = draw(2, 3, 24, 24).contiguous(memory_format=torch.channels_last)
