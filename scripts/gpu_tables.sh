@@ -71,7 +71,7 @@ pauses() {
     measure pauses 300 train.py "${flags[@]}" --epochs 3 --resize-schedule 0:96,1:112,2:128 --log-steps 1 \
         --output-dir "$out/sizes"
     [[ -f $out/pauses/summary.json && -f $out/sizes/summary.json ]] || return 0
-    "$PYTHON" - "$out/pauses" "$out/sizes" <<'PYTHON' 2>&1 | tee -a "$out/pauses.log" || true
+    "$PYTHON" - "$out/pauses" "$out/sizes" <<'PYTHON' 2>&1 | tee -a "$out/pauses.log" || failed=1
 import json, pathlib, statistics, sys
 for folder in map(pathlib.Path, sys.argv[1:]):
     files = [(folder / f"{name}.jsonl").read_text().splitlines() for name in ("metrics", "events")]
