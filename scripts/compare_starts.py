@@ -5,7 +5,8 @@
 
 Each network is launched once to compile it, then --launches times with the results of that in the cache, then, with
 --cold, as often with an empty one. Launches of the networks are interleaved. The table has the median of each part, and
-of the whole with its range. Parts are those of the status line; the first batch is a part of the first step.
+of the whole with its range. Parts are those of the status line; the first batch is a part of the first step. A run that
+is too short to be compiled by default is not, unless --flags has --compile.
 """
 
 import dataclasses

@@ -138,14 +138,10 @@ def measure(point: Point, data_dir: Path, gpus: str, options: Options) -> None:
     if point.processes > 1:
         words += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={point.processes}"]
     words += [ROOT / "train.py", "--data-dir", data_dir, "--output-dir", output_dir]
-    words += ["--loader", point.loader, "--epochs", "1", "--cache", "none", "--resume", "none", "--overwrite"]
-    words += [
-        *split_flags("--flags", options.flags),
-        "--batch-size",
-        options.batch_size,
-        "--log-steps",
-        options.log_steps,
-    ]
+    # So many epochs that the step is that of a long run; it is stopped in the first.
+    words += ["--loader", point.loader, "--epochs", "1000", "--cache", "none", "--resume", "none", "--overwrite"]
+    words += split_flags("--flags", options.flags)
+    words += ["--batch-size", options.batch_size, "--log-steps", options.log_steps]
     log = options.output_dir / f"{point.loader}-{point.processes}.log"
     metrics = output_dir / "metrics.jsonl"
     metrics.unlink(missing_ok=True)  # of the round before
