@@ -2,7 +2,7 @@
 # Measures small images, photographs, starts, pauses and recipes on one GPU: the commands behind the tables of
 # docs/internals. Nothing else should run on the machine: starts wait for other processes that start.
 #
-#   scripts/gpu_tables.sh DATA_DIR PHOTOS OUT            # all tables, about an hour
+#   scripts/gpu_tables.sh DATA_DIR PHOTOS OUT            # all tables
 #   scripts/gpu_tables.sh DATA_DIR PHOTOS OUT small128 starts
 #
 # DATA_DIR: Imagenette in ImageFolder layout (train/, val/). PHOTOS: class folders of photographs, not resized ones.
@@ -16,7 +16,7 @@ data=$(realpath -- "$1")
 photos=$(realpath -- "$2")
 out=$(realpath -m -- "$3")
 shift 3
-tables=("${@:-${all[@]}}")
+tables=("$@")
 [[ $# -gt 0 ]] || tables=("${all[@]}")
 for table in "${tables[@]}"; do
     [[ " ${all[*]} " == *" $table "* ]] || { echo "$table: no such table; $usage" >&2 && exit 2; }
