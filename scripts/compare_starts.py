@@ -3,13 +3,16 @@
 
     scripts/compare_starts.py --data-dir /data/imagenet --arch resnet50,efficientnet_b0
 
-Each network is launched once to compile it, then --launches times with the results of that in the cache, then, with
---cold, as often with an empty one. Launches of the networks are interleaved. The table has the median of each part, and
-of the whole with its range. Parts are those of the status line; the first batch is a part of the first step. A run that
-is too short to be compiled by default is not, unless --flags has --compile.
+Each network is launched once to compile it, then --launches times with the results of that in the user's cache. With
+--cold each of --launches has a cache of its own, empty at first, and is followed by one with its results. Launches of
+the networks are interleaved. The table has the median of each part, and of the whole with its range. Parts are those of
+the status line; the first batch is a part of the first step. A run that is too short to be compiled by default is not,
+unless --flags has --compile.
 """
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import statistics
 import sys
@@ -115,14 +118,14 @@ def compare(options: Options) -> None:
     check_writable(options.output_dir)
     stop_on_sigterm()
     starts: dict[tuple[str, str], list[dict[str, float]]] = {}
-    kinds = (WARM, COLD)[: 1 + options.cold]
-    for network in options.networks:
-        time_start(network, options, None)
-    for launch in range(options.launches):
+    if not options.cold:
         for network in options.networks:
-            for kind in kinds:
-                with tempfile.TemporaryDirectory(prefix="compiled-") as folder:
-                    found = time_start(network, options, Path(folder) if kind == COLD else None)
+            time_start(network, options, None)
+    for launch, network in itertools.product(range(options.launches), options.networks):
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="compiled-")) if options.cold else None
+            for kind in (COLD, WARM) if options.cold else (WARM,):
+                found = time_start(network, options, Path(folder) if folder else None)
                 starts.setdefault((network, kind), []).append(found)
                 by_network: dict[str, Any] = {}
                 for (each, its_kind), launches in starts.items():
