@@ -20,7 +20,7 @@ INTERPRETED = """
 import tests.data.test_crop_resize as tests
 from utils.data import crop_kernel
 
-crop_kernel.BLOCK = 16  # several blocks of a row
+crop_kernel.ROWS, crop_kernel.COLUMNS = 4, 4  # several tiles of an image, which it does not fill
 tests.check_kernel("cpu", size=6, count=4, longest=15)
 print("all agree")
 """

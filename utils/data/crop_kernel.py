@@ -7,7 +7,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-BLOCK = 256  # elements of a row that one program makes
+ROWS, COLUMNS = 16, 32  # pixels that one program makes: 4 rows of a column by each of its 128 threads
 
 
 @triton.jit
@@ -18,11 +18,11 @@ def _weight(position, centre, support, size):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _resize_crops(pixels_ptr, crops_ptr, out_ptr, N, S: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Elements of one row of one image. Column and channel make one flat index, as in the memory of both images."""
-    image, i = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    flat = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    column, channel = flat // 3, flat % 3
+def _resize_crops(pixels_ptr, crops_ptr, out_ptr, N, S: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A tile of one image. A pixel beyond the crop is one at its border, without weight."""
+    image = tl.program_id(0).to(tl.int64)
+    i = tl.minimum(tl.program_id(1) * ROWS + tl.arange(0, ROWS), S - 1)[:, None]  # beyond the image: its last row
+    j = tl.minimum(tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS), S - 1)[None, :]
     crops_ptr += image
     pixels_ptr += tl.load(crops_ptr) * 3
     stride = tl.load(crops_ptr + N) * 3
@@ -31,37 +31,46 @@ def _resize_crops(pixels_ptr, crops_ptr, out_ptr, N, S: tl.constexpr, BLOCK: tl.
     scale_y, scale_x = height.to(tl.float32) / S, width.to(tl.float32) / S
     support_y, support_x = tl.maximum(scale_y, 1.0), tl.maximum(scale_x, 1.0)
     centre_y = (i + 0.5) * scale_y
-    centre_x = (tl.where(is_mirrored, S - 1 - column, column) + 0.5) * scale_x
+    centre_x = (tl.where(is_mirrored, S - 1 - j, j) + 0.5) * scale_x
     first_y = tl.floor(centre_y - support_y + 0.5).to(tl.int32)
     first_x = tl.floor(centre_x - support_x + 0.5).to(tl.int32)
-    taps_y, taps_x = tl.ceil(2 * support_y).to(tl.int32) + 1, tl.ceil(2 * support_x).to(tl.int32) + 1
-    total = tl.zeros((BLOCK,), tl.float32)
-    weights_x = tl.zeros((BLOCK,), tl.float32)
-    weights_y = 0.0
+    taps_y, taps_x = tl.ceil(2 * support_y).to(tl.int32), tl.ceil(2 * support_x).to(tl.int32)
+    weights_y, weights_x = tl.zeros((ROWS, 1), tl.float32), tl.zeros((1, COLUMNS), tl.float32)
     for tap in range(0, taps_x):
         weights_x += _weight(first_x + tap, centre_x, support_x, width)
+    red = tl.zeros((ROWS, COLUMNS), tl.float32)
+    green, blue = red, red
     for tap_y in range(0, taps_y):
         y = first_y + tap_y
-        weight_y = _weight(y, centre_y, support_y, height)
-        row = tl.zeros((BLOCK,), tl.float32)
-        columns = tl.where((y >= 0) & (y < height), width, 0)  # a row beyond the crop has none
+        row_ptr = pixels_ptr + tl.minimum(tl.maximum(y, 0), height - 1) * stride
+        row_red = tl.zeros((ROWS, COLUMNS), tl.float32)
+        row_green, row_blue = row_red, row_red
         for tap_x in range(0, taps_x):
             x = first_x + tap_x
-            inside = (x >= 0) & (x < columns) & (column < S)
-            pixel = tl.load(pixels_ptr + y * stride + x * 3 + channel, inside, 0).to(tl.float32)
-            row += _weight(x, centre_x, support_x, width) * pixel
-        total += weight_y * row
+            pixel_ptr = row_ptr + tl.minimum(tl.maximum(x, 0), width - 1) * 3
+            weight_x = _weight(x, centre_x, support_x, width)
+            row_red += weight_x * tl.load(pixel_ptr).to(tl.float32)
+            row_green += weight_x * tl.load(pixel_ptr + 1).to(tl.float32)
+            row_blue += weight_x * tl.load(pixel_ptr + 2).to(tl.float32)
+        weight_y = _weight(y, centre_y, support_y, height)
+        red += weight_y * row_red
+        green += weight_y * row_green
+        blue += weight_y * row_blue
         weights_y += weight_y
-    out = (image * S + i) * S * 3 + flat
-    tl.store(out_ptr + out, (total / (weights_x * weights_y) + 0.5).to(tl.uint8), column < S)
+    weights = weights_x * weights_y
+    out_ptr += ((image * S + i) * S + j) * 3
+    tl.store(out_ptr, (red / weights + 0.5).to(tl.uint8))
+    tl.store(out_ptr + 1, (green / weights + 0.5).to(tl.uint8))
+    tl.store(out_ptr + 2, (blue / weights + 0.5).to(tl.uint8))
 
 
 def launch_resize(pixels: Tensor, crops: Tensor, size: int) -> Tensor:
     """As `utils.data.crop_resize.resize_crops`."""
     count = crops.shape[1]
     out = torch.empty((count, size, size, 3), dtype=torch.uint8, device=pixels.device)
+    grid = count, triton.cdiv(size, ROWS), triton.cdiv(size, COLUMNS)
     with torch.cuda.device(pixels.device) if pixels.is_cuda else contextlib.nullcontext():
-        _resize_crops[(count, size, triton.cdiv(size * 3, BLOCK))](
-            pixels, crops, out, count, S=size, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=True
+        _resize_crops[grid](
+            pixels, crops, out, count, S=size, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4, enable_fp_fusion=True
         )
     return out.permute(0, 3, 1, 2)
