@@ -38,6 +38,7 @@ from utils.data.dali import (
     pipeline_options,
     remove_generated_files,
     run_pipeline,
+    train_pipeline_options,
 )
 from utils.data.decode_pool import identify_bad_file
 from utils.data.feed import BaseFeed
@@ -121,6 +122,7 @@ class Feed(BaseFeed):
     create_train_loader, create_val_loader = create_train_loader, create_val_loader
 
 
+@dali.pipeline.do_not_convert  # type: ignore[untyped-decorator]
 def _random_crops(source: Any, config: ResolvedConfig, device: str) -> Any:
     """Random resized crops of encoded or cached images, mirrored at random: uint8 HWC (image_size, image_size, 3).
 
@@ -154,7 +156,7 @@ def _train_images(source: Any, config: ResolvedConfig, device: str) -> Any:
     return apply_color_jitter(apply_policy(images, config), config.color_jitter)
 
 
-@dali.pipeline_def(exec_dynamic=True, enable_checkpointing=True, enable_conditionals=True)  # type: ignore[untyped-decorator]
+@dali.pipeline_def(exec_dynamic=True, enable_checkpointing=True)  # type: ignore[untyped-decorator]
 def train_pipeline(source: Callable[[BatchInfo], Any], config: ResolvedConfig, device: str) -> Any:
     """Random crop, flip, `--transform`, policy and colour jitter of `source`: uint8 NHWC images, int64 (N, 1) targets.
 
@@ -164,7 +166,7 @@ def train_pipeline(source: Callable[[BatchInfo], Any], config: ResolvedConfig, d
     return _train_images(images, config, device), on_device(targets, device)
 
 
-@dali.pipeline_def(exec_dynamic=True, enable_conditionals=True)  # type: ignore[untyped-decorator]
+@dali.pipeline_def(exec_dynamic=True)  # type: ignore[untyped-decorator]
 def proxy_pipeline(config: ResolvedConfig, manifest: Manifest, device: str) -> Any:
     """The images of `train_pipeline`, for a DALI server that torch's DataLoader workers send requests to."""
     return _train_images(requested_images(manifest), config, device)
@@ -203,7 +205,7 @@ def val_pipeline(source: Callable[[BatchInfo], Any], config: ResolvedConfig, dev
     return _val_images(jpegs, config, device), on_device(targets, device)
 
 
-@dali.pipeline_def(exec_dynamic=True, enable_checkpointing=True, enable_conditionals=True)  # type: ignore[untyped-decorator]
+@dali.pipeline_def(exec_dynamic=True, enable_checkpointing=True)  # type: ignore[untyped-decorator]
 def stock_train_pipeline(reader: dict[str, Any], config: ResolvedConfig, device: str) -> Any:
     """The graph of NVIDIA's examples, from files to uint8 NHWC images and int64 (N, 1) targets.
 
@@ -303,7 +305,7 @@ class DaliTrainLoader:
             config,
             dali_device(env),
             checkpoint=None if blob is None else bytes(blob.numpy()),
-            **pipeline_options(config, env) | {"seed": seed},
+            **train_pipeline_options(config, env, seed),
         )
         pipeline.build()
         remove_generated_files()

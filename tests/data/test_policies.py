@@ -27,8 +27,9 @@ import pipelines
 from tests.conftest import resolved
 from utils.config import ResolvedConfig
 from utils.data import policies
-from utils.data.dali import remove_generated_files
+from utils.data.dali import remove_generated_files, train_pipeline_options
 from utils.data.torch_loader import torch_train_transform
+from utils.distributed.group import DistEnv
 
 ImageInfo = NDArray[np.uint8]  # (H, W, 3)
 Step = tuple[str, int, int]  # torchvision's operation, bin of its magnitude, sign
@@ -80,10 +81,9 @@ def info(side: int, seed: int = 0) -> ImageInfo:
 def by_dali(pictures: list[ImageInfo], policy: str, runs: int = 1, **values: Any) -> list[ImageInfo]:
     """The pictures, `runs` times augmented by the pipeline that trains; `values` are flags."""
     targets = [np.zeros(1, dtype=np.int64)] * len(pictures)
-    pipeline = pipelines.train_pipeline(
-        lambda _: (pictures, targets), config_for(policy, pictures[0].shape[0], **values), "cpu",
-        batch_size=len(pictures), num_threads=2, device_id=None, seed=0, prefetch_queue_depth=1,
-    )  # fmt: skip
+    config = config_for(policy, pictures[0].shape[0], **values, batch_size=len(pictures), workers=2, prefetch=1)
+    options = train_pipeline_options(config, DistEnv.single(torch.device("cpu")), seed=0)
+    pipeline = pipelines.train_pipeline(lambda _: (pictures, targets), config, "cpu", **options)
     pipeline.build()
     remove_generated_files()
     batches = (pipeline.run()[0] for _ in range(runs))

@@ -39,7 +39,7 @@ def decoder_options(hw_decoder_load: float, device: str) -> dict[str, Any]:
 
 
 def pipeline_options(config: ResolvedConfig, env: DistEnv) -> dict[str, Any]:
-    """Options of a pipeline that decodes. Its seed is 0; training pipelines replace it, the others draw nothing."""
+    """Options of a pipeline that decodes. Its seed is 0, for those that draw nothing."""
     return {
         "batch_size": config.batch_size,
         "num_threads": config.workers,
@@ -47,6 +47,16 @@ def pipeline_options(config: ResolvedConfig, env: DistEnv) -> dict[str, Any]:
         "seed": 0,
         "prefetch_queue_depth": config.prefetch,
     }
+
+
+def train_pipeline_options(config: ResolvedConfig, env: DistEnv, seed: int) -> dict[str, Any]:
+    """Options of a pipeline of training images.
+
+    Conditionals only where images can be treated differently: for them DALI translates the Python code of the graph,
+    which takes longer than everything else that builds it.
+    """
+    conditionals = config.augment != "none" or config.transform is not None or config.color_jitter > 0
+    return pipeline_options(config, env) | {"seed": seed, "enable_conditionals": conditionals}
 
 
 def interpolation_of(name: str) -> Any:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from nvidia.dali import fn, types
 from nvidia.dali.auto_aug import augmentations as ops
 from nvidia.dali.auto_aug import auto_augment, rand_augment, trivial_augment
-from nvidia.dali.auto_aug.core import Policy, augmentation, select, signed_bin
+from nvidia.dali.auto_aug.core import Policy, _Augmentation, augmentation, select, signed_bin
 from PIL import Image, ImageFilter
 from torchvision.transforms import v2
 
@@ -158,12 +158,14 @@ def _blur(images: Any, sigma: Any) -> Any:
     return fn.gaussian_blur(images, sigma=sigma)
 
 
+@dali.pipeline.do_not_convert  # type: ignore[untyped-decorator]
 def _imagenet_policy(image_size: int) -> Any:
     by_name = operations("autoaugment", image_size)
     sub_policies = [[(by_name[name], chance, magnitude) for name, chance, magnitude in each] for each in IMAGENET]
     return Policy("ImageNet", IMAGENET_BINS, sub_policies)
 
 
+@dali.pipeline.do_not_convert  # type: ignore[untyped-decorator]
 def operations(policy: str, image_size: int) -> dict[str, Any]:
     """DALI's augmentations with torchvision's magnitudes, by name.
 
@@ -191,7 +193,8 @@ def operations(policy: str, image_size: int) -> dict[str, Any]:
         "auto_contrast": ops.auto_contrast,
         "equalize": equalize,
     }
-    return found | ({"invert": ops.invert} if policy == "autoaugment" else {"identity": ops.identity})
+    found |= {"invert": ops.invert} if policy == "autoaugment" else {"identity": ops.identity}
+    return {name: each.augmentation(augmentation_cls=_Operation) for name, each in found.items()}
 
 
 def _steps(first: float, last: float, bins: int) -> NDArray[np.float32]:
@@ -210,6 +213,22 @@ def _whole_pixels_y(shift: float) -> NDArray[np.float32]:
 
 def _least_inverted(threshold: float) -> NDArray[np.float32]:
     return np.array(np.ceil(255 * float(threshold)), dtype=np.float32)
+
+
+class _Operation(_Augmentation):  # type: ignore[misc]
+    """DALI's Augmentation, without AutoGraph: no operation has a branch that depends on an image.
+
+    AutoGraph follows each call of Python, some 600 for the magnitudes of a policy, which takes most of the time that a
+    pipeline needs to be built.
+    """
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return _apply_unconverted(self, args, options)
+
+
+@dali.pipeline.do_not_convert  # type: ignore[untyped-decorator]
+def _apply_unconverted(operation: _Operation, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    return _Augmentation.__call__(operation, *args, **options)
 
 
 @augmentation  # type: ignore[untyped-decorator]

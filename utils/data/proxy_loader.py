@@ -12,7 +12,7 @@ from torch import Tensor
 
 from utils.config import ResolvedConfig
 from utils.data.batch import Batch
-from utils.data.dali import dali_device, pipeline_options, remove_generated_files
+from utils.data.dali import dali_device, remove_generated_files, train_pipeline_options
 from utils.data.decode_pool import identify_bad_file
 from utils.data.manifest import Manifest
 from utils.data.reader import request_of
@@ -80,7 +80,7 @@ class ProxyTrainLoader:
 
     def _epoch_pipeline(self, epoch: int, batch: int) -> Any:
         seed = derive_seed(Stream.PROXY, self._config.seed, self._env.rank, epoch, batch)
-        options = pipeline_options(self._config, self._env) | {"seed": seed}
+        options = train_pipeline_options(self._config, self._env, seed)
         pipeline = self._create_pipeline(self._config, self._manifest, dali_device(self._env), **options)
         remove_generated_files()
         return pipeline

@@ -17,7 +17,13 @@ from nvidia.dali.plugin.pytorch import DALIClassificationIterator, LastBatchPoli
 
 from utils.config import ResolvedConfig
 from utils.data.batch import Batch
-from utils.data.dali import dali_device, on_device, pipeline_options, remove_generated_files
+from utils.data.dali import (
+    dali_device,
+    on_device,
+    pipeline_options,
+    remove_generated_files,
+    train_pipeline_options,
+)
 from utils.data.decode_pool import identify_bad_file
 from utils.data.formats.folder import FileTable
 from utils.data.manifest import Manifest
@@ -87,7 +93,7 @@ class StockTrainLoader:
             config,
             dali_device(env),
             checkpoint=None if state is None else bytes(state["dali"].numpy()),
-            **pipeline_options(config, env) | {"seed": derive_seed(Stream.DALI, config.seed, env.rank, 0, step)},
+            **train_pipeline_options(config, env, derive_seed(Stream.DALI, config.seed, env.rank, 0, step)),
         )
         self._iterator = _iterator(pipeline, LastBatchPolicy.FILL)
         remove_generated_files()
