@@ -48,4 +48,5 @@ use_environment() {
     # Bytecode on all cores, where pip uses one. Packages have files for other Pythons, which fail.
     "$PYTHON" -m compileall -q -j 0 .venv/lib >/dev/null || true
     echo "$expected" >"$stamp"
+    [[ $requirements != requirements-dev.txt ]] || echo "$expected" >.venv/.installed-requirements # which that includes
 }
