@@ -44,9 +44,6 @@ use_environment() {
         return
     fi
     echo "installing $requirements (the first time this takes minutes)"
-    "$PYTHON" -m pip install --quiet --no-input --disable-pip-version-check --no-compile -r "$requirements" -c constraints.txt
-    # Bytecode on all cores, where pip uses one. Packages have files for other Pythons, which fail.
-    "$PYTHON" -m compileall -q -j 0 .venv/lib >/dev/null || true
+    "$PYTHON" -m pip install --quiet --no-input --disable-pip-version-check -r "$requirements" -c constraints.txt
     echo "$expected" >"$stamp"
-    [[ $requirements != requirements-dev.txt ]] || echo "$expected" >.venv/.installed-requirements # which that includes
 }
