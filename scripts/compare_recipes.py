@@ -127,12 +127,9 @@ def _finish(options: Options, name: str, seed: int, status: int) -> None:
         raise RunFailed(f"{name}, seed {seed}: exit {status}, see {folder / 'log.txt'}")
     for path in folder.glob("*.pt"):
         path.unlink()
-    results = read_results(options)
-    write_json(options.output_dir / "recipes.json", results)
-    print(
-        f"{name}, seed {seed}: top-1 {results[name][-1]['top1']:.2f} %, {results[name][-1]['seconds']:.1f} s",
-        flush=True,
-    )
+    write_json(options.output_dir / "recipes.json", read_results(options))
+    result = json.loads((folder / SUMMARY).read_text())
+    print(f"{name}, seed {seed}: top-1 {result['top1']:.2f} %, {result['seconds']:.1f} s", flush=True)
 
 
 def read_results(options: Options) -> Results:

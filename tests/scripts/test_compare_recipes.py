@@ -34,6 +34,18 @@ def test_a_difference_has_its_standard_error() -> None:
     assert cells(list(table({"a": results(1), "b": results(1)})))[1][3:5] == ["+0.00", "yes"]
 
 
+def test_each_line_has_the_result_of_its_own_seed(tmp_path: Path) -> None:
+    """Also where a later seed was done before it."""
+    for seed, result in enumerate(results(1, 2, 3)):
+        (tmp_path / f"a-{seed}").mkdir()
+        (tmp_path / f"a-{seed}" / "summary.json").write_text(json.dumps(result))
+    done = launch("--data-dir", tmp_path, "--output-dir", tmp_path, "--seeds", 3, "a", program=PROGRAM)
+    assert done.status == 0, done.err
+    assert done.out.splitlines()[:3] == [
+        f"a, seed {seed}: top-1 {seed + 1:.2f} %, {seed + 11:.1f} s" for seed in range(3)
+    ]
+
+
 @pytest.mark.slow  # four runs
 def test_all_seeds_are_trained_once(data: Path, tmp_path: Path) -> None:
     base = ("--data-dir", data, "--output-dir", tmp_path, "--flags", TINY, "--seeds", 2, "--jobs", 2)
