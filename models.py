@@ -22,7 +22,8 @@ from utils.config import ResolvedConfig
 from utils.distributed.collectives import sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import UserError, first_line
-from utils.network.fused_layers import swap_fused_layers
+from utils.network.fused_layers import depthwise_shapes, swap_fused_layers
+from utils.network.gradients import AMP_DTYPES
 from utils.network.timm_config import read_timm_config
 from utils.network.variants import apply_variants
 from utils.schedules import size_schedule
@@ -354,21 +355,26 @@ def create_network(
             network = load_pretrained(config, model, classes)
         apply_variants(network.model, config, env)
         network.model.train(not config.evaluate)
-        output = check_input(network.model, config.arch, config.image_size, config.batch_size)
+        with depthwise_shapes(network.model) as shapes:
+            output = check_input(network.model, config.arch, config.image_size, config.batch_size)
+            for size in size_schedule(config).values():
+                check_input(network.model, config.arch, size, config.batch_size, "--resize-schedule, image size")
+            if config.val_image_size != config.image_size:
+                check_input(network.model, config.arch, config.val_image_size, config.batch_size, "--val-image-size")
         if config.model_args and getattr(output, "shape", ())[1:] != (config.num_classes,):
             raise UserError(
                 f"--model-args {config.model_args}: {config.arch} has no logits of {config.num_classes} classes with "
                 "it; leave out what changes the head"
             )
-        for size in size_schedule(config).values():
-            check_input(network.model, config.arch, size, config.batch_size, "--resize-schedule, image size")
-        if config.val_image_size != config.image_size:
-            check_input(network.model, config.arch, config.val_image_size, config.batch_size, "--val-image-size")
     if saved is not None:
         network = network._replace(normalization=saved)
     network.model.to(env.device)
     if config.fused_layers:
         swap_fused_layers(network.model)
+    if config.fused_layers and env.device.type == "cuda" and shapes:
+        from utils.network.kernels.depthwise import compile_depthwise
+
+        compile_depthwise(shapes, AMP_DTYPES[config.amp], env.device, config.workers, not config.evaluate)
     return network
 
 

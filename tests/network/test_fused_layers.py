@@ -135,6 +135,19 @@ def test_depthwise(channels: int, kernel: int, stride: int, height: int, width: 
     check_same(conv, draw(3, channels, height, width), layers.DepthwiseConv2d)
 
 
+def test_shapes_of_depthwise_convolutions_are_noted() -> None:
+    """Those that are swapped, each once, of all passes within the block."""
+    same = nn.Conv2d(8, 8, 3, padding=1, groups=8)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), same, same, nn.Conv2d(8, 8, 5, 2, 2, groups=8), nn.Conv2d(8, 8, 7, groups=8)
+    )
+    with layers.depthwise_shapes(model) as shapes:
+        for size in (18, 22):
+            model(torch.zeros(2, 3, size, size + 2))
+    model(torch.zeros(2, 3, 40, 40))
+    assert shapes == {(8, side, side + 2, *kind) for side in (16, 20) for kind in ((3, 1), (5, 2))}
+
+
 @pytest.mark.parametrize(
     "module",
     [

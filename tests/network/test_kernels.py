@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from models import check_input, create_model
 from tests.harness import launch
 from tests.network.tensors import FILTERS, NORMS, draw, error
 from utils.network import fused_ops
+from utils.network.fused_layers import depthwise_shapes, swap_fused_layers
 
 INTERPRETED = """
 import torch
@@ -115,3 +117,24 @@ def test_pool_kernels_on_the_gpu(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_depthwise_kernels_on_the_gpu(dtype: torch.dtype) -> None:
     check_depthwise_kernels("cuda", [*FILTERS, (96, 3, 2, 28, 28), (240, 5, 1, 14, 14), (1152, 5, 1, 7, 7)], dtype)
+
+
+@pytest.mark.gpu
+def test_a_step_finds_its_depthwise_kernels_compiled() -> None:
+    from utils.network.kernels import depthwise as kernels
+
+    def compiled() -> list[int]:
+        return [len(kernel.device_caches[0][0]) for kernel in (kernels._depthwise, kernels._depthwise_input_grad)]
+
+    model = create_model("efficientnet_b0", 10)
+    with depthwise_shapes(model) as shapes:
+        check_input(model, "efficientnet_b0", 96, 8)
+    before = compiled()
+    kernels.compile_depthwise(shapes, torch.bfloat16, torch.device("cuda", 0), 4, with_gradients=True)
+    found = compiled()
+    assert [after - count for after, count in zip(found, before, strict=True)] == [12, 4]
+    images = torch.zeros(8, 3, 96, 96, device="cuda").contiguous(memory_format=torch.channels_last)
+    model = swap_fused_layers(model.cuda())
+    with torch.autocast("cuda", torch.bfloat16):
+        model(images).sum().backward()
+    assert compiled() == found

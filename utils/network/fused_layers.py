@@ -1,7 +1,8 @@
 """Fused layers: batch norm, max pool and convolutions that compute what torch's do, in fewer passes over memory."""
 
-from collections.abc import Collection
-from typing import Literal, cast
+import contextlib
+from collections.abc import Collection, Iterator
+from typing import Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -96,6 +97,32 @@ class DepthwiseConv2d(nn.Conv2d):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         y = _depthwise(x, self.weight, self.stride[0])
         return y if self.bias is None else y + _column(self.bias).to(y.dtype)
+
+
+class DepthwiseShape(NamedTuple):
+    """What a depthwise convolution's kernels are compiled for; the input is (N, channels, height, width)."""
+
+    channels: int
+    height: int
+    width: int
+    kernel: int
+    stride: int
+
+
+@contextlib.contextmanager
+def depthwise_shapes(model: nn.Module) -> Iterator[set[DepthwiseShape]]:
+    """The shapes that meet, within the block, convolutions of `model` that `swap_fused_layers` would take."""
+    found: set[DepthwiseShape] = set()
+
+    def note(conv: nn.Conv2d, args: tuple[Tensor]) -> None:
+        _, channels, height, width = args[0].shape
+        found.add(DepthwiseShape(channels, height, width, conv.kernel_size[0], conv.stride[0]))
+
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            if type(module) is nn.Conv2d and _is_depthwise(module):
+                stack.callback(module.register_forward_pre_hook(note).remove)
+        yield found
 
 
 # Swapping them in.

@@ -4,13 +4,20 @@ Within a row of an image, pixel and channel make one flat index, so that tiles a
 number of channels are; taps are (K, K, C).
 """
 
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
+from utils.network.fused_layers import DepthwiseShape
 from utils.network.kernels.tensors import channels_last, empty_images, is_inside, on_device_of
 
 STRIP = 7  # output rows of one program, which share their input rows
+BLOCK = 512  # elements of a row that one program makes
+WARPS = 2
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -72,11 +79,10 @@ def depthwise(x: Tensor, taps: Tensor, stride: int) -> Tensor:
     images, channels, height, width = x.shape
     out_height, out_width = (height - 1) // stride + 1, (width - 1) // stride + 1
     y = empty_images(images, channels, out_height, out_width, like=x)
-    block = 512
     with on_device_of(x):
-        _depthwise[(triton.cdiv(out_width * channels, block), triton.cdiv(out_height, STRIP), images)](
+        _depthwise[(triton.cdiv(out_width * channels, BLOCK), triton.cdiv(out_height, STRIP), images)](
             x, taps, y, height, width, out_height,
-            OW=out_width, C=channels, K=taps.shape[0], S=stride, STRIP=STRIP, BLOCK=block, num_warps=2,
+            OW=out_width, C=channels, K=taps.shape[0], S=stride, STRIP=STRIP, BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip
     return y
 
@@ -86,9 +92,35 @@ def depthwise_input_grad(dy: Tensor, taps: Tensor, height: int, width: int) -> T
     dy, taps = channels_last(dy), taps.contiguous()
     images, channels, out_height, out_width = dy.shape
     dx = empty_images(images, channels, height, width, like=dy)
-    block = 512
     with on_device_of(dy):
-        _depthwise_input_grad[(triton.cdiv(out_width * channels, block), out_height, images)](
-            dy, taps, dx, height, width, out_height, OW=out_width, C=channels, K=taps.shape[0], BLOCK=block, num_warps=2
-        )
+        _depthwise_input_grad[(triton.cdiv(out_width * channels, BLOCK), out_height, images)](
+            dy, taps, dx, height, width, out_height,
+            OW=out_width, C=channels, K=taps.shape[0], BLOCK=BLOCK, num_warps=WARPS,
+        )  # fmt: skip
     return dx
+
+
+def compile_depthwise(
+    shapes: Iterable[DepthwiseShape], dtype: torch.dtype, device: torch.device, threads: int, with_gradients: bool
+) -> None:
+    """Compile the kernels of convolutions of `shapes` side by side; launches would compile one after the other.
+
+    Args:
+        shapes: each kind once.
+        dtype: of the input.
+        device: a CUDA device.
+        threads: how many compile.
+        with_gradients: whether the input's gradient is wanted, too.
+    """
+    with torch.cuda.device(device), ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool):
+        for channels, height, width, kernel, stride in shapes:
+            out_height, out_width = (height - 1) // stride + 1, (width - 1) // stride + 1
+            _depthwise.warmup(
+                dtype, dtype, dtype, height, width, out_height,
+                OW=out_width, C=channels, K=kernel, S=stride, STRIP=STRIP, BLOCK=BLOCK, num_warps=WARPS, grid=(1,),
+            )  # fmt: skip
+            if with_gradients and stride == 2:  # that of stride 1 is the same kernel
+                _depthwise_input_grad.warmup(
+                    dtype, dtype, dtype, height, width, out_height,
+                    OW=out_width, C=channels, K=kernel, BLOCK=BLOCK, num_warps=WARPS, grid=(1,),
+                )  # fmt: skip
