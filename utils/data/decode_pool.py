@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import itertools
+import math
 import os
 import re
 import time
@@ -26,7 +27,7 @@ from utils.errors import BadFile
 
 CHUNK = 8  # images that a process gets at once
 _DECORATION = re.compile(r"\x1b\[[\d;]*m|\[\w+\] ?|Could not .* stream - ")
-BAD_FILE_SEARCH_TIMEOUT = 5.0  # for finding the file that a loader failed on
+BAD_FILE_SEARCH_TIMEOUT = 5.0  # for finding the file that a loader failed on, from the first that is decoded
 
 
 class FileReport(NamedTuple):
@@ -150,9 +151,10 @@ def identify_bad_file(
         records = [manifest.record(int(index)) for indices in ahead for index in indices]
         message = str(error)
         records.sort(key=lambda record: record.name not in message)  # DALI names the file of some errors
-        deadline = time.monotonic() + BAD_FILE_SEARCH_TIMEOUT
+        deadline = math.inf
         with contextlib.closing(decode_files(records, decoder_of(config.loader).decode, config.workers)) as reports:
             for position, report in reports:
+                deadline = min(deadline, time.monotonic() + BAD_FILE_SEARCH_TIMEOUT)
                 if report.bad is not None:
                     raise BadFile(records[position].name, report.bad, env.rank, config.evaluate) from error
                 if time.monotonic() > deadline:
