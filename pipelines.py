@@ -100,8 +100,11 @@ def create_train_loader(
     return open_loader(config, first_batch, state)
 
 
-def create_val_loader(config: ResolvedConfig, manifest: Manifest, env: DistEnv) -> ValLoader:
-    """The validation loader that `config.loader` names; `proxy` validates with plain DALI."""
+def create_val_loader(config: ResolvedConfig, manifest: Manifest, env: DistEnv, keep: bool = False) -> ValLoader:
+    """The validation loader that `config.loader` names; `proxy` validates with plain DALI.
+
+    `keep` says whether DALI's batches stay on the device after the first pass, if they fit; with `--cache gpu` they do.
+    """
     if config.loader == "synthetic":
         return SyntheticValLoader(config, manifest, env)
     if config.loader == "torch":
@@ -109,7 +112,8 @@ def create_val_loader(config: ResolvedConfig, manifest: Manifest, env: DistEnv) 
     if config.loader == "stock":
         return StockValLoader(config, manifest, env, stock_val_pipeline)
     loader = DaliValLoader(config, manifest, env)
-    return MemoryValLoader(loader, config, manifest, env) if config.cache == "gpu" and not config.evaluate else loader
+    keep = (keep or config.cache == "gpu") and not config.evaluate
+    return MemoryValLoader(loader, config, manifest, env) if keep else loader
 
 
 class Feed(BaseFeed):

@@ -29,7 +29,7 @@ import pipelines
 from utils.cli import TRAIN
 from utils.config import ResolvedConfig, TrainConfig
 from utils.data.sampler import create_sampler
-from utils.data.settings import LoaderSettings, with_val_batch
+from utils.data.settings import LoaderSettings, keeps_val_batches, with_val_batch
 from utils.data.splits import Splits, check_files, initial_manifest, read_data, select_images
 from utils.data.staging import stage
 from utils.data.user_code import check_user_code
@@ -140,7 +140,7 @@ def build(
     net = distribute(state.model, config, env, stream)
     schedule = create_schedule(config, state.optimizer, sampler.steps_per_epoch)
     show_startup("opening the loaders")
-    val_loader = pipelines.create_val_loader(with_val_batch(config), splits["val"], env)
+    val_loader = pipelines.create_val_loader(with_val_batch(config), splits["val"], env, keeps_val_batches(config, env))
     with on_stream(stream):
         loader_state = restore(state, net, saved, config, identity, sampler)
     first_batch = state.step * config.grad_accum_steps

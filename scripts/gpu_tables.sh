@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Measures small images, photographs, starts, pauses and recipes on one GPU: the commands behind the tables of
-# docs/internals. Nothing else should run on the machine: starts wait for other processes that start.
+# Measures small images, photographs, evaluations, starts, pauses and recipes on one GPU: the commands behind the tables
+# of docs/internals. Nothing else should run on the machine: starts wait for other processes that start.
 #
 #   scripts/gpu_tables.sh DATA_DIR PHOTOS OUT            # all tables
 #   scripts/gpu_tables.sh DATA_DIR PHOTOS OUT small128 starts
@@ -9,7 +9,7 @@
 # Each table goes to OUT/NAME.log; OUT/table.txt has all of this call. Exit status 1 if one failed.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-all=(small64 small128 photos starts pauses recipes feeds)
+all=(small64 small128 photos evaluations starts pauses recipes feeds)
 usage="usage: scripts/gpu_tables.sh DATA_DIR PHOTOS OUT [TABLE...], where TABLE is one of ${all[*]}"
 [[ $# -ge 3 && -d $1/train && -d $1/val && -d $2 ]] || { echo "$usage" >&2 && exit 2; }
 data=$(realpath -- "$1")
@@ -62,32 +62,95 @@ starts() {
         --flags "--epochs 5" --device cuda --output-dir "$out/starts-short"
 }
 
-# Between the last step of an epoch and the first of the next, without evaluations; between two image sizes with them.
-pauses() {
-    local flags=(--data-dir "$data" --arch resnet50 --image-size 128 --val-resize 146 --batch-size 128 --lr 0.1
-        --device cuda --seed 0)
-    rm -rf "$out/pauses" "$out/sizes"
-    measure pauses 300 train.py "${flags[@]}" --epochs 8 --eval-every 8 --output-dir "$out/pauses"
-    measure pauses 300 train.py "${flags[@]}" --epochs 3 --resize-schedule 0:96,1:112,2:128 --log-steps 1 \
-        --output-dir "$out/sizes"
-    [[ -f $out/pauses/summary.json && -f $out/sizes/summary.json ]] || return 0
-    "$PYTHON" - "$out/pauses" "$out/sizes" <<'PYTHON' 2>&1 | tee -a "$out/pauses.log" || failed=1
-import json, pathlib, statistics, sys
-for folder in map(pathlib.Path, sys.argv[1:]):
-    files = [(folder / f"{name}.jsonl").read_text().splitlines() for name in ("metrics", "events")]
-    metrics, events = ([json.loads(line) for line in lines] for lines in files)
-    steps = [line for line in metrics if "train/loss" in line]
-    seconds = [event["seconds"] for event in events if event["event"] in ("started", "finished")]
-    first_step = events[0]["first_step_seconds"]
-    busy = sum(line["seconds"] for line in steps) - first_step + sum(line.get("val/seconds", 0) for line in metrics)
-    last = metrics[-1]["epoch"]
-    print(f"{folder.name}: {(seconds[-1] - seconds[0] - busy) / last:.3f} s an epoch outside of steps and evaluations,")
-    print("  of which saves", *(line["checkpoint_seconds"] for line in steps if line["checkpoint_seconds"]))
-    if len(steps) == metrics[-1]["step"]:  # --log-steps 1
-        by_epoch = [[line["seconds"] for line in steps if line["epoch"] == epoch + 1] for epoch in range(last)]
-        for epoch, (first, *others) in enumerate(by_epoch[1:], 2):
-            print(f"  epoch {epoch}: first step {first:.3f} s, median of the others {statistics.median(others):.3f} s")
+# 50,000 validation images: the loop alone, on one batch of random images, and with DALI, which decodes them once.
+evaluations() {
+    local arch loader
+    rm -rf "$out/images" "$out"/evaluations-*
+    "$PYTHON" - "$photos" "$out/images" <<'PYTHON'
+import itertools, pathlib, sys
+source, target = map(pathlib.Path, sys.argv[1:])
+photos = sorted(path for path in source.rglob("*") if path.is_file())
+for split, count in (("train", 2560), ("val", 50000)):
+    for number, photo in zip(range(count), itertools.cycle(photos)):
+        link = target / split / photo.parent.name / f"{number}{photo.suffix}"
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(photo)
 PYTHON
+    for arch in resnet50 efficientnet_b0 resnet18; do
+        for loader in synthetic dali; do
+            measure evaluations 200 train.py --data-dir "$out/images" --arch $arch --epochs 6 --batch-size 256 \
+                --lr 0.1 --no-compile --cache none --loader $loader --device cuda --seed 0 \
+                --output-dir "$out/evaluations-$arch-$loader"
+        done
+    done
+    "$PYTHON" - "$out" <<'PYTHON' 2>&1 | tee -a "$out/evaluations.log"
+import json, pathlib, statistics, sys
+rows = ["| images/s | first evaluation | median of the others (range) |", "|---|---|---|"]
+for path in sorted(pathlib.Path(sys.argv[1]).glob("evaluations-*/metrics.jsonl")):
+    metrics = map(json.loads, path.read_text().splitlines())
+    first, *others = (line["val/count"] / line["val/seconds"] for line in metrics if "val/seconds" in line)
+    middle = f"{statistics.median(others):,.0f} ({min(others):,.0f} to {max(others):,.0f})"
+    rows.append(f"| {path.parent.name.removeprefix('evaluations-')} | {first:,.0f} | {middle} |")
+if rows[2:]:
+    print(*rows, sep="\n")
+PYTHON
+}
+
+# Between the last step of an epoch and the first of the next, without evaluations and aside from them; and between two
+# image sizes. A step's line is printed as soon as the GPU has done it.
+pauses() {
+    local status=0
+    rm -rf "$out"/pauses-*
+    "$PYTHON" - "$out" --data-dir "$data" --arch resnet50 --image-size 128 --val-resize 146 --batch-size 128 --lr 0.1 \
+        --device cuda --seed 0 --log-steps 1 <<'PYTHON' 2>&1 | tee -a "$out/pauses.log" || status=$?
+import json, pathlib, re, statistics, subprocess, sys, time
+out, *flags = sys.argv[1:]
+
+def train(name, *more):
+    """The lines of metrics.jsonl, those of steps with `at`, when they were printed, in seconds."""
+    folder = pathlib.Path(out, f"pauses-{name}")
+    command = [sys.executable, "train.py", *flags, "--output-dir", str(folder), *more]
+    print(*command, flush=True)
+    launcher, printed = [sys.executable, "-m", "scripts.launcher", "--limit", "200", "--"], []
+    with subprocess.Popen(launcher + command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        for line in process.stdout:
+            print(line, end="")
+            if re.match(r"epoch \d+/\d+  step ", line):
+                printed.append(time.perf_counter())
+    if process.returncode:
+        sys.exit(process.returncode)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line, at in zip((line for line in lines if "train/loss" in line), printed, strict=True):
+        line["at"] = at
+    return lines
+
+def pauses(lines):
+    """Seconds from each epoch's last step to the next epoch's first, aside from the evaluation between them."""
+    found, last, evaluation = [], lines[0], 0.0
+    for line in lines:
+        if "at" not in line:
+            evaluation = line["val/seconds"]
+            continue
+        if line["epoch"] > last["epoch"]:
+            found.append(line["at"] - line["seconds"] - last["at"] - evaluation)
+        last, evaluation = line, 0.0
+    return found
+
+def add_row(name, first, others):
+    middle = f"{statistics.median(others):.3f} ({min(others):.3f} to {max(others):.3f})"
+    print(f"| {name} | {first:.3f} | {middle} |", flush=True)
+
+alone = pauses(train("without-evaluations", "--epochs", "8", "--eval-every", "8"))
+print("| seconds | the first | median of the others (range) |\n|---|---|---|")
+add_row("between two epochs, without evaluations", alone[0], alone[1:])
+beside = pauses(train("with-evaluations", "--epochs", "8", "--eval-every", "1"))
+add_row("between two epochs, aside from evaluations", beside[0], beside[1:])
+lines = train("sizes", "--epochs", "3", "--resize-schedule", "0:96,1:112,2:128")
+for epoch, size in ((2, 112), (3, 128)):
+    first, *others = (line["seconds"] for line in lines if "at" in line and line["epoch"] == epoch)
+    add_row(f"a step after the change to {size} px", first, others)
+PYTHON
+    [[ $status -eq 0 ]] || { echo "pauses: exit $status" | tee -a "$out/table.txt" && failed=1; }
 }
 
 # The recipes of Imagenette over their seeds, one after the other.

@@ -191,19 +191,20 @@ def targets_and_images(batches: Iterable[Batch]) -> list[tuple[Tensor, Tensor]]:
     return [(targets.clone(), images.clone()) for images, targets in batches]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 50])
-def test_validation_batches_stay(data: Path, tmp_path: Path, cpu: DistEnv, world_size: int) -> None:
+@pytest.mark.parametrize(("world_size", "cache"), [(1, "gpu"), (2, "gpu"), (50, "gpu"), (2, "none")])
+def test_validation_batches_stay(data: Path, tmp_path: Path, cpu: DistEnv, world_size: int, cache: str) -> None:
     """DALI's, to the last bit, also of ranks without images; once all have been read, the files are not needed."""
     shutil.copytree(data / "val", tmp_path / "val")
     for rank in {0, world_size - 1}:
         env = dataclasses.replace(cpu, rank=rank, world_size=world_size)
+        config, keep = config_for(cache=cache), cache == "none"
         expected = targets_and_images(create_val_loader(config_for(cache="host"), scan(data, "val"), env))
-        loader = create_val_loader(BASE, scan(tmp_path, "val"), env)
+        loader = create_val_loader(config, scan(tmp_path, "val"), env, keep)
         assert isinstance(loader, MemoryValLoader)
         for batch in loader:
             assert batch.images.is_contiguous(memory_format=torch.channels_last)
             break  # a pass that is not finished does not count
-        loader = create_val_loader(BASE, scan(tmp_path, "val"), env)
+        loader = create_val_loader(config, scan(tmp_path, "val"), env, keep)
         first = itertools.islice(loader, len(expected))  # as a run does, which counts them
         assert_same(targets_and_images(first), expected)
         (tmp_path / "val").rename(tmp_path / "elsewhere")
@@ -224,4 +225,5 @@ def test_validation_batches_that_do_not_fit_are_read_again(
 
 
 def test_a_single_pass_keeps_nothing(data: Path, cpu: DistEnv) -> None:
-    assert isinstance(create_val_loader(config_for(evaluate=True), scan(data, "val"), cpu), DaliValLoader)
+    config = config_for(evaluate=True)
+    assert isinstance(create_val_loader(config, scan(data, "val"), cpu, keep=True), DaliValLoader)

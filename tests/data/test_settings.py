@@ -4,10 +4,12 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 
 from tests.conftest import resolved
 from utils.config import TrainConfig
-from utils.data.settings import choose_loader_settings, with_val_batch
+from utils.data.settings import choose_loader_settings, keeps_val_batches, with_val_batch
+from utils.distributed.group import DistEnv
 from utils.distributed.machine import Machine
 
 GB = 10**9
@@ -91,3 +93,22 @@ def test_small_batches_are_larger_in_an_evaluation(
 ) -> None:
     config = resolved(cache=cache, batch_size=batch_size, image_size=128, val_image_size=val_image_size)
     assert with_val_batch(config) == dataclasses.replace(config, batch_size=expected)
+
+
+@pytest.mark.parametrize(
+    ("device", "values", "expected"),
+    [
+        ("cpu", {}, False),
+        ("cpu", {"cache": "host"}, False),
+        ("cpu", {"cache": "gpu"}, True),
+        ("cuda", {}, True),
+        ("cuda", {"cache": "host"}, True),
+        ("cuda", {"freeze_epochs": 1}, False),
+        ("cuda", {"resize_schedule": "0:64,2:128"}, False),
+        ("cuda", {"cache": "gpu", "freeze_epochs": 1}, True),
+    ],
+)
+def test_validation_batches_stay_where_no_later_epoch_needs_their_memory(
+    device: str, values: dict[str, Any], expected: bool
+) -> None:
+    assert keeps_val_batches(resolved(**values), DistEnv.single(torch.device(device))) == expected

@@ -293,11 +293,12 @@ def test_validation_images_are_torchvisions(data: Path, gpu: DistEnv, interpolat
     )  # GPU decoders round differently; another crop would be tens off
 
 
-def test_validation_batches_stay_on_the_gpu(data: Path, gpu: DistEnv) -> None:
+@pytest.mark.parametrize(("values", "keep"), [(IN_MEMORY, False), ({"decode": "fused"}, True)])
+def test_validation_batches_stay_on_the_gpu(data: Path, gpu: DistEnv, values: dict[str, Any], keep: bool) -> None:
     """DALI's, to the last bit, in every pass."""
     _, val = scan_splits(data)
     expected = [(targets, images.clone()) for images, targets in pipelines.DaliValLoader(config_for("dali"), val, gpu)]
-    loader = pipelines.create_val_loader(config_for("dali", **IN_MEMORY), val, gpu)
+    loader = pipelines.create_val_loader(config_for("dali", **values), val, gpu, keep)
     for _ in range(3):
         assert_same([(targets, images) for images, targets in loader], expected)
     assert isinstance(loader, MemoryValLoader)

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, Literal
 
 from utils.config import PREFETCH, ResolvedConfig, TrainConfig
+from utils.distributed.group import DistEnv
 from utils.distributed.machine import Machine
 from utils.errors import UserError
 
@@ -125,3 +126,12 @@ def with_val_batch(config: ResolvedConfig) -> ResolvedConfig:
         return config
     most = 4 * config.batch_size * (config.image_size / config.val_image_size) ** 2
     return dataclasses.replace(config, batch_size=max(config.batch_size, min(VAL_BATCH, int(most))))
+
+
+def keeps_val_batches(config: ResolvedConfig, env: DistEnv) -> bool:
+    """Whether a run's validation batches stay on the device after the first evaluation, if they fit.
+
+    With `--cache gpu`, and on a GPU where the network takes no more memory in later epochs.
+    """
+    grows = config.freeze_epochs > 0 or config.resize_schedule != ""
+    return config.cache == "gpu" or (env.device.type == "cuda" and not grows)
