@@ -83,12 +83,15 @@ PYTHON
                 --output-dir "$out/evaluations-$arch-$loader"
         done
     done
-    "$PYTHON" - "$out" <<'PYTHON' 2>&1 | tee -a "$out/evaluations.log"
+    "$PYTHON" - "$out" <<'PYTHON' 2>&1 | tee -a "$out/evaluations.log" || failed=1
 import json, pathlib, statistics, sys
 rows = ["| images/s | first evaluation | median of the others (range) |", "|---|---|---|"]
 for path in sorted(pathlib.Path(sys.argv[1]).glob("evaluations-*/metrics.jsonl")):
     metrics = map(json.loads, path.read_text().splitlines())
-    first, *others = (line["val/count"] / line["val/seconds"] for line in metrics if "val/seconds" in line)
+    rates = [line["val/count"] / line["val/seconds"] for line in metrics if "val/seconds" in line]
+    if len(rates) < 2:  # cut off
+        continue
+    first, *others = rates
     middle = f"{statistics.median(others):,.0f} ({min(others):,.0f} to {max(others):,.0f})"
     rows.append(f"| {path.parent.name.removeprefix('evaluations-')} | {first:,.0f} | {middle} |")
 if rows[2:]:

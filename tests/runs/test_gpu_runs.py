@@ -28,6 +28,7 @@ from utils.distributed.machine import nvlink_between
 pytestmark = pytest.mark.gpu
 
 FLAGS = tuple(word if word != "cpu" else "cuda" for word in TINY)
+REPEATED = ("--repeated-augmentation", "3")
 BCE = ("--bce-loss", "--bce-target-thresh", "0.2")
 
 
@@ -99,6 +100,7 @@ def test_network_that_cannot_be_captured_is_refused_with_the_remedy(data: Path, 
         (signal.SIGTERM, ("--no-compile", "--amp", "fp16", "--augment", "trivialaugment", "--mixup", "0.2")),
         (signal.SIGTERM, ("--compile", "--clip-grad", "1", "--ema-decay", "0.9", "--cache", "gpu")),
         (signal.SIGTERM, ("--no-compile", "--drop-path", "0.3", "--drop-rate", "0.2", "--mixup", "0.2", *BCE)),
+        (signal.SIGTERM, ("--no-compile", "--augment", "three-augment", "--color-jitter", "0.3", *REPEATED)),
         (signal.SIGTERM, ("--compile", "--grad-checkpointing", "--drop-path", "0.3", *BCE)),
         (signal.SIGTERM, ("--no-compile", "--freeze-epochs", "1", "--head-lr-scale", "5")),
         (signal.SIGKILL, ("--compile", "--freeze-epochs", "2")),
@@ -110,6 +112,7 @@ def test_network_that_cannot_be_captured_is_refused_with_the_remedy(data: Path, 
         "stopped-fp16",
         "stopped-compiled",
         "dropout",
+        "repeated",
         "checkpointing",
         "frozen",
         "frozen-compiled",
