@@ -6,7 +6,7 @@
 
 The table has images/s of the loader alone and of training with it, median and range of the windows, and the share of
 the training time in which the device waited for input. Windows of all are interleaved, as those of
-scripts/benchmark.py. Without a GPU the host's memory is both.
+scripts/benchmark.py. Files are decoded as train.py would choose. Without a GPU the host's memory is both.
 """
 
 import contextlib
@@ -105,10 +105,11 @@ def open_loaders(run: "Run", images: "Manifest", stack: contextlib.ExitStack) ->
     from utils.benchmark.loaders import READ_AHEAD, Loader
 
     sampler = dataclasses.replace(run.sampler, num_images=len(images))
-    config = dataclasses.replace(run.config, loader="dali", decode="full", hw_decoder_load=0.9)
+    config = dataclasses.replace(run.config, loader="dali")
     streams: dict[str, TrainLoader] = {}
     for name, cache in ((FILES, "none"), (HOST, "host"), (BY_DALI, "gpu"), (BY_KERNEL, "gpu")):
-        of_cache = dataclasses.replace(config, cache=cache)  # type: ignore[arg-type]
+        decode: Any = config.decode if cache == "none" else "full"
+        of_cache = dataclasses.replace(config, cache=cache, decode=decode)  # type: ignore[arg-type]
         if name == BY_DALI:
             if run.env.device.type == "cpu":
                 continue
@@ -119,7 +120,7 @@ def open_loaders(run: "Run", images: "Manifest", stack: contextlib.ExitStack) ->
     loaders = {}
     for name, stream in streams.items():
         queue = 0 if name == BY_KERNEL else config.prefetch + READ_AHEAD
-        loaders[name] = Loader("dali-full", stream, queue, 1, 0.0, None)
+        loaders[name] = Loader(f"dali-{config.decode}", stream, queue, 1, 0.0, None)
     return loaders
 
 

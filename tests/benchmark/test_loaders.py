@@ -21,6 +21,7 @@ from utils.benchmark.loaders import (
     open_loaders,
     with_loader,
 )
+from utils.data.cache import mean_decoded_bytes
 from utils.data.formats.folder import FileTable
 from utils.data.manifest import Manifest
 from utils.errors import UserError
@@ -119,13 +120,15 @@ def test_fewer_images_than_a_batch(opened: Callable[..., tuple[Run, Manifest]]) 
 
 
 def test_each_loader_has_the_flags_that_train_would_choose(opened: Callable[..., tuple[Run, Manifest]]) -> None:
-    run, _ = opened(decode="full")
-    fused, full, torch_loader = (config_of_loader(name, run) for name in ("dali-fused", "dali-full", "torch"))
+    run, images = opened(decode="full")
+    fused, full, torch_loader = (config_of_loader(name, run, 1e6) for name in ("dali-fused", "dali-full", "torch"))
     assert [(each.loader, each.decode) for each in (fused, full)] == [("dali", "fused"), ("dali", "full")]
-    assert full.hw_decoder_load == run.config.hw_decoder_load
-    assert fused.hw_decoder_load == opened(decode="fused")[0].config.hw_decoder_load != full.hw_decoder_load
+    assert 0 < fused.hw_decoder_load < full.hw_decoder_load
     assert torch_loader == dataclasses.replace(run.config, loader="torch")
-    assert config_of_loader("stock", run) == dataclasses.replace(run.config, loader="stock")
+    small = mean_decoded_bytes(images)
+    assert config_of_loader("stock", run, small) == dataclasses.replace(run.config, loader="stock")
+    assert config_of_loader("dali-full", run, small).hw_decoder_load == run.config.hw_decoder_load == 0
+    assert config_of_loader("stock", run, 1e6).hw_decoder_load == full.hw_decoder_load
 
 
 def test_images_are_decoded_once(data: Path, opened: Callable[..., tuple[Run, Manifest]], tmp_path: Path) -> None:

@@ -15,11 +15,12 @@ from pipelines import Feed, create_train_loader
 from tests.conftest import NUMBERED, assert_same, number_of, resolved, write_data, write_numbered
 from tests.harness import launch
 from utils.config import TrainConfig
-from utils.data.feed_options import DataOptions
+from utils.data.feed_options import DataOptions, create_config, resolve_options
 from utils.data.formats.folder import scan
 from utils.data.sampler import Sampler
 from utils.distributed.group import DistEnv
 from utils.errors import BadFile, UserError
+from utils.training.autotune import choose_common_loader_settings
 
 SMALL: dict[str, Any] = {"batch_size": 8, "image_size": 32, "device": "cpu", "workers": 1}
 FILES: dict[str, Any] = SMALL | {"cache": "none"}
@@ -62,6 +63,14 @@ def test_training_batches_are_those_of_a_run(data: Path, cpu: DistEnv, cache: An
             for batch in feed:
                 assert_same(tuple(batch), tuple(next(loader)))
     loader.close()
+
+
+def test_settings_are_those_of_a_run(data: Path, cpu: DistEnv) -> None:
+    given, train = create_config(data, "train", {"batch_size": 8}), scan(data, "train")
+    feed, run = resolve_options(given, train, cpu), choose_common_loader_settings(given, cpu, None, train)
+    names = ("workers", "decode", "hw_decoder_load", "cache", "prefetch")
+    assert [getattr(feed, name) for name in names] == [getattr(run, name) for name in names]
+    assert feed.hw_decoder_load == 0, "the images are small"
 
 
 def test_each_for_is_the_next_epoch(numbered: Path) -> None:

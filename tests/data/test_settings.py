@@ -8,7 +8,7 @@ import torch
 
 from tests.conftest import resolved
 from utils.config import TrainConfig
-from utils.data.settings import choose_loader_settings, keeps_val_batches, with_val_batch
+from utils.data.settings import SMALL_IMAGE, choose_loader_settings, keeps_val_batches, with_val_batch
 from utils.distributed.group import DistEnv
 from utils.distributed.machine import Machine
 
@@ -37,6 +37,27 @@ def test_choice_by_machine(there: Machine, decode: str, load: float, prefetch: i
     )
     assert because in choice.reasons["decode"]
     assert "share" in choice.reasons["workers"]
+
+
+@pytest.mark.parametrize("decode", ["auto", "full", "fused"])
+def test_jpeg_engines_decode_no_small_images(decode: Any) -> None:
+    there, config = machine(16, gpu=True, jpeg_engines=7), TrainConfig(decode=decode)
+    large, small = (choose_loader_settings(config, there, 0, SMALL_IMAGE + more) for more in (1, 0))
+    assert large == choose_loader_settings(config, there, 0)
+    assert large.hw_decoder_load > 0 == small.hw_decoder_load
+    assert small.decode == ("fused" if decode == "auto" else decode)
+    because = "the images are small"
+    assert [small.reasons.get(name) for name in ("decode", "hw_decoder_load")] == [
+        because if decode == "auto" else None,
+        because,
+    ]
+    given = dataclasses.replace(config, hw_decoder_load=0.5)
+    assert choose_loader_settings(given, there, 0, 1.0).hw_decoder_load == 0.5
+
+
+def test_small_images_that_stay_on_the_gpu_are_decoded_whole_without_jpeg_engines() -> None:
+    choice = choose_loader_settings(TrainConfig(), machine(16, gpu=True, jpeg_engines=7), 10**6, 3 * 64**2)
+    assert (choice.cache, choice.decode, choice.hw_decoder_load) == ("gpu", "full", 0)
 
 
 def test_flags_win_over_the_machine_and_give_no_reason() -> None:

@@ -43,6 +43,7 @@ def test_a_resume_keeps_the_pixels_of_its_checkpoint(data: Path, cpu: DistEnv) -
     fresh = choose_common_loader_settings(TrainConfig(), cpu, None, train)
     assert (fresh.decode, fresh.cache) == ("full", "host")
     assert fresh.reasons["decode"] == "whole images are cached"
+    assert fresh.hw_decoder_load == 0, "the images are small"
     assert "free" in fresh.reasons["cache"]
     for decode, cache in (("full", "none"), ("fused", "none"), ("full", "host")):
         choice = choose_common_loader_settings(

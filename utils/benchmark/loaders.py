@@ -19,7 +19,7 @@ from utils.benchmark.measure import Case, settle, synchronize
 from utils.benchmark.verdict import CACHED, TIMM_POLICIES, TITLES
 from utils.config import ResolvedConfig, TrainConfig
 from utils.data.batch import Batch, TrainLoader
-from utils.data.cache import decoded_bytes
+from utils.data.cache import mean_decoded_bytes
 from utils.data.dali import NUM_PIPELINES
 from utils.data.manifest import Manifest
 from utils.data.policies import RATIO
@@ -182,7 +182,8 @@ def open_loader(name: str, run: Run, manifest: Manifest, first_batch: int = 0) -
     else:
         first = 0 if name in ("stock", CACHED) else first_batch
         sampler = dataclasses.replace(sampler, num_images=len(manifest))
-        stream = pipelines.create_train_loader(config_of_loader(name, run), manifest, sampler, run.env, first)
+        of_loader = config_of_loader(name, run, mean_decoded_bytes(manifest))
+        stream = pipelines.create_train_loader(of_loader, manifest, sampler, run.env, first)
     with contextlib.ExitStack() as on_failure:  # the workers of torch's loader would delay the end of the process
         on_failure.callback(stream.close)
         next(stream)
@@ -197,16 +198,17 @@ def open_loader(name: str, run: Run, manifest: Manifest, first_batch: int = 0) -
     return Loader(name, stream, queue, stride, seconds, gpu_memory)
 
 
-def config_of_loader(name: str, run: Run) -> ResolvedConfig:
-    """The run's flags, with those that the loader `name` implies."""
-    if name in ("stock", "torch"):
+def config_of_loader(name: str, run: Run, mean_image: float) -> ResolvedConfig:
+    """The run's flags, with those that the loader `name` implies for images of `mean_image` bytes, decoded."""
+    if name == "torch":
         return dataclasses.replace(run.config, loader=name)  # type: ignore[arg-type]
-    decode: Any = "full" if name == CACHED else name.removeprefix("dali-")
-    config = dataclasses.replace(run.config, loader="dali", decode=decode)
+    decode: Any = {"stock": run.config.decode, CACHED: "full"}.get(name, name.removeprefix("dali-"))
+    loader: Any = "stock" if name == "stock" else "dali"
+    config = dataclasses.replace(run.config, loader=loader, decode=decode)
     if name == CACHED:
         config = dataclasses.replace(config, cache="gpu" if run.env.device.type == "cuda" else "host")
     unresolved = TrainConfig(decode=decode, workers=config.workers)
-    choice = choose_loader_settings(unresolved, inspect_machine(run.env), decoded=0)
+    choice = choose_loader_settings(unresolved, inspect_machine(run.env), 0, mean_image)
     return dataclasses.replace(config, hw_decoder_load=choice.hw_decoder_load)
 
 
@@ -258,8 +260,9 @@ def _check_cache(run: Run, images: Manifest) -> None:
     if len(images) < run.config.batch_size:
         raise UserError(f"--batch-size {run.config.batch_size}: there are {len(images):,} images; lower it")
     others = ",".join(name for name in TITLES if name != CACHED)
-    config, machine = config_of_loader(CACHED, run), inspect_machine(run.env)
-    if error := check_cache_fits(config.cache, machine, decoded_bytes(images), f"give --loaders {others}"):
+    mean, machine = mean_decoded_bytes(images), inspect_machine(run.env)
+    cache = config_of_loader(CACHED, run, mean).cache
+    if error := check_cache_fits(cache, machine, round(len(images) * mean), f"give --loaders {others}"):
         raise error
 
 

@@ -19,7 +19,7 @@ from utils.benchmark.loaders import PREFETCH, FilesReader, Loader, TrainStep
 from utils.benchmark.measure import Case, Window, measure
 from utils.benchmark.verdict import SYNTHETIC, LoaderMeasurement, Measurements, Rate
 from utils.config import BATCH_SIZE, ResolvedConfig, TrainConfig
-from utils.data.cache import decoded_bytes
+from utils.data.cache import decoded_bytes, mean_decoded_bytes
 from utils.data.dali import DALI_VERSION
 from utils.data.manifest import Manifest
 from utils.data.settings import choose_loader_settings
@@ -126,7 +126,7 @@ def open_run(
         UserError: the flags do not fit the machine or the images.
     """
     manifest = repeat(images, MIN_BATCHES * (config.batch_size or BATCH_SIZE))
-    choice = choose_loader_settings(config, inspect_machine(env), decoded=0)
+    choice = choose_loader_settings(config, inspect_machine(env), 0, mean_decoded_bytes(images))
     resolved = resolve(dataclasses.replace(config, output_dir=work), manifest.classes, env, choice)
     prepare_output(work, env)
     stop = StopRequest()
@@ -195,7 +195,7 @@ def collect(
         workers=facts["workers"],
         cores=facts["cores"],
         on_gpu=facts["device"] == "cuda",
-        jpeg_engines=facts["jpeg_engines"],
+        jpeg_engines=facts["jpeg_engines"] if run.config.hw_decoder_load > 0 else 0,
         would_cache=facts["kept"],
         unused=unused_flags(run.config),
         synthetic=_rate(synthetic, batch_size),

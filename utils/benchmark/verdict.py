@@ -18,8 +18,8 @@ the first of these that holds:
 - The CPU threads, for images that were decoded once.
 - The disk, if reading the files without decoding them, by as many readers as the loader has, is less than 1.2 times as
   fast as the loader.
-- The decoder, with full decode on a GPU that has hardware decoders: they decode nine JPEGs in ten, and CPU threads that
-  look busy wait for them.
+- The decoder, with full decode on a GPU that has hardware decoders: they decode nine JPEGs in ten, unless the images
+  are small, and CPU threads that look busy wait for them.
 - The CPU threads, if 0.8 of those that the loader can use, the cores or `--workers` if these are fewer, are busy while
   it runs alone.
 - The decoder.
@@ -118,7 +118,7 @@ class Measurements:
         workers: CPU threads of each loader.
         cores: CPU threads that this process may run on.
         on_gpu: whether the step runs on a GPU.
-        jpeg_engines: hardware JPEG decoders of that GPU.
+        jpeg_engines: hardware JPEG decoders of that GPU; 0 if the images are too small for them.
         unused: flags that are not in use and would make the step faster.
         would_cache: whether train.py would keep the images decoded, as the loader `CACHED` does.
         synthetic: the training step on a synthetic batch.

@@ -31,8 +31,13 @@ CHUNK = 2**28  # bytes; torch rounds pinned memory up to a power of two
 
 def decoded_bytes(manifest: Manifest, sample: int = 256) -> int:
     """Bytes that all images of `manifest` need as uint8 RGB, estimated from `sample` of them; 0 for synthetic data."""
+    return round(len(manifest) * mean_decoded_bytes(manifest, sample))
+
+
+def mean_decoded_bytes(manifest: Manifest, sample: int = 256) -> float:
+    """Bytes of one image as uint8 RGB, the mean of `sample` images of `manifest`; 0 for synthetic data."""
     if manifest.images is None:
-        return 0
+        return 0.0
     chosen = random.Random(0).sample(range(len(manifest)), min(sample, len(manifest)))
     sizes = []
     with warnings.catch_warnings():
@@ -45,7 +50,7 @@ def decoded_bytes(manifest: Manifest, sample: int = 256) -> int:
                 Image.open(file) as image,
             ):
                 sizes.append(3 * image.width * image.height)
-    return round(len(manifest) * sum(sizes) / len(sizes)) if sizes else 0
+    return sum(sizes) / len(sizes) if sizes else 0.0
 
 
 @dali.pipeline_def(exec_dynamic=True)  # type: ignore[untyped-decorator]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from utils.config import ResolvedConfig, TrainConfig, choices, flag_fields
-from utils.data.cache import decoded_bytes
+from utils.data.cache import mean_decoded_bytes
 from utils.data.manifest import Manifest
 from utils.data.settings import check_cache_fits, choose_loader_settings, resolve_pixels
 from utils.distributed.device import choose_device
@@ -179,8 +179,9 @@ def resolve_options(given: TrainConfig, manifest: Manifest, env: DistEnv) -> Res
         cpu_threads=max(1, alone.cpu_threads // env.local_world_size),
         host_memory=alone.host_memory // env.local_world_size,
     )
-    decoded = decoded_bytes(manifest) if given.cache != "none" and not given.evaluate else 0
-    settings = choose_loader_settings(given, machine, decoded)
+    mean = 0.0 if given.evaluate else mean_decoded_bytes(manifest)
+    decoded = round(len(manifest) * mean) if given.cache != "none" else 0
+    settings = choose_loader_settings(given, machine, decoded, mean)
     if error := check_cache_fits(settings.cache, machine, decoded, "use cache none"):
         raise error
     values = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)} | UNUSED

@@ -11,6 +11,7 @@ from utils.errors import UserError
 SMALL = 1 / 8  # of the free memory: decoded images that take no more are cached by default, on the CPU
 SMALL_ON_GPU = 1 / 4  # of the GPU's, where one kernel makes the batches
 LARGEST = 0.8  # of the free memory, for the cache
+SMALL_IMAGE = 3 * 80**2  # bytes, decoded; the JPEG engines need longer for such images than CPU threads and CUDA cores
 VAL_BATCH = 256  # images of a validation batch, where those of training are smaller
 BY_DALI = ("dali", "stock", "proxy")  # loaders whose images DALI decodes; others have no use for --decode and its like
 
@@ -42,15 +43,19 @@ def feeds_from_memory(config: TrainConfig) -> bool:
     )
 
 
-def choose_loader_settings(config: TrainConfig, machine: Machine, decoded: int) -> LoaderSettings:
+def choose_loader_settings(
+    config: TrainConfig, machine: Machine, decoded: int, mean_image: float = 0.0
+) -> LoaderSettings:
     """Fill in what the user left open; measured on an H100, see docs/performance.md.
 
     Args:
         config: as the user gave it.
         machine: of this process.
         decoded: bytes of all training images, decoded; 0 if they cannot be cached.
+        mean_image: bytes of one, decoded, on average; 0 if that is not known.
     """
     reasons = {}
+    small = 0 < mean_image <= SMALL_IMAGE
     workers = config.workers
     if workers is None:
         workers, reasons["workers"] = machine.cpu_threads, "this process's share of the CPU threads"
@@ -75,13 +80,15 @@ def choose_loader_settings(config: TrainConfig, machine: Machine, decoded: int) 
         reasons["decode"] = "the CPU decodes no more than the crop"
     elif not machine.jpeg_engines:
         reasons["decode"] = "no hardware decoder"
+    elif small:
+        reasons["decode"] = "the images are small"
     else:
         decode, reasons["decode"] = "full", f"{machine.jpeg_engines} hardware decoders, which need whole images"
     load = config.hw_decoder_load
     if load is None:
-        load = 0.65 if decode == "fused" else 0.9
+        load = 0.0 if small else 0.65 if decode == "fused" else 0.9
         if machine.jpeg_engines:
-            reasons["hw_decoder_load"] = f"for {decode} decoding"
+            reasons["hw_decoder_load"] = "the images are small" if small else f"for {decode} decoding"
     if config.loader not in BY_DALI:
         reasons = {name: reason for name, reason in reasons.items() if name == "workers"}
     prefetch = PREFETCH if config.prefetch is None else config.prefetch

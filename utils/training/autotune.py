@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from utils.config import ResolvedConfig, TrainConfig
-from utils.data.cache import decoded_bytes
+from utils.data.cache import mean_decoded_bytes
 from utils.data.manifest import Manifest
 from utils.data.settings import BY_DALI, LoaderSettings, check_cache_fits, choose_loader_settings, resolve_pixels
 from utils.data.workers import check_sockets
@@ -40,8 +40,9 @@ def choose_common_loader_settings(
             check_sockets(f"workers of --loader {config.loader}")
     machine = inspect_machine(env)
     keeps = config.loader == "dali" and config.cache != "none" and not config.evaluate
-    decoded = decoded_bytes(manifest) if keeps else 0
-    choice = choose_loader_settings(config, machine, decoded)
+    mean = mean_decoded_bytes(manifest) if config.loader in BY_DALI and not config.evaluate else 0.0
+    decoded = round(len(manifest) * mean) if keeps else 0
+    choice = choose_loader_settings(config, machine, decoded, mean)
     pixels, reasons = all_gather_object(({"decode": choice.decode, "cache": choice.cache}, choice.reasons), env)[0]
     if saved and not config.evaluate:
         pixels = {name: getattr(saved.config, name) for name in pixels}
@@ -51,6 +52,7 @@ def choose_common_loader_settings(
         dataclasses.replace(config, **{name: pixels[name] for name in open_names}),  # type: ignore[arg-type]
         machine,
         decoded,
+        mean,
     )
     remedy = "use --cache none"
     if saved and "cache" in open_names:
