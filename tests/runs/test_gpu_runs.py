@@ -30,6 +30,7 @@ pytestmark = pytest.mark.gpu
 FLAGS = tuple(word if word != "cpu" else "cuda" for word in TINY)
 REPEATED = ("--repeated-augmentation", "3")
 BCE = ("--bce-loss", "--bce-target-thresh", "0.2")
+ENGINES = ("--hw-decoder-load", "0.9")  # of JPEGs; not used for small images by default
 
 
 def train(*flags: object) -> Finished:
@@ -155,7 +156,9 @@ def test_fp16_that_overflows_without_end_ends_the_run(data: Path, tmp_path: Path
     assert re.search(message, error_line(done))
 
 
-@pytest.mark.parametrize("extra", [("--decode", "fused"), ("--decode", "full"), ("--cache", "gpu")], ids=" ".join)
+@pytest.mark.parametrize(
+    "extra", [("--decode", "fused"), ("--decode", "full", *ENGINES), ("--cache", "gpu", *ENGINES)], ids=" ".join
+)
 @pytest.mark.parametrize("kind", ["text", "cut in the middle"])
 def test_a_bad_file_is_named_or_skipped(tmp_path: Path, kind: str, extra: tuple[str, ...]) -> None:
     root = write_data(tmp_path / "data")
