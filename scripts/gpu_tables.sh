@@ -40,12 +40,12 @@ measure() {
 # Images that stay in memory, against files and synthetic ones.
 small64() {
     measure small64 400 scripts/compare_caches.py --arch resnet18 --image-size 64 --images 50000 --side 64 \
-        --device cuda --output-dir "$out/small64"
+        --window-seconds 1 --device cuda --output-dir "$out/small64"
 }
 
 small128() {
     measure small128 400 scripts/compare_caches.py --arch resnet18 --image-size 128 --data-dir "$data/train" \
-        --device cuda --output-dir "$out/small128"
+        --window-seconds 1 --device cuda --output-dir "$out/small128"
 }
 
 # Photographs that are decoded in each epoch.
