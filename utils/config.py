@@ -72,7 +72,7 @@ class TrainConfig:
     decode: Literal["auto", "fused", "full"] = _flag("auto", DATA, "What DALI decodes: the crop alone or all.")
     hw_decoder_load: float | None = _flag(
         None, DATA, "Share of a batch that the GPU's JPEG engines decode.", Limit(minimum=0, maximum=1, noun="share"),
-        shown="for --decode", from_checkpoint=True,
+        shown="for --decode and the images", from_checkpoint=True,
     )  # fmt: skip
     cache: Literal["auto", "none", "gpu", "host"] = _flag("auto", DATA, "Where training images stay decoded.")
     prefetch: int | None = _flag(None, DATA, "Batches that DALI prepares ahead.", MIN_1, shown=str(PREFETCH))

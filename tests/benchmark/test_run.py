@@ -69,6 +69,15 @@ def test_images_that_fill_no_batch_are_not_kept(
     assert describe(run, images, False, windows=5, window_seconds=1.0)["kept"] == expected
 
 
+def test_jpeg_engines_count_where_they_decode(opened: Callable[..., tuple[Run, Manifest]]) -> None:
+    small, manifest = opened()
+    large = dataclasses.replace(small, config=dataclasses.replace(small.config, hw_decoder_load=0.9))
+    with contextlib.ExitStack() as stack:
+        loaders, files = open_loaders(("dali-fused",), small, manifest, manifest, stack)
+        found = [collect(FACTS | {"jpeg_engines": 7}, run, train_step, loaders, files) for run in (small, large)]
+    assert [measurements.jpeg_engines for measurements in found] == [0, 7]
+
+
 @pytest.mark.slow  # its loader sleeps
 def test_verdict_changes_sides(opened: Callable[..., tuple[Run, Manifest]]) -> None:
     # The light network is some 20 times as fast as the slow loader, the heavy one 5 times slower; and one window has no

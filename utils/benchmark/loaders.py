@@ -175,6 +175,7 @@ def open_loader(name: str, run: Run, manifest: Manifest, first_batch: int = 0) -
     config, device, sampler = run.config, run.env.device, run.sampler
     workers = config.workers if name in ("torch", "timm") else None
     queue, stride = (PREFETCH * workers + 1, workers) if workers else (config.prefetch + READ_AHEAD, 1)
+    mean_image = mean_decoded_bytes(manifest)
     free_before, started = _free_memory(device), time.perf_counter()
     stream: TrainLoader
     if name == "timm":
@@ -182,7 +183,7 @@ def open_loader(name: str, run: Run, manifest: Manifest, first_batch: int = 0) -
     else:
         first = 0 if name in ("stock", CACHED) else first_batch
         sampler = dataclasses.replace(sampler, num_images=len(manifest))
-        of_loader = config_of_loader(name, run, mean_decoded_bytes(manifest))
+        of_loader = config_of_loader(name, run, mean_image)
         stream = pipelines.create_train_loader(of_loader, manifest, sampler, run.env, first)
     with contextlib.ExitStack() as on_failure:  # the workers of torch's loader would delay the end of the process
         on_failure.callback(stream.close)
@@ -201,13 +202,15 @@ def open_loader(name: str, run: Run, manifest: Manifest, first_batch: int = 0) -
 def config_of_loader(name: str, run: Run, mean_image: float) -> ResolvedConfig:
     """The run's flags, with those that the loader `name` implies for images of `mean_image` bytes, decoded."""
     if name == "torch":
-        return dataclasses.replace(run.config, loader=name)  # type: ignore[arg-type]
-    decode: Any = {"stock": run.config.decode, CACHED: "full"}.get(name, name.removeprefix("dali-"))
-    loader: Any = "stock" if name == "stock" else "dali"
-    config = dataclasses.replace(run.config, loader=loader, decode=decode)
+        return dataclasses.replace(run.config, loader="torch")
+    if name == "stock":
+        config = dataclasses.replace(run.config, loader="stock")
+    else:
+        decode: Any = "full" if name == CACHED else name.removeprefix("dali-")
+        config = dataclasses.replace(run.config, loader="dali", decode=decode)
     if name == CACHED:
         config = dataclasses.replace(config, cache="gpu" if run.env.device.type == "cuda" else "host")
-    unresolved = TrainConfig(decode=decode, workers=config.workers)
+    unresolved = TrainConfig(decode=config.decode, workers=config.workers)
     choice = choose_loader_settings(unresolved, inspect_machine(run.env), 0, mean_image)
     return dataclasses.replace(config, hw_decoder_load=choice.hw_decoder_load)
 
