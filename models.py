@@ -22,8 +22,8 @@ from utils.config import ResolvedConfig
 from utils.distributed.collectives import sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import UserError, first_line
+from utils.network.convolutions import prepare_depthwise
 from utils.network.fused_layers import depthwise_shapes, swap_fused_layers
-from utils.network.gradients import AMP_DTYPES
 from utils.network.timm_config import read_timm_config
 from utils.network.variants import apply_variants
 from utils.schedules import size_schedule
@@ -371,10 +371,7 @@ def create_network(
     network.model.to(env.device)
     if config.fused_layers:
         swap_fused_layers(network.model)
-    if config.fused_layers and env.device.type == "cuda" and shapes:
-        from utils.network.kernels.depthwise import compile_depthwise
-
-        compile_depthwise(shapes, AMP_DTYPES[config.amp], env.device, config.workers, not config.evaluate)
+    prepare_depthwise(shapes, config, env)
     return network
 
 

@@ -1,6 +1,14 @@
-"""How cuDNN chooses its algorithms for the convolutions: by a search at their first use, or by its heuristics."""
+"""Convolutions on the GPU before their first use: cuDNN's choice of algorithms, kernels that are compiled early."""
+
+from collections.abc import Collection
 
 import torch
+
+from utils.config import ResolvedConfig
+from utils.distributed.group import DistEnv
+from utils.network.fused_layers import DepthwiseShape
+from utils.network.gradient_plans import start_gradient_plans
+from utils.network.gradients import AMP_DTYPES
 
 MIN_SEARCH_IMAGES = 5_000_000  # docs/internals/decisions/0032
 
@@ -16,3 +24,26 @@ def choose_search(images: int) -> None:
     """
     if images < MIN_SEARCH_IMAGES:
         torch.backends.cudnn.benchmark = False
+
+
+def prepare_depthwise(shapes: Collection[DepthwiseShape], config: ResolvedConfig, env: DistEnv) -> None:
+    """Compile kernels of depthwise convolutions before the first step needs them; on the CPU there are none.
+
+    Those of the fused layers before this returns, cuDNN's for the gradients in a thread (`start_gradient_plans`).
+
+    Args:
+        shapes: each kind once.
+        config: of the run.
+        env: this process.
+    """
+    if env.device.type != "cuda" or not shapes:
+        return
+    dtype = AMP_DTYPES[config.amp]
+    # Not beside a search, which measures times, nor where a loader will fork this process.
+    alone = torch.backends.cudnn.benchmark or config.loader in ("torch", "proxy")
+    if not (config.evaluate or config.freeze_epochs or alone):
+        start_gradient_plans(sorted(shapes), config.batch_size, dtype, env.device, not config.fused_layers)
+    if config.fused_layers:
+        from utils.network.kernels.depthwise import compile_depthwise
+
+        compile_depthwise(shapes, dtype, env.device, config.workers, not config.evaluate)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from utils.errors import UserError, first_line
+from utils.network.gradient_plans import stop_gradient_plans
 from utils.seed import random_state, set_random_state
 
 WARMUP_PASSES = 3  # torch's advice; the first also compiles
@@ -128,6 +129,7 @@ class GraphedForwardBackward:
             for _ in range(DDP_WARMUP_PASSES if by_ddp else WARMUP_PASSES):
                 self._eager(self._images, self._targets, 0)
                 wait_for_stream(self._stream)
+        stop_gradient_plans()  # only this thread may use autograd's while that is captured
         self._eager.net.zero_grad(set_to_none=True)  # the capture allocates its own
         torch.cuda.empty_cache()
         return record(self._run_eagerly, self._stream, "this network's step")
