@@ -12,7 +12,7 @@ longer than --limit is ended with all its processes, as the current run is by Ct
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -61,11 +61,11 @@ def run(name: str, data_dir: Path, output_dir: Path, window_seconds: float, limi
     return "done" if status == 0 else f"exit {status}, see {folder / 'log.txt'}"
 
 
-def rows(output_dir: Path) -> Iterator[str]:
-    """A line of Markdown for each run that has a result."""
+def rows(output_dir: Path, names: Iterable[str]) -> Iterator[str]:
+    """The head of a table in Markdown, and its lines for each run that has a result."""
     yield "| run | threads | batch | synthetic, images/s | fed, images/s | fed / synthetic | loader alone, images/s |"
     yield "|---|---|---|---|---|---|---|"
-    for name in RUNS:
+    for name in names:
         path = output_dir / name / "benchmark.json"
         if not path.is_file():
             continue
@@ -128,8 +128,9 @@ def run_all(options: Options) -> int:
         outcome = run(name, options.data_dir, options.output_dir, options.window_seconds, options.limit)
         if not outcome.startswith("done"):
             status = EXIT_FAILED
-        print(f"{name}: {outcome}", flush=True)
-    print("\n".join(rows(options.output_dir)))
+        _, _, *found = rows(options.output_dir, [name])
+        print(f"{name}: {outcome}", *found, sep="\n    ", flush=True)  # a series that is cut off has told its results
+    print("\n".join(rows(options.output_dir, RUNS)))
     return status
 
 

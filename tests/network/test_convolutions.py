@@ -1,6 +1,5 @@
 """When cuDNN searches for its algorithms, and when gradients are prepared."""
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +7,7 @@ import pytest
 import torch
 
 from tests.conftest import resolved
-from utils.distributed.group import DistEnv
-from utils.network.convolutions import MIN_SEARCH_IMAGES, choose_search, prepare_depthwise
-from utils.network.fused_layers import DepthwiseShape
-from utils.network.gradient_plans import stop_gradient_plans
+from utils.network.convolutions import MIN_SEARCH_IMAGES, choose_search, prepares_gradients
 
 
 @pytest.mark.parametrize(
@@ -24,27 +20,21 @@ def test_only_long_runs_search(monkeypatch: pytest.MonkeyPatch, before: bool, im
     assert torch.backends.cudnn.benchmark is searches
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("search", [False, True])
 @pytest.mark.parametrize(
     ("settings", "prepares"),
     [
         ({}, True),
-        ({"fused_layers": True, "compile": True}, True),
+        ({"loader": "synthetic"}, True),
         ({"loader": "torch"}, False),
+        ({"loader": "proxy"}, False),
         ({"freeze_epochs": 1}, False),
         ({"evaluate": Path("best.pt")}, False),
     ],
     ids=str,
 )
-def test_plans_of_gradients(
+def test_gradients_are_prepared_unless(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], prepares: bool, search: bool
 ) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", search)
-    config = resolved(batch_size=2, workers=1, amp="bf16", **settings)
-    gpu = DistEnv.single(torch.device("cuda", 0))
-    shapes = [DepthwiseShape(8 * count, 16, 16, 3, 1) for count in range(1, 40)]  # none is ready at once
-    prepare_depthwise(shapes, config, gpu)
-    started = [thread for thread in threading.enumerate() if thread.name == "cuDNN plans"]
-    stop_gradient_plans()
-    assert len(started) == (prepares and not search)
+    assert prepares_gradients(resolved(**settings)) == (prepares and not search)

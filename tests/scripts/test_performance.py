@@ -27,6 +27,14 @@ os.write(1, b"ready\\n")  # in one write, as two processes write to the file
 time.sleep(600)
 """
 
+# What benchmark.py leaves, as far as the table needs it.
+MEASURED = """
+import json, pathlib, sys
+rates = {"synthetic": {"median": 200.0, "windows": [200.0] * 5}, "dali": {"median": 100.0, "windows": [100.0] * 5}}
+found = {"workers": 4, "batch_size": 256, "training": rates, "alone": rates}
+pathlib.Path(sys.argv[sys.argv.index("--output-dir") + 1], "benchmark.json").write_text(json.dumps(found))
+"""
+
 
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
@@ -105,6 +113,20 @@ def test_a_signal_ends_the_run_under_way(tmp_path: Path, number: signal.Signals,
         assert started.end(60).status == (130 if number == signal.SIGINT else 143)
         assert len(seen) == 2
         assert alive(seen) == []
+
+
+def test_results_are_printed_after_each_run_and_as_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "measured.py").write_text(MEASURED)
+    monkeypatch.setattr(performance, "BENCHMARK", tmp_path / "measured.py")
+    flags = ("--data-dir", tmp_path, "--output-dir", tmp_path / "out", "--only", "resnet50,resnet18")
+    lines = call_main(performance.main, flags, capsys).out.splitlines()
+    assert (lines[0], lines[2]) == ("resnet50: done", "resnet18: done")
+    for name, line in (("resnet50", lines[1]), ("resnet18", lines[3])):
+        assert line.startswith(f"    | {name}, dali | 4 | 256 | 200")
+    assert lines[-2:] == [lines[1].strip(), lines[3].strip()]
+    assert "| 0.500 |" in lines[1]
 
 
 def test_a_run_of_the_series_that_fails_leaves_no_old_measurements(

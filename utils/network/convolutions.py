@@ -39,11 +39,19 @@ def prepare_depthwise(shapes: Collection[DepthwiseShape], config: ResolvedConfig
     if env.device.type != "cuda" or not shapes:
         return
     dtype = AMP_DTYPES[config.amp]
-    # Not beside a search, which measures times, nor where a loader will fork this process.
-    alone = torch.backends.cudnn.benchmark or config.loader in ("torch", "proxy")
-    if not (config.evaluate or config.freeze_epochs or alone):
+    if prepares_gradients(config):
         start_gradient_plans(sorted(shapes), config.batch_size, dtype, env.device, not config.fused_layers)
     if config.fused_layers:
         from utils.network.kernels.depthwise import compile_depthwise
 
         compile_depthwise(shapes, dtype, env.device, config.workers, not config.evaluate)
+
+
+def prepares_gradients(config: ResolvedConfig) -> bool:
+    """Whether cuDNN compiles kernels of gradients in a thread.
+
+    Not where the first epochs have no such gradients, beside cuDNN's search, which measures times, and where a loader
+    will fork this process.
+    """
+    search = torch.backends.cudnn.benchmark
+    return not (config.evaluate or config.freeze_epochs or search or config.loader in ("torch", "proxy"))
