@@ -18,8 +18,8 @@ def start_gradient_plans(
     """Let a thread compute the gradients of depthwise convolutions once, of uninitialised memory.
 
     cuDNN compiles a kernel at the first use of each, for 0.3 s and more. torch keeps cuDNN's plans for each thread
-    apart; these are made by autograd's thread of the device, which a backward pass of the network uses, too. That pass
-    has priority there: it waits for one gradient at most, and finds the plans or makes them itself.
+    apart; these are made by autograd's thread of the device, which a backward pass of the network uses, too. A pass
+    that comes before all are made takes turns with them, and makes itself what it needs first.
 
     To be followed by `stop_gradient_plans`, or the end of the process.
 
