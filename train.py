@@ -20,7 +20,7 @@ if __name__ == "__main__":  # before the imports that take seconds
 
     given = start_program(TRAIN, sys.argv[1:], check_source)
     launch_processes(given.processes, given.max_restarts, sys.argv)
-    start_imports()
+    start_imports(given.device)
 
 from torch.distributed.elastic.multiprocessing.errors import record
 

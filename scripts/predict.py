@@ -124,8 +124,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    start_program(PROGRAM, sys.argv[1:], check_paths)
-    start_imports()
+    given = start_program(PROGRAM, sys.argv[1:], check_paths)
+    start_imports(given.device)
     from torch.distributed.elastic.multiprocessing.errors import record
 
     sys.exit(record(main)(sys.argv[1:]))  # so that torchrun's report has its exception

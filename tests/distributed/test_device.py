@@ -6,17 +6,10 @@ import pytest
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from utils.distributed.device import check_devices, choose_device, hide_other_gpus, visible_device_for_rank
+from utils.distributed.device import check_devices, choose_device, hide_other_gpus
 from utils.distributed.launcher import Launch
 from utils.distributed.store import BoundedStore
 from utils.errors import UserError
-
-
-@pytest.mark.parametrize(
-    ("visible", "expected"), [(None, "1"), ("4,6,7", "6"), ("GPU-2f, GPU-9c", "GPU-9c"), ("MIG-a,MIG-b", "MIG-b")]
-)
-def test_visible_device_for_rank(visible: str | None, expected: str) -> None:
-    assert visible_device_for_rank(visible, 1) == expected
 
 
 def test_cpu_when_asked() -> None:

@@ -97,7 +97,7 @@ import sys
 from utils.distributed.ownership import own_process
 from utils.distributed.startup import start_imports
 
-start_imports()
+start_imports("cpu")
 assert not gc.isenabled()
 device = own_process("cpu", *json.loads(sys.argv[1]))
 print(json.dumps([str(device), changes()]))

@@ -5,6 +5,7 @@ import os
 import torch
 import torch.distributed as dist
 
+from utils.distributed.gpu_start import visible_device_for_rank
 from utils.distributed.launcher import Launch
 from utils.distributed.store import BoundedStore
 from utils.errors import UserError
@@ -56,11 +57,6 @@ def hide_other_gpus(device: torch.device) -> torch.device:
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = before
     return device
-
-
-def visible_device_for_rank(visible: str | None, local_rank: int) -> str:
-    """The entry of CUDA_VISIBLE_DEVICES that belongs to a rank; `visible` is None where all GPUs are visible."""
-    return str(local_rank) if visible is None else visible.split(",")[local_rank].strip()
 
 
 def describe_device(device: torch.device) -> str:

@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import dataclasses
-import importlib.util
 import itertools
 import os
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import torch
 
 from utils.distributed.collectives import all_gather_object, broadcast
+from utils.distributed.gpu_start import jpeg_engines
 from utils.distributed.group import DistEnv
 
 _NVML_P2P_NVLINK = 2  # NVML_P2P_CAPS_INDEX_NVLINK
@@ -45,7 +45,7 @@ def inspect_machine(env: DistEnv) -> Machine:
     return Machine(
         cpu_threads=cpu_share(allowed, neighbours),
         gpu=gpu,
-        jpeg_engines=_jpeg_engines() if gpu else 0,
+        jpeg_engines=jpeg_engines() if gpu else 0,
         gpu_memory=torch.cuda.mem_get_info(env.device)[0] if gpu else 0,
         host_memory=free_memory() // len(neighbours),
     )
@@ -126,23 +126,3 @@ def nvlink_between(uuids: list[str]) -> bool:
     )
     library.nvmlShutdown()
     return joined
-
-
-def _jpeg_engines() -> int:
-    """Hardware JPEG decoders of the current GPU, as nvJPEG counts them.
-
-    nvjpegGetHardwareDecoderInfo: https://docs.nvidia.com/cuda/nvjpeg/#nvjpeggethardwaredecoderinfo
-    """
-    package = importlib.util.find_spec("nvidia.nvjpeg")
-    folders = list(package.submodule_search_locations or []) if package else []
-    libraries = [path for folder in folders for path in sorted(Path(folder).glob("lib/libnvjpeg.so*"))]
-    if not libraries:
-        return 0
-    library = ctypes.CDLL(str(libraries[0]))
-    handle = ctypes.c_void_p()
-    engines, cores = ctypes.c_uint(0), ctypes.c_uint(0)
-    if library.nvjpegCreateSimple(ctypes.byref(handle)) != 0:
-        return 0
-    status = library.nvjpegGetHardwareDecoderInfo(handle, ctypes.byref(engines), ctypes.byref(cores))
-    library.nvjpegDestroy(handle)
-    return engines.value * cores.value if status == 0 else 0

@@ -8,17 +8,17 @@ For the same reason signal handlers are installed by `StopRequest.handling_signa
 
 import atexit
 import gc
-import os
 
 import torch
 
 from utils.distributed.device import choose_device, hide_other_gpus
+from utils.distributed.gpu_start import set_max_connections, wait_for_gpu
 from utils.distributed.launcher import exit_with_torchrun, read_launch
 from utils.seed import make_deterministic
 
 
 def own_process(device_choice: str, deterministic: bool | None = None) -> torch.device:
-    """Prepare this process for training, and choose its device. To be called before CUDA starts.
+    """Prepare this process for training, and choose its device. To be called before torch uses CUDA.
 
     Sets CUDA_DEVICE_MAX_CONNECTIONS to 32, unless it is set; CUDA_VISIBLE_DEVICES to the GPU of this rank; and what
     `deterministic` says. When torchrun dies, this process gets SIGTERM. Garbage collections leave out what exists now,
@@ -36,12 +36,11 @@ def own_process(device_choice: str, deterministic: bool | None = None) -> torch.
         UserError: the launcher's variables are incomplete, or there are fewer GPUs than processes.
     """
     exit_with_torchrun()
+    wait_for_gpu()
     gc.freeze()
     gc.enable()
     atexit.register(gc.unfreeze)  # Triton prints what is not collected in the end
-    # CUDA reads it once, when it starts. DALI works on some thirty streams. The default of 8 hardware queues makes the
-    # training step wait in a queue behind a decoder (docs/internals/decisions/0005).
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    set_max_connections()
     if deterministic:
         make_deterministic()
     elif deterministic is not None:

@@ -1,0 +1,85 @@
+"""The GPU that starts beside the imports: which one, and what it leaves of the environment."""
+
+import json
+
+import pytest
+
+from tests.harness import launch
+from utils.distributed.gpu_start import knows_gpu, visible_device_for_rank
+from utils.distributed.launcher import Launch
+
+STARTS = """
+import json, os, sys, threading
+from utils.distributed.gpu_start import start_gpu, wait_for_gpu
+start_gpu(sys.argv[1])
+started = threading.active_count() > 1
+wait_for_gpu()
+found = {"started": started, "ended": threading.active_count() == 1, "torch": "torch" in sys.modules}
+found |= {"visible": os.environ.get("CUDA_VISIBLE_DEVICES")}
+found |= {"connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")}
+"""
+PRINTS = "print(json.dumps(found))"
+USES_TORCH = """
+from utils.distributed.device import choose_device, hide_other_gpus
+from utils.distributed.gpu_start import jpeg_engines
+from utils.distributed.launcher import read_launch
+import ctypes, torch
+driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+found |= {"status": driver.cuDeviceGetCount(ctypes.byref(count)), "seen": count.value}
+found |= {"counted": jpeg_engines.cache_info().currsize, "all": torch.cuda.device_count()}
+found["device"] = str(hide_other_gpus(choose_device("cuda", read_launch())))
+found["sum"] = torch.ones(5, device=found["device"]).sum().item()
+"""
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"), [(None, "1"), ("4,6,7", "6"), ("GPU-2f, GPU-9c", "GPU-9c"), ("MIG-a,MIG-b", "MIG-b")]
+)
+def test_visible_device_for_rank(visible: str | None, expected: str) -> None:
+    assert visible_device_for_rank(visible, 1) == expected
+
+
+@pytest.mark.parametrize(
+    ("launch", "local_rank", "visible", "expected"),
+    [
+        (Launch(), None, None, True),
+        (Launch(), None, "MIG-a,MIG-b", True),
+        (Launch(3, 3, 4, 4), "3", None, True),
+        (Launch(3, 3, 4, 4), "3", "4,5,6,7", True),
+        (Launch(3, 3, 4, 4), "3", "MIG-a,MIG-b,MIG-c,MIG-d", False),
+        (Launch(3, 3, 4, 4), None, None, False),  # Slurm
+    ],
+)
+def test_which_gpu_is_known(
+    launch: Launch, local_rank: str | None, visible: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if local_rank is None:
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+    else:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert knows_gpu(launch, visible) == expected
+
+
+@pytest.mark.parametrize(("choice", "connections"), [("cpu", None), ("auto", "32"), ("cuda", "32")])
+def test_without_gpus_the_environment_stays(choice: str, connections: str | None) -> None:
+    done = launch(
+        choice, program=STARTS + PRINTS, env={"CUDA_VISIBLE_DEVICES": "", "CUDA_DEVICE_MAX_CONNECTIONS": None}
+    )
+    assert (done.status, done.err) == (0, "")
+    found = json.loads(done.out)
+    assert (found["visible"], found["connections"]) == ("", connections)
+    assert (found["ended"], found["torch"]) == (True, False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [{}, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}])
+def test_cuda_starts_on_the_gpu_of_this_rank(ranks: dict[str, str]) -> None:
+    variables = {"CUDA_VISIBLE_DEVICES": None, "CUDA_DEVICE_MAX_CONNECTIONS": None}
+    done = launch("cuda", program=STARTS + USES_TORCH + PRINTS, env=variables | ranks)
+    assert done.status == 0, done.err
+    found = json.loads(done.out)
+    assert found["started"], "in a thread"
+    assert (found["status"], found["seen"]) == (0, 1), "CUDA has started, and sees this GPU alone"
+    assert found["all"] >= 1, "torch still counts all GPUs"
+    assert (found["counted"], found["device"], found["sum"]) == (1, "cuda:0", 5.0)
+    assert (found["visible"], found["connections"]) == (None, "32"), "as it was"
