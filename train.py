@@ -20,7 +20,7 @@ if __name__ == "__main__":  # before the imports that take seconds
 
     given = start_program(TRAIN, sys.argv[1:], check_source)
     launch_processes(given.processes, given.max_restarts, sys.argv)
-    start_imports(given.device)
+    start_imports(given.device, given.deterministic)
 
 from torch.distributed.elastic.multiprocessing.errors import record
 

@@ -71,6 +71,17 @@ def test_without_gpus_the_environment_stays(choice: str, connections: str | None
     assert (found["ended"], found["torch"]) == (True, False)
 
 
+@pytest.mark.parametrize(("deterministic", "connections"), [(False, "32"), (True, None)])
+def test_a_deterministic_run_starts_its_gpu_later(deterministic: bool, connections: str | None) -> None:
+    program = STARTS.replace("start_gpu(sys.argv[1])", f"start_imports('auto', {deterministic})")
+    done = launch(
+        program="from utils.distributed.startup import start_imports\n" + program + PRINTS,
+        env={"CUDA_DEVICE_MAX_CONNECTIONS": None},
+    )
+    assert (done.status, done.err) == (0, "")
+    assert json.loads(done.out.splitlines()[-1])["connections"] == connections
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [{}, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}])
 def test_cuda_starts_on_the_gpu_of_this_rank(ranks: dict[str, str]) -> None:

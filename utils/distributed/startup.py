@@ -60,16 +60,18 @@ def show_first_line(text: str) -> None:
         emit(text)
 
 
-def start_imports(device_choice: str) -> None:
+def start_imports(device_choice: str, deterministic: bool = False) -> None:
     """To be called before the imports that take seconds. Garbage is not collected from here until `own_process`.
 
     They make a million objects and no garbage; searching them takes a tenth of the time. The GPU starts beside them.
 
     Args:
         device_choice: auto, cuda or cpu.
+        deterministic: of `own_process`. The GPU then starts there, as cuBLAS has to find the variable that it sets.
     """
     show_first_line(IMPORTS)
-    start_gpu(device_choice)
+    if not deterministic:
+        start_gpu(device_choice)
     gc.disable()
 
 
