@@ -5,8 +5,7 @@ import json
 import pytest
 
 from tests.harness import launch
-from utils.distributed.gpu_start import knows_gpu, visible_device_for_rank
-from utils.distributed.launcher import Launch
+from utils.distributed.gpu_start import visible_device_for_rank
 
 STARTS = """
 import json, os, sys, threading
@@ -40,24 +39,15 @@ def test_visible_device_for_rank(visible: str | None, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("launch", "local_rank", "visible", "expected"),
-    [
-        (Launch(), None, None, True),
-        (Launch(), None, "MIG-a,MIG-b", True),
-        (Launch(3, 3, 4, 4), "3", None, True),
-        (Launch(3, 3, 4, 4), "3", "4,5,6,7", True),
-        (Launch(3, 3, 4, 4), "3", "MIG-a,MIG-b,MIG-c,MIG-d", False),
-        (Launch(3, 3, 4, 4), None, None, False),  # Slurm
-    ],
+    ("world_size", "local_rank", "connections"), [("1", "0", "32"), ("2", "0", None), ("1", "1", None)]
 )
-def test_which_gpu_is_known(
-    launch: Launch, local_rank: str | None, visible: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch
+def test_one_of_several_processes_starts_its_gpu_later(
+    world_size: str, local_rank: str, connections: str | None
 ) -> None:
-    if local_rank is None:
-        monkeypatch.delenv("LOCAL_RANK", raising=False)
-    else:
-        monkeypatch.setenv("LOCAL_RANK", local_rank)
-    assert knows_gpu(launch, visible) == expected
+    ranks = {"RANK": "0", "LOCAL_RANK": local_rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    done = launch("auto", program=STARTS + PRINTS, env=ranks | {"CUDA_DEVICE_MAX_CONNECTIONS": None})
+    assert (done.status, done.err) == (0, "")
+    assert json.loads(done.out)["connections"] == connections
 
 
 @pytest.mark.parametrize(("choice", "connections"), [("cpu", None), ("auto", "32"), ("cuda", "32")])
@@ -83,10 +73,9 @@ def test_a_deterministic_run_starts_its_gpu_later(deterministic: bool, connectio
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("ranks", [{}, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}])
-def test_cuda_starts_on_the_gpu_of_this_rank(ranks: dict[str, str]) -> None:
+def test_cuda_starts_on_the_first_gpu() -> None:
     variables = {"CUDA_VISIBLE_DEVICES": None, "CUDA_DEVICE_MAX_CONNECTIONS": None}
-    done = launch("cuda", program=STARTS + USES_TORCH + PRINTS, env=variables | ranks)
+    done = launch("cuda", program=STARTS + USES_TORCH + PRINTS, env=variables)
     assert done.status == 0, done.err
     found = json.loads(done.out)
     assert found["started"], "in a thread"

@@ -37,7 +37,7 @@ def choose_device(choice: str, launch: Launch) -> torch.device:
 
 
 def hide_other_gpus(device: torch.device) -> torch.device:
-    """Let this process see `device` alone, through CUDA_VISIBLE_DEVICES. To be called before CUDA starts.
+    """Let this process see `device` alone, through CUDA_VISIBLE_DEVICES. To be called before torch uses CUDA.
 
     The GPU of each rank is then number 0. Compile results hold the number, so that otherwise no rank could use those of
     another, nor of a run on another number of GPUs.

@@ -13,10 +13,10 @@ _thread: threading.Thread | None = None
 
 
 def start_gpu(device_choice: str) -> None:
-    """Let a thread start CUDA on the GPU of this rank, if there is one, and count its JPEG decoders.
+    """Let a thread start CUDA on the first visible GPU, if there is one, and count its JPEG decoders.
 
-    That takes 1.2 s, mostly without Python's lock. CUDA then sees the GPU of this rank alone, as number 0. Sets
-    CUDA_DEVICE_MAX_CONNECTIONS (`set_max_connections`). Does nothing where it is not certain which GPU this will be.
+    That takes 1.2 s, mostly without Python's lock. CUDA then sees this GPU alone. Sets CUDA_DEVICE_MAX_CONNECTIONS
+    (`set_max_connections`). Does nothing in one of several processes: torch counts the GPUs of all before CUDA starts.
 
     To be followed by `wait_for_gpu`; until then nothing else may read or change CUDA_VISIBLE_DEVICES.
 
@@ -27,12 +27,10 @@ def start_gpu(device_choice: str) -> None:
         UserError: the launcher's variables are incomplete.
     """
     global _thread
-    launch = read_launch()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if device_choice == "cpu" or not knows_gpu(launch, visible):
+    if device_choice == "cpu" or read_launch() != Launch():
         return
     set_max_connections()
-    _thread = threading.Thread(target=_start, args=(launch, visible), name="GPU start")
+    _thread = threading.Thread(target=_start, name="GPU start")
     _thread.start()
 
 
@@ -56,23 +54,13 @@ def visible_device_for_rank(visible: str | None, local_rank: int) -> str:
     return str(local_rank) if visible is None else visible.split(",")[local_rank].strip()
 
 
-def knows_gpu(launch: Launch, visible: str | None) -> bool:
-    """Whether this rank has the GPU of its local rank among `visible`, CUDA_VISIBLE_DEVICES, and torch counts them all.
-
-    Slurm can show each of several processes one GPU alone. Parts of GPUs (MIG) are counted by CUDA, which sees one.
-    """
-    return launch.world_size == 1 or ("LOCAL_RANK" in os.environ and "MIG-" not in (visible or ""))
-
-
-def _start(launch: Launch, visible: str | None) -> None:
-    if launch.world_size > 1 and not _has_nvml():
-        return  # as above: CUDA counts the GPUs
+def _start() -> None:
     try:
         driver = ctypes.CDLL("libcuda.so.1")
-        shown = visible_device_for_rank(visible, launch.local_rank)
-    except (OSError, IndexError):  # no driver; fewer GPUs than processes
+    except OSError:
         return
-    os.environ["CUDA_VISIBLE_DEVICES"] = shown
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible_device_for_rank(visible, 0)
     has_started = driver.cuInit(0) == 0
     if visible is None:
         del os.environ["CUDA_VISIBLE_DEVICES"]
@@ -85,15 +73,6 @@ def _start(launch: Launch, visible: str | None) -> None:
         and driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) == 0  # the context that torch uses
     ):
         jpeg_engines()
-
-
-def _has_nvml() -> bool:
-    """Whether the driver's management library works, so that torch counts GPUs without CUDA."""
-    try:
-        library = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return False
-    return bool(library.nvmlInit_v2() == 0 and library.nvmlShutdown() == 0)
 
 
 @functools.cache
