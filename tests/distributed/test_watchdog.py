@@ -20,7 +20,7 @@ import torch, torch.distributed as dist
 from utils.distributed.watchdog import watchdog
 from utils.distributed.group import process_group
 from utils.errors import BadFile
-from utils.distributed.exit import write_lock
+from utils.distributed.exit import write_slots
 from utils.distributed.stop import StopRequest
 case, folder = sys.argv[1:]
 stop = StopRequest()
@@ -31,7 +31,7 @@ with stop.handling_signals(), process_group(torch.device("cpu"), 300, print) as 
     if has_bad_file:
         raise BadFile("/data/one.jpg", "damaged", env.rank)
     if case == "saving" and env.is_main:
-        with write_lock:
+        with write_slots:
             time.sleep(4)  # a checkpoint of some size
             open(os.path.join(folder, "complete"), "w").close()
     dist.all_reduce(torch.zeros(3))  # without the others it waits for 300 s

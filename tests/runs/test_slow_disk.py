@@ -130,6 +130,20 @@ def test_killed_within_a_write(data: Path, whole: Path, tmp_path: Path, point: s
     assert {path.name for path in run.iterdir()} == {path.name for path in whole.iterdir()}
 
 
+def test_the_save_after_an_evaluation_does_not_wait(data: Path, whole: Path, tmp_path: Path) -> None:
+    """Training goes on while the checkpoint from before the evaluation is written, and its own after that."""
+    run = tmp_path / "run"
+    with start_held(data, tmp_path, 3, "written in part", "--epochs", 2) as held:
+        held.wait_for(lambda: "epoch 2/2  step 1/5" in held.out)
+        held.wait_for((tmp_path / "held").exists)
+        assert (read_checkpoint(run)["step"], read_checkpoint(run)["epoch"]) == (4, 0)
+        (tmp_path / "release").touch()
+        done = held.end()
+    assert done.status == 0, done.err
+    for name in ("last.pt", "best.pt", "last-1.pt"):
+        assert_same_run(whole, run, name)
+
+
 def test_a_stop_waits_for_the_write(data: Path, tmp_path: Path) -> None:
     with start_held(data, tmp_path, 2, "written in part", "--epochs", 2) as held:
         held.wait_for((tmp_path / "held").exists)

@@ -1,4 +1,4 @@
-"""A checkpoint is written beside the training as it would be written within it, one at a time, and to its end."""
+"""Checkpoints are written beside the training as within it, one after the other, and to their ends."""
 
 import copy
 import dataclasses
@@ -19,7 +19,7 @@ from tests.training.checkpoints import RECORD, checkpoint_of
 from utils.distributed.group import DistEnv
 from utils.log import Log
 from utils.training.checkpoint import BEST, EARLIER, LAST, Checkpoint, create_checkpoint, load
-from utils.training.checkpoint_writer import CheckpointWriter, copy_to_host
+from utils.training.checkpoint_writer import CheckpointWriter, copy_to_host, may_queue
 from utils.training.metrics import Meter
 from utils.training.state import TrainState
 
@@ -110,18 +110,25 @@ def test_what_torch_copies_shares_storages_in_the_same_way(cpu: DistEnv, tmp_pat
     assert written[0] == written[1]
 
 
-def test_one_write_at_a_time(held: Held, tmp_path: Path) -> None:
+def test_two_checkpoints_are_written_in_their_order(held: Held, tmp_path: Path) -> None:
     saved = checkpoint_of(resolved())
-    held.writer.start(saved)
-    with pytest.raises(AssertionError, match="one write at a time"):
+    for step in (5, 6):
+        held.writer.start(dataclasses.replace(saved, state=dataclasses.replace(saved.state, step=step)))
+    with pytest.raises(AssertionError, match="wait for the writes before"):
         held.writer.start(saved)
     held.release()
     assert held.writer.wait() is None
-    assert not held.writer.is_pending
+    assert held.writer.num_pending == 0
     assert held.writer.wait() is None, "at once"
+    assert [load(tmp_path / name).state.step for name in (LAST, EARLIER[0])] == [6, 5]
     held.writer.start(saved, is_best=True)
     assert held.writer.wait() is None
-    assert {path.name for path in tmp_path.iterdir()} == {LAST, EARLIER[0]}, "without a best epoch no best.pt"
+    assert {path.name for path in tmp_path.iterdir()} == {LAST, *EARLIER}, "without a best epoch no best.pt"
+
+
+def test_weights_of_more_than_512_mb_are_not_queued() -> None:
+    small, large = (nn.Linear(2**13, 2**14, bias=bias, device="meta") for bias in (False, True))
+    assert (may_queue(small), may_queue(large)) == (True, False)
 
 
 def test_the_end_of_the_block_waits_for_the_write(tmp_path: Path, cpu: DistEnv) -> None:
@@ -144,7 +151,7 @@ def test_a_write_that_fails_is_logged_at_once(tmp_path: Path, cpu: DistEnv, caps
     assert writer.wait() == reason
 
 
-# What an exit meets: a checkpoint that has been copied, but whose thread has not begun to write it.
+# What an exit meets: two checkpoints that have been copied, but whose thread has not begun to write them.
 EXIT = """
 import sys, time
 from pathlib import Path
@@ -160,14 +167,15 @@ folder = Path(sys.argv[1])
 writer = CheckpointWriter(folder, DistEnv.single(torch.device("cpu")), Log(folder, True, 1, 1, False))
 writer._thread.submit(time.sleep, 1)
 writer.start(checkpoint_of(resolved()))
+writer.start(checkpoint_of(resolved()))
 hard_exit(7)
 """
 
 
-def test_an_immediate_exit_waits_for_the_write(tmp_path: Path) -> None:
+def test_an_immediate_exit_waits_for_both_writes(tmp_path: Path) -> None:
     done = launch_forked(tmp_path, program=EXIT)
     assert done.status == 7, done.err
-    assert [path.name for path in tmp_path.iterdir()] == [LAST]
+    assert {path.name for path in tmp_path.iterdir()} == {LAST, EARLIER[0]}
     load(tmp_path / LAST)
 
 
@@ -194,7 +202,7 @@ with CheckpointWriter(folder, env, Log(folder, True, 1, 1, False)) as writer:
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + 100_000_000, resource.RLIM_INFINITY))
     writer.start(taken)
-    print("written" if writer._write.done() else "under way", flush=True)
+    print("written" if writer._newest.done() else "under way", flush=True)
     print(writer.wait(), flush=True)
 """
 

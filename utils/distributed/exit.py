@@ -9,11 +9,12 @@ import threading
 import time
 from typing import NoReturn
 
-SAVE_TIMEOUT = 60.0  # seconds for a checkpoint that is being written
+SAVE_TIMEOUT = 60.0  # seconds for the checkpoints that are being written
 WORKER_EXIT_TIMEOUT = 1.0  # seconds for workers to end when asked
-# Held while a file is written that must not be cut off. What would be left is whole, but it is the file before.
-# One thread may take it for another that writes, so that there is no gap between the two.
-write_lock = threading.Lock()
+MAX_WRITES = 2
+# One is taken for each file that must not be cut off, until it is written. What would be left is whole, but it is the
+# file before. One thread may take it for another that writes, so that there is no gap between the two.
+write_slots = threading.BoundedSemaphore(MAX_WRITES)
 # Held, until the end of the process, by the thread that prints why it ends: there is one line, whoever else notices.
 exit_lock = threading.RLock()
 
@@ -21,7 +22,9 @@ exit_lock = threading.RLock()
 def hard_exit(status: int) -> NoReturn:
     """End with `status`. Nothing is closed, as that may wait for a device or a process that never answers again."""
     with contextlib.suppress(Exception):
-        write_lock.acquire(timeout=SAVE_TIMEOUT)
+        deadline = time.monotonic() + SAVE_TIMEOUT
+        for _ in range(MAX_WRITES):
+            write_slots.acquire(timeout=max(0.0, deadline - time.monotonic()))
         sys.stdout.flush()
         terminate_workers()
     os._exit(status)

@@ -45,7 +45,7 @@ def require_finite_statistics(state: TrainState, amp: str) -> None:
         for name, buffer in module.named_buffers()
         if name.endswith(("running_mean", "running_var"))
     ]
-    finite = not statistics or bool(torch.stack([values.isfinite().all() for values in statistics]).all())
+    finite = not statistics or bool(torch.cat([values.flatten() for values in statistics]).isfinite().all())
     if not all(all_gather_object(finite, state.env)):
         remedy = "use --amp bf16 or none" if amp == "fp16" else "lower --lr"
         raise RunFailed(

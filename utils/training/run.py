@@ -28,7 +28,7 @@ from utils.network.augment import BatchAugment
 from utils.network.freezing import AnyForwardBackward
 from utils.progress import with_bar
 from utils.training.checkpoint import RunRecord, create_checkpoint
-from utils.training.checkpoint_writer import CheckpointWriter
+from utils.training.checkpoint_writer import CheckpointWriter, may_queue
 from utils.training.integrity import nonfinite_reason, require_finite_statistics, require_same_weights
 from utils.training.optim import learning_rate
 from utils.training.output import has_summary
@@ -269,14 +269,13 @@ class Run:
         if result:
             state.result = {"epoch": state.epoch, "step": state.step} | result
             self.log.evaluation(state.result | {"val/seconds": round(time.perf_counter() - self._evaluation_began, 3)})
-            self.finish_write()  # until then it is not certain what best.pt holds
             top1 = evaluation_top1(result)
             if state.best is None or top1 > state.best.top1:
                 new_best = BestEpoch(state.epoch, state.step, top1)
             state.evaluations_since_best = 0 if new_best else state.evaluations_since_best + 1
         else:
             self.log.epoch_without_evaluation(state.epoch)
-        self.save(new_best)
+        self.save(new_best, queued=bool(result) and may_queue(state.model))
 
     def claim_output_dir(self) -> None:
         """Make the output folder this run's, now that there is something to lose; does it once.
@@ -314,7 +313,7 @@ class Run:
         self.metrics_cutoff = None
         self.tracker.start()
 
-    def save(self, new_best: BestEpoch | None = None) -> None:
+    def save(self, new_best: BestEpoch | None = None, *, queued: bool = False) -> None:
         """Copy the run aside as it is now; last.pt is written while training goes on. Collective: call on every rank.
 
         Weights that are not finite, or gave such a loss, do not replace a good checkpoint. A write that fails is
@@ -322,11 +321,13 @@ class Run:
 
         Args:
             new_best: the evaluation of this epoch if it is the best so far, which best.pt then holds.
+            queued: do not wait for the save before the evaluation, which leaves best.pt as it is.
 
         Raises:
             RunFailed: on all ranks, if their weights are not the same, or running statistics are lost for good.
         """
-        self.finish_write()
+        if not queued:
+            self.finish_write()
         state = self.state
         with state.meter.paused():
             require_same_weights(state, self.resume_hint)
@@ -342,8 +343,8 @@ class Run:
             self.writer.start(taken, is_best=new_best is not None)
 
     def finish_write(self) -> None:
-        """Wait until the last save is written, or has failed and been logged. Collective: call on every rank."""
-        if not self.writer.is_pending:
+        """Wait until all saves are written, or have failed and been logged. Collective: call on every rank."""
+        if not self.writer.num_pending:
             return
         with self.state.meter.paused():
             error = self.writer.wait()

@@ -159,12 +159,15 @@ class TrainState:
         )
 
     def rank_state(self, loader: dict[str, Any]) -> RankState:
-        """What this rank has for itself; `loader` is its `TrainLoader.state()`."""
+        """What this rank has for itself; `loader` is its `TrainLoader.state()`.
+
+        The buffers of one of several ranks are on the CPU, for rank 0.
+        """
+        buffers = {name: float_buffers(module) for name, module in self.networks().items()}
+        if self.env.world_size > 1:
+            buffers = {name: {key: value.cpu() for key, value in found.items()} for name, found in buffers.items()}
         return RankState(
-            loader=loader,
-            random=random_state(self.env.device),
-            meter=self.meter.state_dict(),
-            buffers={name: float_buffers(module) for name, module in self.networks().items()},
+            loader=loader, random=random_state(self.env.device), meter=self.meter.state_dict(), buffers=buffers
         )
 
     def load(self, replicated: ReplicatedState, rank_state: RankState) -> None:
@@ -212,17 +215,15 @@ def evaluation_top1(result: dict[str, Any]) -> float:
 
 
 def float_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Copies on the CPU of the floating-point buffers, batch norm's running statistics: they differ between ranks."""
-    saved = module.state_dict().keys()
-    return {
-        name: buffer.detach().cpu().clone()
-        for name, buffer in module.named_buffers()
-        if buffer.is_floating_point() and name in saved
-    }
+    """Floating-point buffers of the state, batch norm's running statistics: they differ between ranks."""
+    names = {name for name, buffer in module.named_buffers() if buffer.is_floating_point()}
+    return {name: tensor for name, tensor in module.state_dict().items() if name in names}
 
 
 def mean_buffers(buffers_by_rank: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Mean over the ranks' `float_buffers`, for the network that a checkpoint hands to others."""
+    if len(buffers_by_rank) == 1:
+        return buffers_by_rank[0]
     return {
         name: torch.stack([buffers[name].double() for buffers in buffers_by_rank]).mean(0).to(first.dtype)
         for name, first in buffers_by_rank[0].items()
