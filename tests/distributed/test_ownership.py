@@ -105,7 +105,9 @@ print(json.dumps([str(device), changes()]))
 
 
 def run_program(text: str, *arguments: object, **variables: object) -> Finished:
-    return launch(*arguments, program=PROCESS_STATE + text, env=variables)
+    """Run the text, with `variables`; one that another test has set for this process is not passed on."""
+    env = {"CUDA_DEVICE_MAX_CONNECTIONS": None, "CUBLAS_WORKSPACE_CONFIG": None} | variables
+    return launch(*arguments, program=PROCESS_STATE + text, env=env)
 
 
 @pytest.mark.parametrize(
