@@ -1,9 +1,7 @@
 """Architecture name -> nn.Module: every timm model, its head sized from the data, in channels_last memory."""
 
-import copy
 import dataclasses
 import difflib
-import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +13,6 @@ import timm.models
 import torch
 from timm.models import PretrainedCfg
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from utils.arguments import model_options, refused_model_option
 from utils.config import ResolvedConfig
@@ -23,10 +20,9 @@ from utils.distributed.collectives import sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import UserError, first_line
 from utils.network.convolutions import prepare_depthwise
-from utils.network.fused_layers import depthwise_shapes, swap_fused_layers
+from utils.network.fused_layers import swap_fused_layers
 from utils.network.timm_config import read_timm_config
-from utils.network.variants import apply_variants
-from utils.schedules import size_schedule
+from utils.network.variants import prepare_training
 from utils.validation import require_weights
 
 EMA_NAMES = ("state_dict_ema", "model_ema")  # of a moving average in a checkpoint, where timm looks for it
@@ -274,41 +270,6 @@ def _num_outputs(weights: Weights, model: nn.Module, num_classes: int) -> int | 
     return sizes[-1] if sizes else None
 
 
-def check_input(model: nn.Module, arch: str, image_size: int, batch_size: int, source: str = "--image-size") -> Any:
-    """Raise UserError unless the network, as it is (for training or not), takes a batch of such images.
-
-    Most need so many pixels; batch norm in training needs more than one value per channel. Only shapes are computed
-    (on torch's meta device), and if that fails, which may be the device's fault, one or two images.
-
-    Args:
-        model: on the CPU; neither it nor the random numbers change.
-        arch: its name.
-        image_size: side of the images.
-        batch_size: images at once.
-        source: of the size, for the message.
-
-    Returns:
-        What the network computes of one or two images.
-    """
-    shape = (min(batch_size, 2), 3, image_size, image_size)
-    values = itertools.chain(model.named_parameters(), model.named_buffers())
-    on_meta = {name: value.detach().to("meta") for name, value in values}
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            return functional_call(model, on_meta, torch.zeros(shape, device="meta"))
-    except Exception:
-        try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                return copy.deepcopy(model)(torch.zeros(shape))
-        except Exception as error:
-            made_for = cast(Any, model).pretrained_cfg["input_size"][-1]
-            raise UserError(
-                f"{source} {image_size}: {arch} cannot compute a batch of {batch_size} such images "
-                f"({first_line(error, 200)}); its weights were made for {made_for}, give that or another --batch-size",
-                on_all_ranks=True,
-            ) from error
-
-
 def normalization(model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation per channel, of images in [0, 1], that the network's weights were made for."""
     settings: Any = model.pretrained_cfg
@@ -353,19 +314,7 @@ def create_network(
         network = Network(model, normalization(model), "from scratch")
         if config.pretrained is not None and saved is None:
             network = load_pretrained(config, model, classes)
-        apply_variants(network.model, config, env)
-        network.model.train(not config.evaluate)
-        with depthwise_shapes(network.model) as shapes:
-            output = check_input(network.model, config.arch, config.image_size, config.batch_size)
-            for size in size_schedule(config).values():
-                check_input(network.model, config.arch, size, config.batch_size, "--resize-schedule, image size")
-            if config.val_image_size != config.image_size:
-                check_input(network.model, config.arch, config.val_image_size, config.batch_size, "--val-image-size")
-        if config.model_args and getattr(output, "shape", ())[1:] != (config.num_classes,):
-            raise UserError(
-                f"--model-args {config.model_args}: {config.arch} has no logits of {config.num_classes} classes with "
-                "it; leave out what changes the head"
-            )
+        shapes = prepare_training(network.model, config, env.world_size)
     if saved is not None:
         network = network._replace(normalization=saved)
     network.model.to(env.device)

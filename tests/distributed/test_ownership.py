@@ -34,6 +34,7 @@ def process_state():
         "collects garbage": gc.isenabled(),
         "leaves modules out": gc.get_freeze_count() > 100_000,
         "benchmark": torch.backends.cudnn.benchmark,
+        "TF32": torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
 
@@ -144,5 +145,5 @@ CUDA_AND_TORCHRUN = {"CUDA_DEVICE_MAX_CONNECTIONS": "4", "TORCHELASTIC_RUN_ID": 
 def test_own_process(arguments: list[bool], variables: dict[str, str], expected: dict[str, Any]) -> None:
     done = run_program(OWNER, json.dumps(arguments), **variables)
     assert done.status == 0, done.err
-    assert json.loads(done.out.splitlines()[-1]) == ["cpu", expected | {"leaves modules out": True}]
+    assert json.loads(done.out.splitlines()[-1]) == ["cpu", expected | {"leaves modules out": True, "TF32": False}]
     assert done.err == ""

@@ -14,11 +14,12 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models import check_input, create_model
+from models import create_model
 from tests.harness import ROOT
 from utils.network.fused_layers import DepthwiseShape, depthwise_shapes, swap_fused_layers
 from utils.network.gradient_plans import make_gradient_plan, start_gradient_plans, stop_gradient_plans
 from utils.network.gradients import ForwardBackward, GraphedForwardBackward, capture_stream
+from utils.network.input_check import check_input
 
 ARCH, SIZE, IMAGES = "mobilenetv3_small_050", 72, 2
 SHAPE = DepthwiseShape(8, 16, 16, 3, 1)

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import check_input, create_model
+from models import create_model
 from tests.harness import launch
 from tests.network.tensors import FILTERS, NORMS, draw, error
 from utils.network import fused_ops
 from utils.network.fused_layers import depthwise_shapes, swap_fused_layers
+from utils.network.input_check import check_input
 
 INTERPRETED = """
 import torch

@@ -68,6 +68,19 @@ def test_gpus_are_joined_by_nvlink_as_nvidia_smi_says() -> None:
         assert nvlink_between([uuids[one], uuids[other]]) == (joined[one][other] == "OK")
 
 
+def test_float32_is_that_of_the_cpu(data: Path, tmp_path: Path) -> None:
+    """TF32, which torch allows cuDNN by default, changes this loss by 5e-5 of it."""
+    flags = ("--data-dir", data, "--output-dir", tmp_path, "--amp", "none", "--batch-size", 8, "--loader", "torch")
+    done = train(*FLAGS, "--arch", "resnet18", "--epochs", 2, "--image-size", 64, "--val-resize", 64, *flags)
+    assert done.status == 0, done.err
+    losses = []
+    for device in ("cuda", "cpu"):
+        done = launch(*flags, "--evaluate", "--device", device, "--workers", 1)
+        assert done.status == 0, done.err
+        losses.append(json.loads((tmp_path / "evaluation.json").read_text())["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=5e-6)
+
+
 WAITS_FOR_THE_DEVICE = """
 import sys, timm, train
 

@@ -241,6 +241,21 @@ def test_fused_steps_are_torchs(name: str, momentum: float) -> None:
         torch.testing.assert_close(ours, plain)
 
 
+def test_dampening_leaves_the_first_step_as_torchs() -> None:
+    """On a GPU, too: torch takes the first gradient whole as the momentum."""
+    config = resolved(optimizer="momentum", lr=0.1, momentum=0.9, weight_decay=0.0, optimizer_args="dampening=0.5")
+    weights, expected = (nn.Parameter(torch.ones(2, 2)) for _ in range(2))
+    model = nn.Linear(2, 2, bias=False)
+    model.weight = weights
+    ours = create_optimizer(config, model, 256, fused=True)
+    torchs = torch.optim.SGD([expected], lr=0.1, momentum=0.9, dampening=0.5)
+    for gradient in (1.0, 2.0, -1.0):
+        for weight, optimizer in ((weights, ours), (expected, torchs)):
+            weight.grad = torch.full((2, 2), gradient)
+            optimizer.step()
+        assert torch.equal(weights, expected)
+
+
 @pytest.mark.parametrize("momentum_state", ["nothing", "None"])
 def test_resume_of_an_optimizer_that_never_stepped(cpu: DistEnv, momentum_state: str) -> None:
     """Its state has no momentum, and the first step after the resume overflows."""

@@ -20,9 +20,10 @@ from utils.seed import make_deterministic
 def own_process(device_choice: str, deterministic: bool | None = None) -> torch.device:
     """Prepare this process for training, and choose its device. To be called before torch uses CUDA.
 
-    Sets CUDA_DEVICE_MAX_CONNECTIONS to 32, unless it is set; CUDA_VISIBLE_DEVICES to the GPU of this rank; and what
-    `deterministic` says. When torchrun dies, this process gets SIGTERM. Garbage collections leave out what exists now,
-    the modules: a whole collection took 0.2 s and more, and a run has one wherever DALI or a capture frees memory.
+    Sets CUDA_DEVICE_MAX_CONNECTIONS to 32, unless it is set; CUDA_VISIBLE_DEVICES to the GPU of this rank; float32 for
+    float32 convolutions, for which torch lets cuDNN take TF32; and what `deterministic` says. When torchrun dies, this
+    process gets SIGTERM. Garbage collections leave out what exists now, the modules: a whole collection took 0.2 s and
+    more, and a run has one wherever DALI or a capture frees memory.
 
     Args:
         device_choice: auto, cuda or cpu.
@@ -41,6 +42,7 @@ def own_process(device_choice: str, deterministic: bool | None = None) -> torch.
     gc.enable()
     atexit.register(gc.unfreeze)  # Triton prints what is not collected in the end
     set_max_connections()
+    torch.backends.cudnn.allow_tf32 = False  # of 10 bits; `--amp` names the types that are less than float32
     if deterministic:
         make_deterministic()
     elif deterministic is not None:

@@ -149,8 +149,9 @@ def create_optimizer(
         UserError: the optimizer needs a package that is not there, or does not take this network or its arguments.
     """
     fused = next(model.parameters()).is_cuda if fused is None else fused
-    fused = fused and _has_fused(config.optimizer)
     groups, arguments = parameter_groups(config, model), optimizer_arguments(config)
+    # SGD's first momentum is the whole gradient. A momentum of zeros (see _fill_momentum) would dampen it.
+    fused = fused and _has_fused(config.optimizer) and not arguments.get("dampening")
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "It is highly recommended to have 'opt_einsum'", module="timm.optim.kron")
