@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,9 +54,9 @@ def test_an_architecture_without_checkpointing_is_refused(cpu: DistEnv) -> None:
 
 
 @pytest.fixture
-def joined() -> Iterator[None]:
+def joined(tmp_path: Path) -> Iterator[None]:
     """A process group; without one torch's SyncBatchNorm computes on the CPU, too."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
