@@ -109,6 +109,7 @@ def resolved(**values: Any) -> ResolvedConfig:
         cuda_graph=False,
         warmup_epochs=0.0,
         lr=0.256,
+        lr_scaling="linear",
         momentum=0.875,
         weight_decay=1 / 32768,
         amp="none",

@@ -17,7 +17,7 @@ from utils.config import TrainConfig
 from utils.flags import flag
 from utils.recipes import read_recipe
 from utils.schedules import size_schedule
-from utils.training.optim import create_optimizer, resolve_optimizer, scaled_lr
+from utils.training.optim import create_optimizer, lr_factor, resolve_optimizer
 
 PATHS = sorted((ROOT / "configs").iterdir())
 PAGE = ROOT / "docs" / "recipes.md"
@@ -94,7 +94,8 @@ def test_a_header_has_batch_and_rate_of_the_recipe(path: Path) -> None:
     assert config.lr is not None
     processes, images, step = (int(number.replace(",", "")) for number in found.groups()[:3])
     assert (images, step) == (config.batch_size, processes * config.batch_size)
-    assert float(found[4]) == pytest.approx(scaled_lr(config.lr, step))
+    scaling = resolve_optimizer(config)["lr_scaling"]
+    assert float(found[4]) == pytest.approx(config.lr * lr_factor(scaling, step), rel=1e-5)
     assert processes == 1 or f"torchrun --nproc_per_node={processes} " in header(path)
 
 

@@ -62,7 +62,7 @@ class TrainConfig:
         shown=f"{BATCH_SIZE}, or as resumed", from_checkpoint=True,
     )  # fmt: skip
     lr: float | None = _flag(
-        None, FIRST, "Learning rate per 256 images of the global batch.", ABOVE_0,
+        None, FIRST, "Learning rate for 256 images of the global batch.", ABOVE_0,
         shown="by optimizer; 0.256 for sgd", role="logged",
     )  # fmt: skip
 
@@ -208,8 +208,12 @@ class TrainConfig:
         None, OPTIMISATION, "Epochs of linear warmup.", MIN_0,
         shown="a tenth, at most 5", unit="epochs", role="logged",
     )  # fmt: skip
+    lr_scaling: Literal["auto", "linear", "sqrt", "none"] = _flag(
+        "auto", OPTIMISATION, "How --lr grows with the global batch.",
+        shown="by optimizer; linear for sgd", role="logged",
+    )  # fmt: skip
     schedule: Literal["cosine", "linear", "step", "constant"] = _flag("cosine", OPTIMISATION, "Decay.", role="logged")
-    min_lr: float = _flag(0.0, OPTIMISATION, "Its end, per 256 images as --lr.", MIN_0, role="logged")
+    min_lr: float = _flag(0.0, OPTIMISATION, "Its end, for 256 images as --lr.", MIN_0, role="logged")
     cooldown_epochs: int = _flag(0, OPTIMISATION, "Epochs at --min-lr at the end.", MIN_0, unit="epochs", role="logged")
     decay_epochs: float | None = _flag(
         None, OPTIMISATION, "Epochs between decays of step.", ABOVE_0, shown="30", unit="epochs", role="logged"
@@ -330,6 +334,7 @@ class ResolvedConfig(TrainConfig):
     cuda_graph: bool
     warmup_epochs: float
     lr: float
+    lr_scaling: Literal["linear", "sqrt", "none"]
     momentum: float
     weight_decay: float
     amp: Literal["bf16", "fp16", "none"]
@@ -344,7 +349,8 @@ class ResolvedConfig(TrainConfig):
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Undo of `to_dict`; a checkpoint without one of the keys below was trained so."""
         size = values.get("image_size", TrainConfig.image_size)
-        return super().from_dict({"val_image_size": size, "val_crop": "center", "interpolation": "bilinear", **values})
+        before = {"val_image_size": size, "val_crop": "center", "interpolation": "bilinear", "lr_scaling": "linear"}
+        return super().from_dict(before | dict(values))
 
     @property
     def val_interpolation(self) -> Literal["bilinear", "bicubic"]:

@@ -23,9 +23,10 @@ from utils.training.optim import (
     create_ema,
     create_optimizer,
     describe_ema,
+    describe_lr,
     describe_optimizer,
+    peak_lr,
     resolve_optimizer,
-    scaled_lr,
 )
 from utils.training.state import TrainState
 
@@ -34,8 +35,39 @@ def test_optimizers_give_no_warning_of_their_own() -> None:
     create_optimizer(resolved(optimizer="kron"), torch.nn.Linear(2, 2), 256)
 
 
-def test_lr_is_per_256_images() -> None:
-    assert scaled_lr(0.1, 1024) == pytest.approx(0.4)
+@pytest.mark.parametrize(
+    ("values", "expected", "text"),
+    [
+        ({"optimizer": "sgd", "lr": 0.1}, 0.4, "0.4 = 0.1 x 1024 / 256"),
+        ({"optimizer": "rmsproptf", "lr": 0.1}, 0.4, "0.4 = 0.1 x 1024 / 256"),
+        ({"optimizer": "adamw", "lr": 0.1}, 0.2, "0.2 = 0.1 x sqrt(1024 / 256)"),
+        ({"optimizer": "lamb", "lr": 0.1}, 0.2, "0.2 = 0.1 x sqrt(1024 / 256)"),
+        ({"optimizer": "lion", "lr": 0.1}, 0.2, "0.2 = 0.1 x sqrt(1024 / 256)"),
+        ({"optimizer": "adan", "lr": 0.1}, 0.2, "0.2 = 0.1 x sqrt(1024 / 256)"),  # none is usual: timm's rule
+        ({"optimizer": "muon", "lr": 0.1}, 0.4, "0.4 = 0.1 x 1024 / 256"),
+        ({"optimizer": "adamw", "lr": 0.1, "lr_scaling": "linear"}, 0.4, "0.4 = 0.1 x 1024 / 256"),
+        ({"optimizer": "sgd", "lr": 0.1, "lr_scaling": "none"}, 0.1, "0.1"),
+    ],
+)
+def test_lr_is_for_256_images(values: dict[str, Any], expected: float, text: str) -> None:
+    config = resolved(**values | resolve_optimizer(TrainConfig(**values)))
+    optimizer = create_optimizer(config, nn.Linear(2, 2), 1024) if values["optimizer"] != "adan" else None
+    for group in optimizer.param_groups if optimizer else ():
+        assert group["lr"] == pytest.approx(expected)
+    assert peak_lr(config, 1024) == pytest.approx(expected)
+    assert describe_lr(config.lr, config.lr_scaling, 1024) == text
+
+
+def test_a_resume_keeps_its_rate_and_the_rule() -> None:
+    """Checkpoints that do not name it were trained with the linear one."""
+    old = resolved(optimizer="adamw", lr=0.001).to_dict()
+    del old["lr_scaling"]
+    saved = ResolvedConfig.from_dict(old)
+    given: list[dict[str, Any]] = [{}, {"lr_scaling": "sqrt"}, {"lr": 0.1}]
+    found = [resolve_optimizer(TrainConfig(optimizer="adamw", **values), saved) for values in given]
+    assert [(each["lr"], each["lr_scaling"]) for each in found] == [(0.001, "linear"), (0.001, "sqrt"), (0.1, "linear")]
+    other = resolve_optimizer(TrainConfig(optimizer="sgd"), saved)
+    assert (other["lr"], other["lr_scaling"]) == (0.256, "linear")
 
 
 @pytest.mark.parametrize(
@@ -43,13 +75,13 @@ def test_lr_is_per_256_images() -> None:
     [
         ("sgd", (0.256, 0.875, 1 / 32768)),
         ("momentum", (0.256, 0.875, 1 / 32768)),
-        ("adamw", (1e-3, 0.9, 0.05)),
+        ("adamw", (5e-4, 0.9, 0.05)),
         ("adam", (1e-3, 0.9, 0.0)),
-        ("lamb", (1e-3, 0.9, 0.02)),
+        ("lamb", (0.0028, 0.9, 0.02)),
         ("lion", (1e-4, 0.9, 0.5)),
         ("rmsproptf", (0.016, 0.9, 1e-5)),
-        ("bnbadamw8bit", (1e-3, 0.9, 0.05)),  # timm knows these by name where their package is absent
-        ("fusedlamb", (1e-3, 0.9, 0.02)),
+        ("bnbadamw8bit", (5e-4, 0.9, 0.05)),  # timm knows these by name where their package is absent
+        ("fusedlamb", (0.0028, 0.9, 0.02)),
     ],
 )
 def test_settings_that_are_not_given_are_those_usual_for_the_optimizer(
@@ -58,33 +90,54 @@ def test_settings_that_are_not_given_are_those_usual_for_the_optimizer(
     found = resolve_optimizer(TrainConfig(optimizer=name))
     assert (found["lr"], found["momentum"], found["weight_decay"]) == expected
     given = TrainConfig(optimizer=name, lr=0.5, momentum=0.0, weight_decay=0.0)
-    assert resolve_optimizer(given) == {"lr": 0.5, "momentum": 0.0, "weight_decay": 0.0}
+    settings = resolve_optimizer(given)
+    assert [settings[key] for key in ("lr", "momentum", "weight_decay")] == [0.5, 0.0, 0.0]
 
 
 def test_an_optimizer_without_a_usual_rate_needs_one() -> None:
     with pytest.raises(UserError, match=r"^--optimizer kron: has no usual learning rate; give --lr$"):
         resolve_optimizer(TrainConfig(optimizer="kron"))
     assert resolve_optimizer(TrainConfig(optimizer="kron", lr=0.1)) == {
-        "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0,
+        "lr": 0.1, "lr_scaling": "linear", "momentum": 0.9, "weight_decay": 0.0,
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("values", "reason", "warning"),
+    ("values", "images", "warning"),
     [
-        ({}, "--lr, --momentum, --weight-decay for sgd: NVIDIA's ResNet-50 recipe", ""),
-        ({"lr": 0.5, "given": {"lr"}}, "--momentum, --weight-decay for sgd: NVIDIA's ResNet-50 recipe", ""),
-        ({"optimizer": "adamw", "lr": 0.256}, None, "--lr 0.256 is 256 times the usual 0.001 of adamw"),
-        ({"lr": 0.001}, None, "--lr 0.001 is 1/256 of the usual 0.256 of sgd"),
-        ({"lr": 0.001, "pretrained": "timm"}, None, ""),
-        ({"optimizer": "kron", "lr": 100.0}, "", ""),
+        ({}, 2048, ""),
+        ({"lr": 0.5}, 256, ""),
+        ({"lr": 0.76}, 256, ""),
+        ({"lr": 0.77}, 256, "--lr 0.77 is 3.01 times the usual 0.256 of sgd for 256 images"),
+        (
+            {"lr": 0.5},
+            2048,
+            "--lr 0.5 is for 256 images, and 4 for the 2,048 of a step: 1.95 times the usual 2.05 of sgd; if 0.5 "
+            "is the rate of a step, as in timm's and torchvision's commands, add --lr-scaling none",
+        ),
+        ({"lr": 0.5, "lr_scaling": "linear"}, 2048, ""),
+        ({"lr": 0.5, "lr_scaling": "none"}, 2048, ""),
+        ({"lr": 7.0, "lr_scaling": "none"}, 2048, "--lr 7 is 3.42 times the usual 2.05 of sgd for 2,048 images"),
+        ({"lr": 0.35}, 2048, ""),
+        ({"lr": 0.001}, 256, "--lr 0.001 is 1/256 of the usual 0.256 of sgd for 256 images"),
+        ({"lr": 0.001, "pretrained": "timm"}, 256, ""),
+        ({"optimizer": "kron", "lr": 100.0}, 2048, ""),
     ],
+    ids=str,
 )
-def test_where_settings_are_from_and_unusual_rates(values: dict[str, Any], reason: str | None, warning: str) -> None:
-    values = values | {"given": frozenset(values.get("given", ()))}
-    found = describe_optimizer(resolved(**values))
-    assert found[1] == warning
-    assert reason is None or found[0] == reason
+def test_unusual_rates_are_told(values: dict[str, Any], images: int, warning: str) -> None:
+    given = frozenset(values) & {"lr", "lr_scaling"}
+    config = resolved(**values | resolve_optimizer(TrainConfig(**values)), given=given)
+    assert describe_optimizer(config, images)[1] == warning
+
+
+def test_where_settings_are_from() -> None:
+    assert (
+        describe_optimizer(resolved(), 256)[0] == "--lr, --momentum, --weight-decay for sgd: NVIDIA's ResNet-50 recipe"
+    )
+    given = resolved(lr=0.5, given=frozenset({"lr"}))
+    assert describe_optimizer(given, 256)[0] == "--momentum, --weight-decay for sgd: NVIDIA's ResNet-50 recipe"
+    assert describe_optimizer(resolved(optimizer="kron"), 256)[0] == ""
 
 
 def test_no_decay_on_biases_and_norms() -> None:

@@ -106,7 +106,7 @@ def resolve(
         **resolve_pixels(config),
         **_choose_step(config, on_cuda, num_train, env.world_size),
         "warmup_epochs": resolve_warmup(config, saved),
-        **resolve_optimizer(config),
+        **resolve_optimizer(config, saved.config if saved else None),
     }
     _check_fits(config, len(classes), on_cuda, saved)
     given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}

@@ -35,7 +35,7 @@ from utils.training.changes import (
 )
 from utils.training.checkpoint import Checkpoint, RunRecord
 from utils.training.lr_schedule import rate_at
-from utils.training.optim import scaled_lr
+from utils.training.optim import peak_lr
 from utils.training.state import TrainState
 
 LR_FLAGS = ("schedule", "min_lr", "cooldown_epochs", "decay_epochs", "decay_rate")
@@ -263,7 +263,7 @@ def _describe_content(name: str, saved: Checkpoint, accepted: bool) -> str:
 def schedule_jump(config: ResolvedConfig, saved: Checkpoint, steps_per_epoch: int, global_batch_size: int) -> list[str]:
     """A line where a resume makes the learning rate jump, as other --epochs do; none where it goes on as it was."""
     before, step = saved.config, saved.state.step
-    names = ("epochs", "lr", "warmup_epochs", *LR_FLAGS)
+    names = ("epochs", "lr", "lr_scaling", "warmup_epochs", *LR_FLAGS)
     changed = [name for name in names if getattr(before, name) != getattr(config, name)]
     if not changed or step >= config.epochs * steps_per_epoch:
         return []
@@ -273,7 +273,7 @@ def schedule_jump(config: ResolvedConfig, saved: Checkpoint, steps_per_epoch: in
     now = rate_at(config, step, steps_per_epoch, global_batch_size)
     if abs(now - due) < LR_JUMP * max(now, due):
         return []
-    peaks = [scaled_lr(one.lr, global_batch_size) for one in (old, config)]
+    peaks = [peak_lr(one, global_batch_size) for one in (old, config)]
     flags = ", ".join(
         f"{flag(name)} {_format_change(getattr(before, name), getattr(config, name))}" for name in changed
     )

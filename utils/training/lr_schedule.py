@@ -12,7 +12,7 @@ from torch.optim import SGD, Optimizer
 
 from utils.config import ResolvedConfig
 from utils.schedules import decay_epochs
-from utils.training.optim import scaled_lr
+from utils.training.optim import describe_lr, peak_lr
 
 DECAY_RATE = 0.1  # of --schedule step
 
@@ -61,7 +61,7 @@ def create_schedule(config: ResolvedConfig, optimizer: Optimizer, steps_per_epoc
 
 def rate_at(config: ResolvedConfig, step: int, steps_per_epoch: int, global_batch_size: int) -> float:
     """Learning rate of a run's step number `step`, from 0."""
-    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=scaled_lr(config.lr, global_batch_size))
+    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=peak_lr(config, global_batch_size))
     create_schedule(config, optimizer, steps_per_epoch).step_update(step)
     return float(optimizer.param_groups[0]["lr"])
 
@@ -75,9 +75,7 @@ def describe_schedule(config: ResolvedConfig, global_batch_size: int) -> str:
         return f"step, {rate:g} times the rate every {decay_epochs(config):g} epochs"
     if config.schedule == "cosine" and not config.min_lr:
         return ""
-    least = f"{scaled_lr(config.min_lr, global_batch_size):g}"
-    if config.min_lr:
-        least += f" = {config.min_lr:g} x {global_batch_size} / 256"
+    least = describe_lr(config.min_lr, config.lr_scaling, global_batch_size) if config.min_lr else "0"
     epochs = f"{config.cooldown_epochs} epochs keep" if config.cooldown_epochs > 1 else "epoch keeps"
     cooldown = f", which the last {epochs}" if config.cooldown_epochs else ""
     return f"{config.schedule} to {least}{cooldown}"

@@ -1,10 +1,11 @@
-"""Parameter groups, optimizer with its usual settings, moving average, and the rule that scales the learning rate."""
+"""Parameter groups, optimizer with its usual settings, moving average, and the rules that scale the learning rate."""
 
 import dataclasses
 import difflib
 import inspect
+import math
 import warnings
-from typing import Any
+from typing import Any, Literal
 
 import timm.optim
 import torch
@@ -20,7 +21,8 @@ from utils.errors import UserError, first_line
 from utils.flags import flag
 from utils.network.head import head_parameters
 
-LR_BATCH = 256  # --lr is given per this many images (Goyal et al. 2017, arXiv:1706.02677, section 2.1)
+LR_BATCH = 256  # images for which --lr is given, as in Goyal et al. 2017, arXiv:1706.02677, section 2.1
+Scaling = Literal["linear", "sqrt", "none"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,24 +30,26 @@ class OptimizerDefaults:
     """What is usual for a kind of optimizer.
 
     Attributes:
-        lr: per 256 images.
+        lr: for 256 images.
+        scaling: how the rate grows with the global batch.
         momentum: of optimizers that have one.
         weight_decay: as the optimizer applies it, within the gradient or beside it.
         source: where the values are from, for the user.
     """
 
     lr: float
+    scaling: Scaling
     momentum: float
     weight_decay: float
     source: str
 
 
-_SGD = OptimizerDefaults(0.256, 0.875, 1 / 32768, "NVIDIA's ResNet-50 recipe")
-_ADAMW = OptimizerDefaults(1e-3, 0.9, 0.05, "PyTorch's rate, the decay of ConvNeXt and Swin")
-_ADAM = OptimizerDefaults(1e-3, 0.9, 0.0, "PyTorch's defaults")
-_LAMB = OptimizerDefaults(1e-3, 0.9, 0.02, "timm's ResNet recipe A3")
-_LION = OptimizerDefaults(1e-4, 0.9, 0.5, "a tenth of AdamW's rate, ten times its decay, as its paper says")
-_RMSPROP = OptimizerDefaults(0.016, 0.9, 1e-5, "the EfficientNet paper")
+_SGD = OptimizerDefaults(0.256, "linear", 0.875, 1 / 32768, "NVIDIA's ResNet-50 recipe")
+_ADAMW = OptimizerDefaults(5e-4, "sqrt", 0.9, 0.05, "DeiT's and Swin's, 0.001 for 1,024 images")
+_ADAM = OptimizerDefaults(1e-3, "sqrt", 0.9, 0.0, "PyTorch's defaults")
+_LAMB = OptimizerDefaults(0.0028, "sqrt", 0.9, 0.02, "timm's ResNet recipe A3, 0.008 for 2,048 images")
+_LION = OptimizerDefaults(1e-4, "sqrt", 0.9, 0.5, "a fifth of AdamW's rate, ten times its decay, as its paper advises")
+_RMSPROP = OptimizerDefaults(0.016, "linear", 0.9, 1e-5, "the EfficientNet paper")
 # Name of the class, in torch, timm, apex or bitsandbytes -> its defaults.
 _DEFAULTS = {
     **dict.fromkeys(("SGD", "SGD8bit", "SGDP", "SGDW", "FusedSGD"), _SGD),
@@ -55,7 +59,8 @@ _DEFAULTS = {
     **dict.fromkeys(("Lion", "Lion8bit"), _LION),
     **dict.fromkeys(("RMSprop", "RMSpropTF"), _RMSPROP),
 }
-FAR = 10  # times the usual learning rate: a warning
+FAR, FAR_BELOW = 3, 1 / 100  # times the usual learning rate: a warning
+MISREAD, MISREAD_FACTOR = 1.5, 3  # the same for a rate that may be meant as it is, where it would grow by this factor
 
 
 def usual_settings(name: str) -> OptimizerDefaults | None:
@@ -64,8 +69,20 @@ def usual_settings(name: str) -> OptimizerDefaults | None:
     return _DEFAULTS.get((kind if isinstance(kind, str) else kind.__name__).rpartition(".")[2])
 
 
-def resolve_optimizer(config: TrainConfig) -> dict[str, float]:
+def usual_scaling(name: str) -> Scaling:
+    """How the rate of timm's optimizer `name` grows with the batch; as timm's train.py has it where none is usual."""
+    usual = usual_settings(name)
+    if usual is not None:
+        return usual.scaling
+    return "sqrt" if "ada" in name or "lamb" in name else "linear"
+
+
+def resolve_optimizer(config: TrainConfig, saved: ResolvedConfig | None = None) -> dict[str, Any]:
     """The optimizer's settings: those that were given, and the usual ones in place of the others.
+
+    Args:
+        config: as the user gave it.
+        saved: of the checkpoint that the run goes on from, whose rate, and rule for it, hold where none was given.
 
     Raises:
         UserError: the optimizer is unknown, or no learning rate is usual and none was given.
@@ -74,13 +91,19 @@ def resolve_optimizer(config: TrainConfig) -> dict[str, float]:
     usual = usual_settings(config.optimizer)
     if usual is None and config.lr is None:
         raise UserError(f"--optimizer {config.optimizer}: has no usual learning rate; give --lr", on_all_ranks=True)
-    others = usual or OptimizerDefaults(0.0, 0.9, 0.0, "")
-    names = ("lr", "momentum", "weight_decay")
+    others = usual or OptimizerDefaults(0.0, "linear", 0.9, 0.0, "")
+    names = ("momentum", "weight_decay")
     _check_arguments(config)
-    lr = others.lr if config.lr is None else config.lr
+    if saved is None or saved.optimizer != config.optimizer:
+        saved = None
+    lr = config.lr or (saved.lr if saved else others.lr)
     if config.min_lr >= lr:
         raise UserError(f"--min-lr {config.min_lr:g}: must be less than --lr {lr:g}; lower it", on_all_ranks=True)
-    return {name: getattr(others if getattr(config, name) is None else config, name) for name in names}
+    scaling = config.lr_scaling
+    if scaling == "auto":
+        scaling = saved.lr_scaling if saved else usual_scaling(config.optimizer)
+    found = {name: getattr(others if getattr(config, name) is None else config, name) for name in names}
+    return found | {"lr": lr, "lr_scaling": scaling}
 
 
 def _check_arguments(config: TrainConfig) -> None:
@@ -100,22 +123,55 @@ def _check_arguments(config: TrainConfig) -> None:
             )
 
 
-def describe_optimizer(config: ResolvedConfig) -> tuple[str, str]:
+def describe_optimizer(config: ResolvedConfig, global_batch_size: int) -> tuple[str, str]:
     """Where the settings that were not given are from, and a warning of an unusual rate; "" for nothing."""
     usual = usual_settings(config.optimizer)
     if usual is None:
         return "", ""
-    chosen = [flag(name) for name in ("lr", "momentum", "weight_decay") if name not in config.given]
+    names = [name for name in ("lr", "momentum", "weight_decay") if name not in config.given]
+    chosen = [flag(name) for name in names if getattr(config, name) == getattr(usual, name)]
     reason = f"{', '.join(chosen)} for {config.optimizer}: {usual.source}" if chosen else ""
-    ratio = config.lr / usual.lr
-    is_far = ratio >= FAR or (ratio <= 1 / FAR**2 and config.pretrained is None)
+    return reason, _describe_rate(config, usual, global_batch_size)
+
+
+def _describe_rate(config: ResolvedConfig, usual: OptimizerDefaults, global_batch_size: int) -> str:
+    """A warning of a rate far from the usual one, in both ways in which it may be meant; "" for none.
+
+    timm's and torchvision's commands give the rate of a step, which here is far too much for a large batch.
+    """
+    factor = lr_factor(config.lr_scaling, global_batch_size)
+    common = usual.lr * lr_factor(usual.scaling, global_batch_size)
+    ratio = config.lr * factor / common
+    is_doubtful = {"lr"} == config.given & {"lr", "lr_scaling"} and factor >= MISREAD_FACTOR and ratio >= MISREAD
+    if not (ratio >= FAR or is_doubtful or (ratio <= FAR_BELOW and config.pretrained is None)):
+        return ""
     times = f"{ratio:.3g} times" if ratio > 1 else f"1/{1 / ratio:.3g} of"
-    return reason, f"--lr {config.lr:g} is {times} the usual {usual.lr:g} of {config.optimizer}" if is_far else ""
+    found = f"{times} the usual {common:.3g} of {config.optimizer}"
+    if config.lr_scaling == "none" or factor == 1:
+        return f"--lr {config.lr:g} is {found} for {global_batch_size:,} images"
+    return (
+        f"--lr {config.lr:g} is for {LR_BATCH} images, and {config.lr * factor:.3g} for the {global_batch_size:,} of a "
+        f"step: {found}; if {config.lr:g} is the rate of a step, as in timm's and torchvision's commands, add "
+        "--lr-scaling none"
+    )
 
 
-def scaled_lr(lr: float, global_batch_size: int) -> float:
-    """Linear scaling rule: `lr` per 256 images times `global_batch_size / 256`."""
-    return lr * global_batch_size / LR_BATCH
+def lr_factor(scaling: Scaling, global_batch_size: int) -> float:
+    """By what `--lr`, for 256 images, is multiplied for the images of an optimizer step."""
+    ratio = global_batch_size / LR_BATCH
+    return {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[scaling]
+
+
+def peak_lr(config: ResolvedConfig, global_batch_size: int) -> float:
+    """The rate in force after the warmup."""
+    return config.lr * lr_factor(config.lr_scaling, global_batch_size)
+
+
+def describe_lr(lr: float, scaling: Scaling, global_batch_size: int) -> str:
+    """A rate in force, and what it is made of: `0.4 = 0.1 x 1024 / 256`, `0.002 = 0.001 x sqrt(1024 / 256)`."""
+    ratio = f"{global_batch_size} / {LR_BATCH}"
+    made_of = {"linear": f" = {lr:g} x {ratio}", "sqrt": f" = {lr:g} x sqrt({ratio})", "none": ""}
+    return f"{lr * lr_factor(scaling, global_batch_size):g}{made_of[scaling]}"
 
 
 def check_optimizer(name: str, world_size: int = 1) -> None:
@@ -158,7 +214,7 @@ def create_optimizer(
             optimizer: Optimizer = timm.optim.create_optimizer_v2(
                 model,
                 opt=config.optimizer,
-                lr=scaled_lr(config.lr, global_batch_size),
+                lr=peak_lr(config, global_batch_size),
                 momentum=config.momentum,
                 weight_decay=config.weight_decay,
                 param_group_fn=lambda _: groups,

@@ -27,7 +27,7 @@ from utils.training.batch_layout import layout_of, saved_layout
 from utils.training.checkpoint import BEST, Checkpoint
 from utils.training.compatibility import changed_flags
 from utils.training.lr_schedule import describe_schedule
-from utils.training.optim import describe_ema, describe_optimizer, scaled_lr
+from utils.training.optim import describe_ema, describe_lr, describe_optimizer
 from utils.training.run import Run
 from utils.training.state import TrainState, evaluation_top1
 
@@ -42,26 +42,26 @@ def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: C
         saved: the checkpoint that the run goes on from.
     """
     config, env, state = run.config, run.env, run.state
-    lr = scaled_lr(config.lr, run.sampler.global_batch_size)
+    images = run.sampler.global_batch_size
     facts = {
         "brisk": f"{__version__}, torch {torch.__version__}, DALI {DALI_VERSION}, timm {timm.__version__}",
         "model": _describe_model(run),
         "data": _describe_data(splits),
         "images": f"{len(splits['train']):,} train, {_describe_val(splits['val'])}, {_describe_sizes(config)}",
         "pixels": _describe_pixels(run, "the checkpoint" if saved else settings.reasons.get("pretrained", "")),
-        "batch": f"{run.sampler.global_batch_size} = {config.batch_size} images x {env.world_size} processes"
+        "batch": f"{images} = {config.batch_size} images x {env.world_size} processes"
         f" x {config.grad_accum_steps}; {run.sampler.steps_per_epoch} steps per epoch",
-        "lr": f"{lr:g} = {config.lr:g} x {run.sampler.global_batch_size} / 256, {_describe_optimizer(run)}",
+        "lr": f"{describe_lr(config.lr, config.lr_scaling, images)}, {_describe_optimizer(run)}",
         "device": _describe_device(run),
         "loader": _describe_loader(config),
         "output": f"{config.output_dir}",
         "start": _describe_start(run, saved) if saved else run.origin,
     }
-    if schedule := describe_schedule(config, run.sampler.global_batch_size):
+    if schedule := describe_schedule(config, images):
         facts["schedule"] = schedule
     if state.ema is not None:
         facts["ema"] = describe_ema(state.ema, config.epochs * run.sampler.steps_per_epoch)
-    usual, unusual = describe_optimizer(config)
+    usual, unusual = describe_optimizer(config, images)
     if chosen := [*([usual] if usual else []), *_describe_choices(config, settings)]:
         facts["chosen"] = "; ".join(chosen)
     if skipped := describe_exclusions(splits, config.output_dir):
