@@ -196,6 +196,22 @@ def patch(name: str, offset: int, content: bytes) -> Make:
     return change
 
 
+def write_twice(root: Path) -> None:
+    with tarfile.open(root / "train-0.tar", "a") as archive:
+        archive.addfile(tarfile.TarInfo("0.jpg"))
+
+
+def link_outside(root: Path) -> None:
+    with tarfile.open(root / "train-0.tar", "a") as archive:
+        link = tarfile.TarInfo("3.jpg")
+        link.type, link.linkname = tarfile.SYMTYPE, "/data/3.jpg"
+        archive.addfile(link)
+
+
+def join(root: Path) -> None:
+    (root / "train-0.tar").write_bytes((root / "train-0.tar").read_bytes() + (root / "val-0.tar").read_bytes())
+
+
 ILSVRC = "ILSVRC archives"
 TARS = "WebDataset tars"
 TRAIN, VAL, DEVKIT = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar", "ILSVRC2012_devkit_t12.tar.gz"
@@ -215,6 +231,12 @@ SHARDS = [
     Case(TARS, "an image without a label", tars({**GOOD, "3.jpg": JPEG})),
     Case(TARS, "an empty label", tars(samples(0, 1, 2, ""))),
     Case(TARS, "two images of one key", tars({**GOOD, "2.png": JPEG})),
+    Case(TARS, "names with more dots", tars({"3.05.jpg": JPEG, "3.05.cls": b"0"})),
+    Case(TARS, "one key of many images", tars({f"3.{number}.jpg": JPEG for number in range(1001)})),
+    Case(TARS, "a member that comes twice", tars(change=write_twice)),
+    Case(TARS, "a label without an image", tars({**GOOD, "3.gif": JPEG, "3.cls": b"0"})),
+    Case(TARS, "a link out of the tar", tars(change=link_outside)),
+    Case(TARS, "two tars joined by cat", tars(change=join)),
     Case(TARS, "an image of no bytes", tars({**GOOD, "3.jpg": b"", "3.cls": b"0"})),
     Case(TARS, "labels from 5 on", tars(samples(5, 6), samples(5, 6))),
     Case(TARS, "a label as high as no class", tars(samples(0, 10**12), samples(0))),

@@ -1,11 +1,14 @@
 """Errors that end a run with one line, the exit statuses that scripts rely on, and text for one-line messages."""
 
+from collections.abc import Sequence
+
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130  # as a shell reports Ctrl-C, of a program with nothing to save
 EXIT_STOPPED = 143  # as a shell reports SIGTERM, whatever requested the stop
 
+SHOWN = 3  # names of a list that one line shows; a data set can have millions
 START_ANEW = "start anew: --name NEW or --output-dir NEW for another folder, --resume none --overwrite to replace it"
 
 
@@ -64,3 +67,9 @@ def escape_control_chars(text: str) -> str:
 def first_line(error: BaseException, limit: int | None = None) -> str:
     """The first line of an error's message, of at most `limit` characters; its type for an empty message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:limit]
+
+
+def some(names: Sequence[str], separator: str = ", ") -> str:
+    """The first `SHOWN` names, and how many more there are: `a, b, c and 21 more`."""
+    more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
+    return separator.join(names[:SHOWN]) + more

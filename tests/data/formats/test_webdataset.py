@@ -1,7 +1,6 @@
 """WebDataset tars, of the library and of tar programs, against Python's tarfile; and damaged ones."""
 
 import gzip
-import os
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +9,7 @@ import pytest
 
 from tests.shards import write_tar, write_webdataset
 from utils.data.formats import webdataset
-from utils.data.formats.tar_members import read_members
 from utils.errors import UserError
-
-LONG = "folder-" * 20 + "/" + "name-" * 30 + "0001"
 
 
 def test_a_library_s_shards(data: Path, tmp_path: Path) -> None:
@@ -30,32 +26,6 @@ def test_a_library_s_shards(data: Path, tmp_path: Path) -> None:
     assert found == expected
 
 
-@pytest.mark.parametrize("format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
-def test_members_are_those_of_tarfile(tmp_path: Path, format: int) -> None:
-    members = {"a.jpg": b"x" * 700, "empty.cls": b"", "folder/b.txt": b"y" * 512, "é.jpg": b"z"}
-    if format != tarfile.USTAR_FORMAT:
-        members |= {f"{LONG}.jpg": b"w" * 10}
-    path = write_tar(tmp_path / "a.tar", members, format)
-    with tarfile.open(path) as tar:
-        expected = [(member.name, member.offset_data, member.size) for member in tar.getmembers()]
-    descriptor = os.open(path, os.O_RDONLY)
-    assert list(read_members(path, descriptor)) == expected
-    os.close(descriptor)
-
-
-def test_a_size_in_base_256_and_no_magic(tmp_path: Path) -> None:
-    path = write_tar(tmp_path / "a.tar", {"a.jpg": b"x" * 700}, tarfile.USTAR_FORMAT)
-    content = bytearray(path.read_bytes())
-    content[124:136] = b"\x80" + (700).to_bytes(11)
-    content[257:265] = bytes(8)
-    content[148:156] = b" " * 8
-    content[148:156] = b"%06o\0 " % sum(content[:512])
-    path.write_bytes(content)
-    descriptor = os.open(path, os.O_RDONLY)
-    assert list(read_members(path, descriptor)) == [("a.jpg", 512, 700)]
-    os.close(descriptor)
-
-
 @pytest.mark.parametrize(
     ("members", "expected"),
     [
@@ -64,6 +34,10 @@ def test_a_size_in_base_256_and_no_magic(tmp_path: Path) -> None:
         ({"1.webp": b"x", "1.json": b'{"label": 3}'}, [("1.webp", 3)]),
         ({"t/cat/1.jpg": b"x", "t/cat/1.json": b'{"class_name": "cat"}'}, [("t/cat/1.jpg", "cat")]),
         ({"a.jpg": b"x", "a.cls": b"dog", "._a.jpg": b"m", "readme.txt": b"t"}, [("a.jpg", "dog")]),
+        ({"a.jpg": b"x", "a.cls": b"1", "b.txt": b"t", "b.json": b'{"text": "t"}'}, [("a.jpg", 1)]),
+        ({"b.jpg": b"x", "a.jpg": b"y", "a.cls": b"1", "b.cls": b"2"}, [("b.jpg", 2), ("a.jpg", 1)]),
+        ({"a/1.jpg": b"x", "b/1.jpg": b"y", "b/1.cls": b"1", "a/1.cls": b"2"}, [("a/1.jpg", 2), ("b/1.jpg", 1)]),
+        ({"v1.0/1.jpg": b"x", "v1.0/1.cls": b"1", "v1.0/1.seg.npy": b"y"}, [("v1.0/1.jpg", 1)]),
     ],
 )
 def test_labels(tmp_path: Path, members: dict[str, bytes], expected: list[tuple[str, int | str]]) -> None:
@@ -86,10 +60,32 @@ def cut(content: bytes) -> bytes:
             lambda content: content[:2048] + b"?" * 512 + content[2560:],
             "damaged at byte",
         ),
-        ({"1.jpg": b"x", "2.jpg": b"y", "1.cls": b"7"}, None, ":1: an image without a label"),
+        (
+            {"1.jpg": b"x", "2.jpg": b"y", "1.cls": b"7"},
+            None,
+            ":2.jpg: an image without a label; it needs a file 2.cls",
+        ),
+        (
+            {"1.05.jpg": b"x", "1.05.cls": b"7"},
+            None,
+            ":1.05.jpg: an image without a label; it needs a file 1.cls, or 1.json with the key label, as WebDataset "
+            "splits a name at its first dot: leave out the dots before the suffix",
+        ),
+        (
+            {f"22.{number}.jpg": b"x" for number in range(1001)},
+            None,
+            ":22: 1,001 images of one key (.0.jpg .1.jpg .10.jpg and 998 more); give each a key of its own, as "
+            "WebDataset splits a name at its first dot",
+        ),
+        ({"1.gif": b"x", "1.cls": b"7"}, None, ":1: a label without an image; images end in .jpg .jpeg"),
+        ({"1.gif": b"x", "1.json": b'{"label": 7}'}, None, ":1: a label without an image; images end in .jpg .jpeg"),
         ({"1.jpg": b"x", "1.cls": b""}, None, ":1.cls: no label in it"),
         ({"1.jpg": b"x", "1.json": b"[1"}, None, ":1.json: no label in it"),
-        ({"1.jpg": b"x", "1.png": b"y", "1.cls": b"1"}, None, "images .jpg .png of one key"),
+        (
+            {"1.jpg": b"x", "1.png": b"y", "1.cls": b"1"},
+            None,
+            ":1: 2 images of one key (.jpg .png); give each a key of its own",
+        ),
         ({"1.jpg": b"x", "1.cls": b"1" * 2_000_000}, None, "1.cls has 2,000,000 bytes"),
     ],
 )

@@ -3,13 +3,13 @@
 import os
 import tarfile
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from utils.data.codecs import is_image
 from utils.data.formats.base import Entry
 from utils.data.formats.flat import DEVKIT_FILES, devkit_labels
-from utils.data.formats.tar_members import read_members
+from utils.data.formats.tar_members import Member, read_members
 from utils.errors import UserError
 
 NAME = "ILSVRC archives"
@@ -42,20 +42,29 @@ def scan(shard: Path) -> Iterator[Entry]:
 
 
 def _scan_train(shard: Path, descriptor: int) -> Iterator[Entry]:
-    for outer in read_members(shard, descriptor):
+    for outer in _readable(shard, read_members(shard, descriptor)):
         wnid, suffix = os.path.splitext(outer.name)
         if suffix != ".tar":
             raise UserError(f"{shard}: holds {outer.name}, not the archive of a class; download it again")
-        for member in read_members(shard, descriptor, outer.offset, outer.offset + outer.size):
+        for member in _readable(shard, read_members(shard, descriptor, outer.offset, outer.offset + outer.size)):
             yield Entry(member.name, wnid, ((member.offset, member.size),))
 
 
 def _scan_val(shard: Path, descriptor: int) -> Iterator[Entry]:
-    members = {os.path.basename(each.name): each for each in read_members(shard, descriptor) if is_image(each.name)}
+    found = _readable(shard, read_members(shard, descriptor))
+    members = {os.path.basename(each.name): each for each in found if is_image(each.name)}
     with tempfile.TemporaryDirectory() as temporary:
         labels = devkit_labels(_devkit(shard.parent, Path(temporary)), shard, list(members))
     for name, wnid in labels:
         yield Entry(name, wnid, ((members[name].offset, members[name].size),))
+
+
+def _readable(shard: Path, members: Iterable[Member]) -> Iterator[Member]:
+    """The members; raises UserError for one whose content is not in the archive."""
+    for member in members:
+        if member.problem:
+            raise UserError(f"{shard}:{member.name}: {member.problem}")
+        yield member
 
 
 def _devkit(folder: Path, temporary: Path) -> Path:

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from utils.data.codecs import is_image
+from utils.data.codecs import IMAGE_SUFFIXES, is_image
 from utils.data.formats import ilsvrc
 from utils.data.formats.base import Entry
 from utils.data.formats.naming import find_shards
 from utils.data.formats.tar_members import Member, read_members, read_small
-from utils.errors import UserError
+from utils.errors import UserError, some
 
 NAME = "WebDataset tars"
 LABELS = (".cls", ".json")  # suffixes of a sample's label
@@ -21,7 +21,6 @@ NAMES_FILE = "classes.txt"  # a class name a line, in label order
 class _Sample(NamedTuple):
     """The members of a sample that matter, by their suffix."""
 
-    key: str
     images: dict[str, Member]
     labels: dict[str, Member]
 
@@ -46,41 +45,71 @@ def class_names(shards: Sequence[Path]) -> tuple[str, ...] | None:
 
 
 def scan(shard: Path) -> Iterator[Entry]:
-    """See `ShardFormat`."""
+    """See `ShardFormat`. The members of a sample may lie anywhere in the shard."""
     descriptor = os.open(shard, os.O_RDONLY)
     try:
-        for sample in _samples(shard, descriptor):
+        for key, sample in _samples(shard, descriptor).items():
+            label = _label(shard, descriptor, key, sample)
             if not sample.images:
+                if label is not None:
+                    raise UserError(
+                        f"{shard}:{key}: a label without an image; images end in {' '.join(IMAGE_SUFFIXES)}, convert "
+                        "others, or remove the sample"
+                    )
                 continue  # text, or what belongs to no image
             if len(sample.images) > 1:
-                suffixes = " ".join(sorted(sample.images))
-                raise UserError(f"{shard}:{sample.key}: images {suffixes} of one key; give each a key of its own")
+                raise UserError(
+                    f"{shard}:{key}: {len(sample.images):,} images of one key ({some(sorted(sample.images), ' ')}); "
+                    f"give each a key of its own{_split_at_dot(sample)}"
+                )
             ((suffix, image),) = sample.images.items()
-            yield Entry(sample.key + suffix, _label(shard, descriptor, sample), ((image.offset, image.size),))
+            if label is None:
+                raise UserError(
+                    f"{shard}:{key}{suffix}: an image without a label; it needs a file {key}.cls, or {key}.json with "
+                    f"the key label{_split_at_dot(sample)}"
+                )
+            yield Entry(key + suffix, label, ((image.offset, image.size),))
     finally:
         os.close(descriptor)
 
 
-def _samples(shard: Path, descriptor: int) -> Iterator[_Sample]:
-    """Members of one key, which follow each other."""
-    sample = _Sample("", {}, {})
+def _samples(shard: Path, descriptor: int) -> dict[str, _Sample]:
+    """The members of each key.
+
+    Raises:
+        UserError: a member comes twice, or its content is not in the shard.
+    """
+    samples: dict[str, _Sample] = {}
     for member in read_members(shard, descriptor):
         folder, _, file = member.name.rpartition("/")
         if file.startswith("."):  # as macOS writes them
             continue
         stem, dot, suffix = file.partition(".")
         key, suffix = f"{folder}/{stem}" if folder else stem, f"{dot}{suffix}"
-        if key != sample.key:
-            yield sample
-            sample = _Sample(key, {}, {})
+        sample = samples.setdefault(key, _Sample({}, {}))
         if is_image(suffix):
-            sample.images[suffix] = member
+            members = sample.images
         elif suffix.lower() in LABELS:
-            sample.labels[suffix.lower()] = member
-    yield sample
+            members, suffix = sample.labels, suffix.lower()
+        else:
+            continue
+        if member.problem:
+            raise UserError(f"{shard}:{member.name}: {member.problem}")
+        if suffix in members:
+            raise UserError(f"{shard}:{member.name}: comes twice; write the tar again with one of the two")
+        members[suffix] = member
+    return samples
 
 
-def _label(shard: Path, descriptor: int, sample: _Sample) -> int | str:
+def _split_at_dot(sample: _Sample) -> str:
+    """Why the key is not what a reader of the names expects, where they have more dots than that of the suffix."""
+    if all(suffix.count(".") == 1 for suffix in sample.images):
+        return ""
+    return ", as WebDataset splits a name at its first dot: leave out the dots before the suffix"
+
+
+def _label(shard: Path, descriptor: int, key: str, sample: _Sample) -> int | str | None:
+    """The label of a sample; None if it has none, or is no image and has something else in its `.json`."""
     for suffix in LABELS:
         if suffix in sample.labels:
             text = read_small(shard, descriptor, sample.labels[suffix]).decode(errors="replace").strip()
@@ -89,11 +118,9 @@ def _label(shard: Path, descriptor: int, sample: _Sample) -> int | str:
                 return int(label)
             if label:
                 return str(label)
-            raise UserError(f"{shard}:{sample.key}{suffix}: no label in it ({text[:40]!r}); write a number or a name")
-    raise UserError(
-        f"{shard}:{sample.key}: an image without a label; it needs a file {sample.key}.cls, or {sample.key}.json "
-        "with the key label"
-    )
+            if sample.images:
+                raise UserError(f"{shard}:{key}{suffix}: no label in it ({text[:40]!r}); write a number or a name")
+    return None
 
 
 def _json_label(text: str) -> int | str | None:
