@@ -72,7 +72,9 @@ def write_parquet(folder: Path, target: Path) -> Path:
         "for split, rows in loaded.items():\n"
         "    rows = rows.with_format('arrow').map(embed_table_storage, batched=True)\n"
         "    for at in range(2):\n"
-        "        rows.shard(2, at).to_parquet(f'{sys.argv[3]}/{split}-0000{at}-of-00002.parquet')"
+        "        part = rows.shard(2, at)\n"
+        "        name = f'{split}-0000{at}-of-00002-{part._fingerprint}.parquet'\n"  # as push_to_hub named them
+        "        part.to_parquet(f'{sys.argv[3]}/{name}')"
     )
     (target / "data").mkdir(parents=True)
     subprocess.run([sys.executable, "-c", program, folder, target.parent / "cache", target / "data"], check=True)
@@ -244,6 +246,18 @@ def test_parquet_that_is_refused(
         write_rows(file, images, [0] * len(images), column)
     check = refused(file.parent, tmp_path / "out", main=quiet_main, program="convert_dataset.py")
     check(*(fragment.format(file=file) for fragment in fragments))
+
+
+@pytest.mark.parametrize("rows", [(5, 5), (5, 1), (9, 5)])
+def test_parquet_files_joined_by_cat(tmp_path: Path, refused: Refused, rows: tuple[int, int]) -> None:
+    """Of which pyarrow reads as many rows as the last one has."""
+    for number, count in enumerate(rows):
+        write_rows(tmp_path / f"{number}.parquet", [damage.JPEG] * count, [0] * count)
+    file = tmp_path / "data/train.parquet"
+    file.parent.mkdir()
+    file.write_bytes((tmp_path / "0.parquet").read_bytes() + (tmp_path / "1.parquet").read_bytes())
+    check = refused(file.parent, tmp_path / "out", main=quiet_main, program="convert_dataset.py")
+    check(f"{file}: several parquet files that were joined by cat; take them apart")
 
 
 def quiet_main(words: list[str]) -> int:

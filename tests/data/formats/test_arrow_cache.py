@@ -230,6 +230,11 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "a JPEG": (with_bytes(lambda content: JPEG), "no Arrow file, or cut off"),
     "compressed": (with_table(table(), compression="zstd"), "is compressed, so no image can be read alone; save the"),
     "a compressed file": (with_table(table(), as_file=True, compression="lz4"), "is compressed"),
+    "two streams": (with_bytes(lambda content: 2 * content), "bytes behind its end, as files that were joined by cat"),
+    "two files": (with_bytes(lambda content: 2 * content, as_file=True), "bytes behind its end, as files that were"),
+    "a longer stream behind": (
+        with_bytes(lambda content: content + 99 * content[:-8] + content), "bytes behind its end, as files that were"
+    ),
     "no image": (with_table(table([JPEG, JPEG, None])), "record 2 has no image; remove it and save"),
     "an empty image": (with_table(table([JPEG, b"", JPEG])), "record 1 has no image"),
     "no struct": (with_table(table([JPEG, JPEG, None], kind=pa.binary())), "record 2 has no image"),

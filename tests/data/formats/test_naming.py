@@ -93,6 +93,42 @@ def test_a_gap_in_a_series_is_named(tmp_path: Path, folder: str, first: int) -> 
         (["train-1-of-3.tar", "train-2-of-3.tar"], "train-0-of-3.tar is missing"),
         ([f"train-{n}-of-2.tar" for n in range(4)], "train-2-of-2.tar is beyond the end of its series of 2"),
         (["test-0-of-2.tar", "val.tar"], None),  # of a split that is not used
+        (["train-00000-of-00002-a09b74b3ef9c3b56.tar", "train-00001-of-00002-6bf8d3a52e1c4f70.tar"], None),
+        (["train-0-of-2-a09b74b3ef9c3b56.tar", "train-1-of-2-a09b74b3ef9c3b56.tar"], None),  # one hash
+        (["train-0-of-2-a09b74b3ef9c3b56.tar", "train-1-of-2.tar"], None),
+        (["a/train-0-of-2-a09b74b3ef9c3b56.tar", "val-0-of-1-6bf8d3a52e1c4f70.tar"], None),
+        (["train-1-of-2-a09b74b3ef9c3b56.tar", "train-2-of-2-6bf8d3a52e1c4f70.tar"], None),
+        (
+            ["train-0-of-2-3b241101-e2bb-4255-8caf-4136c566a962.x.tar", "train-1-of-2-5f9c2a60-0000-4255-8caf-1.x.tar"],
+            None,
+        ),
+        (
+            ["train-0-of-1-a09b74b3ef9c3b56.tar", "train-0-of-1-6bf8d3a52e1c4f70.tar"],
+            None,
+        ),  # two data sets, as `datasets` takes them
+        (["train-0-of-2-a09b74b3ef9c3b56.tar"], "train-1-of-2-HASH.tar is missing"),
+        (
+            ["train-0-of-3-a09b74b3ef9c3b56.tar", "train-1-of-3-6bf8d3a52e1c4f70.tar"],
+            "train-2-of-3-HASH.tar is missing",
+        ),
+        ([f"train-{n}-of-2-a09b74b3ef9c3b5{n}.tar" for n in range(3)], "train-2-of-2-a09b74b3ef9c3b52.tar is beyond"),
+        (
+            [
+                "train-0-of-2-a09b74b3ef9c3b56.tar",
+                "train-1-of-2-6bf8d3a52e1c4f70.tar",
+                "train-0-of-2-c1f3e0a9d4b72586.tar",
+                "train-1-of-2-09af6b7c8d1e2f34.tar",
+            ],
+            "has train-0-of-2-a09b74b3ef9c3b56.tar and train-0-of-2-c1f3e0a9d4b72586.tar, two copies of one shard",
+        ),
+        (
+            [
+                "train-0-of-1-a09b74b3ef9c3b56.tar",
+                "train-0-of-2-6bf8d3a52e1c4f70.tar",
+                "train-1-of-2-c1f3e0a9d4b72586.tar",
+            ],
+            "has shards train-...-of-1.tar and train-...-of-2.tar, two copies of one split",
+        ),
         (["a-train-0-of-1.tar", "b-train-0-of-1.tar"], None),
         (
             ["train-0-of-1.tar", "train-0-of-2.tar", "train-1-of-2.tar"],

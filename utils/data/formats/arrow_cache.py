@@ -21,7 +21,8 @@ from utils.errors import UserError, first_line
 NAME = "Arrow files"
 IMAGE_COLUMNS, LABEL_COLUMNS = ("image", "img"), ("label", "labels")  # where the file does not say which they are
 _STATE, _INFO = "state.json", "dataset_info.json"  # that `datasets` writes
-_FILE_MAGIC = b"ARROW1"  # of a file; a stream has none
+_FILE_MAGIC = b"ARROW1"  # at both ends of a file; a stream has none
+_FILE_HEAD = 8  # bytes before the stream in a file, behind which are a footer, its length, 4 bytes, and the magic
 _CONTINUATION = b"\xff\xff\xff\xff"  # before each message of a stream since Arrow 0.15
 _END = bytes(4)  # of a stream, behind a continuation marker if it has such
 _SAVE_ANEW = "save the data set anew with save_to_disk of the package datasets"
@@ -73,6 +74,7 @@ def scan(shard: Path) -> Iterator[Entry]:
                     raise UserError(f"{shard}: record {number} has no label; remove it and {_SAVE_ANEW}")
                 yield Entry(name or f"{number:08}", label, ((start, length),))
                 number += 1
+        _refuse_rest(shard, mapped)
 
 
 def class_names(shards: Sequence[Path]) -> tuple[str, ...] | None:
@@ -155,6 +157,27 @@ def _batches(reader: Any) -> Iterator[Any]:
     if hasattr(reader, "num_record_batches"):
         return map(reader.get_batch, range(reader.num_record_batches))
     return iter(reader)
+
+
+def _refuse_rest(shard: Path, mapped: Any) -> None:
+    """Raise UserError if there is more behind the stream than the footer of a file: pyarrow would not read it."""
+    import pyarrow as pa
+
+    mapped.seek(0)
+    is_file, rest = mapped.read(len(_FILE_MAGIC)) == _FILE_MAGIC, 0
+    mapped.seek(_FILE_HEAD if is_file else 0)
+    with contextlib.suppress(pa.ArrowException, OSError):  # a file is readable without its stream's end, too
+        for _ in pa.ipc.open_stream(mapped, options=pa.ipc.IpcReadOptions(use_threads=False)):
+            pass
+        rest = mapped.size() - mapped.tell()
+    if is_file:
+        mapped.seek(max(0, mapped.size() - len(_FILE_MAGIC) - 4))
+        rest -= int.from_bytes(mapped.read(4), "little") + 4 + len(_FILE_MAGIC)
+    if rest > 0:
+        raise UserError(
+            f"{shard}: has {rest:,} bytes behind its end, as files that were joined by cat; take them apart, or "
+            f"{_SAVE_ANEW}"
+        )
 
 
 def _features(schema: Any) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from utils.distributed.group import DistEnv
 from utils.errors import UserError
 from utils.files import atomic_write_bytes
 
-VERSION = 1
+VERSION = 2
 ROUND_SECONDS = 5.0  # between two exchanges among the ranks, which must be shorter than --timeout
 BAR_SECONDS = 0.5  # between two updates of a single process's bar
 

@@ -7,14 +7,17 @@ Names have no standard. Known ones are `imagenet1k-train-0000.tar`, `train-00000
 import collections
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from utils.errors import UserError
 
 VAL_NAMES = ("val", "valid", "validation", "test")  # the first that has shards is the split "val"
 SPLIT_NAMES = ("train", *VAL_NAMES)
-NUMBERED = re.compile(r"(?P<before>.*)-(?P<number>\d+)-of-(?P<count>\d+)(?P<after>.*)", re.DOTALL)
+# The hub of `datasets` has names with a hash, another one in each: train-00000-of-00002-3f2a09b74b3ef9c3.parquet.
+NUMBERED = re.compile(
+    r"(?P<before>.*)-(?P<number>\d+)-of-(?P<count>\d+)(?P<hash>-[0-9a-f]{8}[0-9a-f-]*)?(?P<after>.*)", re.DOTALL
+)
 
 
 def split_of(name: str) -> str | None:
@@ -79,32 +82,54 @@ def _list_shards(folder: Path, is_shard: Callable[[str], bool]) -> list[Path]:
 
 
 def _check_series(shards: Iterable[Path]) -> None:
-    """Raise UserError unless each series `-NUMBER-of-COUNT` is complete, from 0 or from 1 on."""
-    series: dict[tuple[str, str], dict[str, dict[int, str]]] = collections.defaultdict(dict)
+    """Raise UserError unless each series `-NUMBER-of-COUNT` is complete, from 0 or from 1 on.
+
+    Hashes behind the count do not divide a series; but where each hash has a complete one, all belong to the split.
+    """
+    series: dict[tuple[str, str], dict[str, list[tuple[int, str, Path]]]] = collections.defaultdict(dict)
     for path in shards:
         if match := NUMBERED.fullmatch(path.name):
             counts = series[match["before"], match["after"]]
-            counts.setdefault(match["count"], {})[int(match["number"])] = match["number"]
-            folder = path.parent
+            counts.setdefault(match["count"], []).append((int(match["number"]), match["hash"] or "", path))
     for (before, after), counts in series.items():
         if len(counts) > 1:
             one, other = sorted(counts, key=int)[:2]
+            folder = counts[one][0][2].parent
             raise UserError(
                 f"{folder}: has shards {before}-...-of-{one}{after} and {before}-...-of-{other}{after}, two copies of "
                 "one split; move one of the two away"
             )
-        ((count, numbers),) = counts.items()
-        first = 1 if 0 not in numbers and int(count) in numbers else 0
-        missing = next((n for n in range(first, first + int(count)) if n not in numbers), None)
-        if missing is not None:
-            width = len(next(iter(numbers.values())))
+        ((count, found),) = counts.items()
+        hashes = collections.Counter(hash for _, hash, _ in found)
+        if len(hashes) > 1 and any(times != int(count) for times in hashes.values()):
+            _refuse_copies(found)
+        _check_numbers({number: path for number, _, path in found}, int(count))
+
+
+def _refuse_copies(found: Iterable[tuple[int, str, Path]]) -> None:
+    """Raise UserError if two shards have the same number and other hashes."""
+    first: dict[int, Path] = {}
+    for number, _, path in found:
+        if first.setdefault(number, path) != path:
             raise UserError(
-                f"{folder}: {before}-{missing:0{width}}-of-{count}{after} is missing; copy it there, all "
-                f"{int(count)} shards are needed"
+                f"{path.parent}: has {first[number].name} and {path.name}, two copies of one shard; move those of one "
+                "copy away"
             )
-        beyond = next((text for n, text in numbers.items() if n >= first + int(count)), None)
-        if beyond is not None:
-            raise UserError(
-                f"{folder}: {before}-{beyond}-of-{count}{after} is beyond the end of its series of {int(count)}; "
-                "move it away"
-            )
+
+
+def _check_numbers(paths: Mapping[int, Path], count: int) -> None:
+    """Raise UserError unless these are the shards of a series of `count`, by their number."""
+    first = 1 if 0 not in paths and count in paths else 0
+    path = next(iter(paths.values()))
+    missing = next((number for number in range(first, first + count) if number not in paths), None)
+    if missing is not None:
+        match = NUMBERED.fullmatch(path.name)
+        assert match is not None, "as its series was found"
+        name = f"{match['before']}-{missing:0{len(match['number'])}}-of-{match['count']}"
+        raise UserError(
+            f"{path.parent}: {name}{'-HASH' if match['hash'] else ''}{match['after']} is missing; copy it there, all "
+            f"{count} shards are needed"
+        )
+    beyond = next((path for number, path in paths.items() if number >= first + count), None)
+    if beyond is not None:
+        raise UserError(f"{beyond.parent}: {beyond.name} is beyond the end of its series of {count}; move it away")

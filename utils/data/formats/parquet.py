@@ -6,6 +6,7 @@ their files, the columns of images and labels, and no compression; `arrow_cache.
 
 import contextlib
 import errno
+import mmap
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from utils.errors import UserError, first_line
 from utils.files import rename, temporary_of, write_temporary
 
 FOLDERS = ("", "data")  # where data sets keep them; the hub of `datasets` uses data/
+_MAGIC = b"PAR1"  # at both ends of a file
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _ROWS = 256  # held in memory at once
 
@@ -71,6 +73,7 @@ def _copy(shard: Path, copy: Path, on_progress: Callable[[], None]) -> None:
 
     def write(file: BinaryIO) -> None:
         with pyarrow.parquet.ParquetFile(shard) as source:
+            _refuse_joined(shard, source.metadata)
             schema: Any = source.schema_arrow
             columns = [name for name in schema.names if name in choose_columns(shard, schema)]
             chosen = pa.schema([schema.field(name) for name in columns], metadata=schema.metadata)
@@ -87,6 +90,16 @@ def _copy(shard: Path, copy: Path, on_progress: Callable[[], None]) -> None:
         if isinstance(error, OSError) and error.errno in FULL:
             raise
         raise UserError(f"{shard}: no readable parquet file ({first_line(error)}); copy it anew") from None
+
+
+def _refuse_joined(shard: Path, metadata: Any) -> None:
+    """Raise UserError for files joined by cat: pyarrow takes places in the last one for places in the first one."""
+    groups = map(metadata.row_group, range(metadata.num_row_groups))
+    chunks = [group.column(number) for group in groups for number in range(group.num_columns)]
+    end = max((chunk.data_page_offset + chunk.total_compressed_size for chunk in chunks), default=0)
+    with open(shard, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        if mapped.find(2 * _MAGIC, max(0, end - len(_MAGIC))) >= 0:
+            raise UserError(f"{shard}: several parquet files that were joined by cat; take them apart")
 
 
 def _check_embedded(shard: Path, batch: Any) -> None:
