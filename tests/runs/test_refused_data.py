@@ -108,7 +108,7 @@ TREES: list[tuple[Callable[[Path], None], tuple[str, ...]]] = [
     (_empty_file, ("{}/val/red/red-000.jpg:", "an empty file", "delete or replace it")),
     (_dangling_link, ("{}/train/red/link.jpg:", "No such file or directory", "delete or replace it")),
     (_pipe, ("{}/val/red/pipe.jpg: not a regular file", "--bad-files skip")),
-    (_many_empty, ("{0}/train/blue/0.jpg: an empty file, {0}/train/red/0.jpg: an empty file", "and 31 more bad files")),
+    (_many_empty, ("{0}/train/blue/0.jpg: an empty file, {0}/train/red/0.jpg: an empty file", "and 48 more")),
 ]
 
 

@@ -24,6 +24,8 @@ from utils.data.feed_options import (
     resolve_options,
     state_identity,
 )
+from utils.data.formats.folder import class_folders
+from utils.data.formats.sources import find_source
 from utils.data.manifest import Manifest
 from utils.data.sampler import create_sampler, shard
 from utils.data.splits import read_data
@@ -53,7 +55,7 @@ class BaseFeed:
             current GPU, or that of LOCAL_RANK where the program has chosen none.
         rank, world_size: this process among those that divide the images; both or neither. The default is that of
             torch.distributed if it is set up, else that of torchrun or Slurm, else one process.
-        classes: names that the split must have, such as those of the training split.
+        classes: names that the split must have. Those of train are the default for val, where there is a train.
         options: see `DataOptions`.
 
     Raises:
@@ -270,9 +272,13 @@ def _repeat(
 def _list_images(config: TrainConfig, split: str, classes: Sequence[str] | None) -> Manifest:
     """The images of one split, also if the other one is missing."""
     manifest = read_data(config, DistEnv.single(torch.device("cpu")), [split])[split]
-    if classes is not None and tuple(classes) != manifest.classes:
+    expected, whose = classes, "given"
+    if classes is None and split == "val":  # else labels could count other classes than those of the training feed
+        source = find_source(config, [split])
+        expected, whose = class_folders(source.data_dir / "train") if source.format is None else (), "of train"
+    if expected and tuple(expected) != manifest.classes:
         raise UserError(
-            f"classes: the {len(manifest.classes)} of {split} are not the {len(classes)} given; both splits must have "
-            "the same class folders, or every label would be shifted"
+            f"classes: the {len(manifest.classes)} of {split} are not the {len(expected)} {whose}; both splits must "
+            "have the same class folders, or every label would be shifted"
         )
     return manifest

@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from utils.data.formats.base import ImageTable, Record
-from utils.errors import START_ANEW, UserError, escape_control_chars
+from utils.errors import START_ANEW, UserError, escape_control_chars, some
 
-NAMED = 20  # bad files that one line names; a data set can have thousands
 SUFFIXES = 5  # of other files that one line names
 NO_CLASS, NO_SUFFIX = "without a class folder", "without a suffix"
 
@@ -205,9 +204,8 @@ def files_fingerprint(names: NDArray[np.bytes_], sizes: NDArray[np.int64]) -> st
 
 
 def describe(bad: Mapping[str, str]) -> str:
-    """Path -> reason as a clause, which names the first `NAMED` and counts the rest."""
-    named = ", ".join(f"{path}: {reason}" for path, reason in list(bad.items())[:NAMED])
-    return named + (f", and {len(bad) - NAMED:,} more bad files" if len(bad) > NAMED else "")
+    """Path -> reason as a clause, which names the first `SHOWN` and counts the rest."""
+    return some([f"{path}: {reason}" for path, reason in bad.items()])
 
 
 def describe_ignored(manifest: Manifest) -> str:

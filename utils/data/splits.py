@@ -14,8 +14,8 @@ from utils.data.decoding import decoder_of
 from utils.data.formats import folder
 from utils.data.formats.base import Record
 from utils.data.formats.index import read_shards
-from utils.data.formats.shards import create_manifests
-from utils.data.formats.sources import Source, find_source, read_class_names, required_splits
+from utils.data.formats.shards import Shards, create_manifests, first_label
+from utils.data.formats.sources import Source, class_names_of, find_source, read_given_names, required_splits
 from utils.data.holdout import check_classes, choose_by_content, choose_by_name, divide
 from utils.data.listing import load_listing
 from utils.data.manifest import FileEntry, Listing, Manifest, files_fingerprint
@@ -90,16 +90,27 @@ def _read_shards(config: TrainConfig, source: Source, splits: Sequence[str], env
                 f"--val-fraction {config.val_fraction:g}: --data-dir {config.data_dir} has shards of val "
                 f"({source.shards['val'][0].name}, ...), which would not be used; leave --val-fraction out"
             )
-        given = read_class_names(config.class_names, source) if config.class_names is not None else None
+        given = read_given_names(config.class_names) if config.class_names is not None else None
     workers = config.workers or max(1, len(os.sched_getaffinity(0)) // env.local_world_size)
-    read = [
-        read_shards(split, source.format, source.shards[split], config.output_dir, workers, env) for split in splits
-    ]
+
+    def read(names: Sequence[str]) -> list[Shards]:
+        assert source.format is not None
+        return [
+            read_shards(name, source.format, source.shards[name], config.output_dir, workers, env) for name in names
+        ]
+
+    found = read(splits)
+    others = read([split for split in source.shards if split not in splits]) if _may_count_from_1(found) else []
     listed: Splits = {}
     with sync_errors(env):
-        names, names_from = given or read_class_names(None, source)
-        listed = create_manifests(read, names, names_from, source.format.NAME, config.bad_files == "skip")
+        names = class_names_of(source, given, config.class_names)
+        listed = create_manifests(found, names, source.format.NAME, config.bad_files == "skip", others)
     return listed
+
+
+def _may_count_from_1(splits: Sequence[Shards]) -> bool:
+    """Whether labels are numbers without 0: they count from 1, or class 0 has images in the other split alone."""
+    return not splits[0].index.texts and min(map(first_label, splits)) > 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.data.formats.test_recordio import image
+from tests.data.formats.test_recordio import write as write_records
 from tests.shards import write_tar, write_webdataset
-from utils.data.formats import webdataset
+from utils.data.formats import recordio, webdataset
 from utils.data.formats.index import index_path, read_shards
-from utils.data.formats.shards import Shards, create_manifests
+from utils.data.formats.shards import ClassNames, Shards, create_manifests
 from utils.data.manifest import Manifest
 from utils.data.reader import read_image
 from utils.distributed.group import DistEnv
@@ -24,7 +26,7 @@ def read(root: Path, output: Path, env: DistEnv, splits: tuple[str, ...] = ("tra
 
 
 def manifests(shards: list[Shards], names: tuple[str, ...] | None = None) -> dict[str, Manifest]:
-    return create_manifests(shards, names, "NAMES", webdataset.NAME, skip_bad=False)
+    return create_manifests(shards, ClassNames(names, "NAMES"), webdataset.NAME, skip_bad=False)
 
 
 def test_the_images_of_the_folder(data: Path, tmp_path: Path, cpu: DistEnv) -> None:
@@ -107,3 +109,20 @@ def test_labels_from_1_and_names_that_come_twice(tmp_path: Path, cpu: DistEnv) -
     assert train.names() == ["1/train-0.tar:a.jpg", "1/train-0.tar:b.jpg", "1/train-1.tar:a.jpg", "2/train-1.tar:b.jpg"]
     assert train.record(2).name == f"{tmp_path}/train-1.tar:a.jpg"
     assert read_image(train.record(3)) == b"content of b"
+
+
+def test_records_of_one_name(tmp_path: Path, cpu: DistEnv) -> None:
+    """A library counts records, whatever their ids are: here all are 0, in two shards of one name."""
+    contents = [[b"%d of %d" % (number, shard) for number in range(3)] for shard in range(2)]
+    for split in ("train", "val"):
+        for shard, images in enumerate(contents):
+            (tmp_path / split / str(shard)).mkdir(parents=True)
+            write_records(tmp_path / split / str(shard) / "0.rec", [image(content, 0, 0) for content in images])
+    shards = [
+        read_shards(split, recordio, [tmp_path / split / str(shard) / "0.rec" for shard in range(2)], tmp_path, 2, cpu)
+        for split in ("train", "val")
+    ]
+    train = create_manifests(shards, ClassNames(None), recordio.NAME, skip_bad=False)["train"]
+    assert [read_image(train.record(number)) for number in range(6)] == [*contents[0], *contents[1]]
+    assert train.names()[:2] == ["0/0.rec:00000000:00000000", "0/0.rec:00000001:00000000"]
+    assert train.record(4).name == f"{tmp_path}/train/1/0.rec:00000004:00000000"

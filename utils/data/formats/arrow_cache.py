@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from utils.data.formats.base import Entry
 from utils.data.formats.naming import find_shards
-from utils.errors import UserError, first_line
+from utils.errors import UserError, first_line, some
 
 NAME = "Arrow files"
 IMAGE_COLUMNS, LABEL_COLUMNS = ("image", "img"), ("label", "labels")  # where the file does not say which they are
@@ -204,10 +204,10 @@ def choose_columns(shard: Path, schema: Any) -> _Columns:
         if len(found) == 1:
             return str(found[0])
         if marked or found:
-            names = ", ".join(marked or found)
+            names = some(marked or found)
             raise UserError(f"{shard}: several columns are {usual[0]}s ({names}); remove all but one and {_SAVE_ANEW}")
         raise UserError(
-            f"{shard}: no column of {usual[0]}s, but {', '.join(schema.names)}; call it {usual[0]} and {_SAVE_ANEW}"
+            f"{shard}: no column of {usual[0]}s, but {some(schema.names)}; call it {usual[0]} and {_SAVE_ANEW}"
         )
 
     image, label = choose("Image", IMAGE_COLUMNS), choose("ClassLabel", LABEL_COLUMNS)

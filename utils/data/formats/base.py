@@ -82,7 +82,11 @@ class ShardFormat(Protocol):
         """
 
     def class_names(self, shards: Sequence[Path]) -> tuple[str, ...] | None:
-        """Names of all classes in label order, where the data has them beside the images."""
+        """Names of all classes in label order, where the data has them beside the images of a split.
+
+        Raises:
+            UserError: the list cannot be read, or two shards have different ones.
+        """
 
 
 class ImageTable(Protocol):

@@ -312,6 +312,11 @@ def _visible(folder: Path) -> list[os.DirEntry[str]]:
         return [entry for entry in entries if not entry.name.startswith(".")]
 
 
+def class_folders(root: Path) -> tuple[str, ...]:
+    """Names of the class folders in a split's folder, sorted; () if there is none. No class is listed."""
+    return tuple(sorted(entry.name for entry in _visible(root) if is_folder(entry))) if root.is_dir() else ()
+
+
 def is_folder(entry: os.DirEntry[str]) -> bool:
     """Whether it is a folder or a link to one. A broken link is not."""
     try:

@@ -7,7 +7,7 @@ Names have no standard. Known ones are `imagenet1k-train-0000.tar`, `train-00000
 import collections
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from utils.errors import UserError
@@ -28,6 +28,19 @@ def split_of(name: str) -> str | None:
     """
     words = re.findall(r"[^\W\d_]+", name.lower())
     return next((word for word in reversed(words) if word in SPLIT_NAMES), None)
+
+
+def read_names(path: Path) -> tuple[str, ...]:
+    """The lines of a file of class names; Windows puts a mark in front of the first.
+
+    Raises:
+        UserError: they are not UTF-8.
+        OSError: the file cannot be read.
+    """
+    try:
+        return tuple(path.read_text(encoding="utf-8-sig").splitlines())
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 from byte {error.start} on; save it as UTF-8") from None
 
 
 def find_shards(data_dir: Path, is_shard: Callable[[str], bool]) -> dict[str, list[Path]]:
@@ -63,6 +76,28 @@ def find_shards(data_dir: Path, is_shard: Callable[[str], bool]) -> dict[str, li
     for shards in splits.values():
         _check_series(shards)
     return {split: shards for split, shards in splits.items() if shards}
+
+
+def one_list(
+    shards: Sequence[Path], find: Callable[[Path], tuple[Path, tuple[str, ...]] | None]
+) -> tuple[str, ...] | None:
+    """The list of classes of a split's shards; None if they have none.
+
+    Args:
+        shards: of the split.
+        find: folder of shards -> the file of their list, and its names; None if they have none.
+
+    Raises:
+        UserError: two folders have different lists; and as `find`.
+    """
+    found = [pair for folder in dict.fromkeys(path.parent for path in shards) if (pair := find(folder)) is not None]
+    for path, names in found[1:]:
+        if names != found[0][1]:
+            raise UserError(
+                f"{path}: has other classes than {found[0][0]}, or the same in another order, so that the same number "
+                "would be two classes; give the shards of a split one list"
+            )
+    return found[0][1] if found else None
 
 
 def _list_shards(folder: Path, is_shard: Callable[[str], bool]) -> list[Path]:

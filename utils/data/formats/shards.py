@@ -4,13 +4,14 @@ import dataclasses
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from utils.data.formats.base import Entry, Record, Span
 from utils.data.manifest import Manifest, describe, files_fingerprint
-from utils.errors import UserError
+from utils.errors import UserError, some
 
 MANY = 100_000  # classes; a label above, and above the number of images, is no class
 
@@ -169,26 +170,42 @@ class Shards:
     index: ShardIndex
 
 
+class ClassNames(NamedTuple):
+    """What names the classes of shards.
+
+    Attributes:
+        names: in label order; None where nothing gives them.
+        origin: where they are from, for messages.
+        lists: of the splits, the names in the order of the split's numbers, where its data has them.
+    """
+
+    names: tuple[str, ...] | None
+    origin: str = ""
+    lists: Mapping[str, tuple[str, ...]] = {}
+
+
 def create_manifests(
-    splits: Sequence[Shards], class_names: tuple[str, ...] | None, names_from: str, format_name: str, skip_bad: bool
+    splits: Sequence[Shards], names: ClassNames, format_name: str, skip_bad: bool, others: Sequence[Shards] = ()
 ) -> dict[str, Manifest]:
     """The manifests of the splits, whose labels must agree.
 
     Images are sorted by class, then by name. A name is the class and the last part of the key, as `CLASS/FILE.jpg` of a
-    folder; where that is not unique it is the whole key, and else `SHARD:KEY`.
+    folder; where that is not unique it is the whole key, and else `SHARD:KEY`, or `SHARD:NUMBER:KEY`.
 
     Args:
         splits: train and val, or one of them.
-        class_names: in label order; None where nothing gives them.
-        names_from: where the class names are from, for messages.
+        names: of the classes. Where the splits' own lists differ in their order, labels are those of train's.
         format_name: of the shards.
         skip_bad: exclude images of no bytes, instead of refusing them.
+        others: splits of the data set that are not asked for, but whose labels count.
 
     Raises:
-        UserError: a label outside the classes, a class without images, labels of one split that the other has not,
-            two images of the same name, or images of no bytes.
+        UserError: a label outside the classes, a class without images, labels of one split that the other has not, or
+            images of no bytes.
     """
-    classes, labels = _common_labels(splits, class_names, names_from)
+    classes, labels = _common_labels([*splits, *others], names)
+    for each in splits:
+        _require_all_classes(each, classes, labels[each.split])
     manifests = {}
     for each in splits:
         manifest = _create_manifest(each, classes, labels[each.split])
@@ -204,46 +221,80 @@ def create_manifests(
     return manifests
 
 
-def _common_labels(
-    splits: Sequence[Shards], class_names: tuple[str, ...] | None, names_from: str
-) -> tuple[tuple[str, ...], dict[str, NDArray[np.int64]]]:
+def _common_labels(splits: Sequence[Shards], names: ClassNames) -> tuple[tuple[str, ...], dict[str, NDArray[np.int64]]]:
     """Class names in label order, and the label of each image of each split: int64, from 0 on."""
     if len({bool(each.index.texts) for each in splits}) > 1:
         raise UserError(f"{splits[0].root}: labels are numbers in one split and names in the other; write both alike")
-    if splits[0].index.texts:
-        texts = sorted({text for each in splits for text in each.index.texts})
-        classes = class_names or tuple(texts)
-        if unknown := [text for text in texts if text not in classes]:
-            raise UserError(f"{splits[0].root}: the class {unknown[0]!r} is not in {names_from}; add it there")
-        labels = {
-            each.split: np.array([classes.index(text) for text in each.index.texts], dtype=np.int64)[each.index.labels]
-            for each in splits
-        }
-    else:
-        first = min(int(each.index.labels.min()) for each in splits)
-        if first not in (0, 1):
-            raise UserError(f"{splits[0].root}: the smallest label is {first}; labels must count from 0 or from 1")
-        labels = {each.split: each.index.labels - first for each in splits}
-        highest = max(int(each.max()) for each in labels.values())
-        if highest >= max(MANY, images := sum(map(len, labels.values()))):
-            raise UserError(
-                f"{splits[0].root}: label {first + highest}, but {images:,} images; labels must number the classes"
-            )
-        classes = class_names or tuple(map(str, range(first, first + highest + 1)))
-        if highest >= len(classes):
-            raise UserError(
-                f"{splits[0].root}: label {first + highest}, but {names_from} has {len(classes)} classes; give it a "
-                "name for each label"
-            )
+    if not splits[0].index.texts:
+        return _common_numbers(splits, names)
+    texts = sorted({text for each in splits for text in each.index.texts})
+    classes = names.names or tuple(texts)
+    if unknown := [text for text in texts if text not in classes]:
+        raise UserError(f"{splits[0].root}: the class {unknown[0]!r} is not in {names.origin}; add it there")
+    return classes, {
+        each.split: np.array([classes.index(text) for text in each.index.texts], dtype=np.int64)[each.index.labels]
+        for each in splits
+    }
+
+
+def _common_numbers(
+    splits: Sequence[Shards], names: ClassNames
+) -> tuple[tuple[str, ...], dict[str, NDArray[np.int64]]]:
+    """As `_common_labels`, of labels that are numbers."""
+    first = min(map(first_label, splits))
+    if first not in (0, 1):
+        raise UserError(f"{splits[0].root}: the smallest label is {first}; labels must count from 0 or from 1")
+    labels = {each.split: each.index.labels - first for each in splits}
+    highest = max(int(each.max()) for each in labels.values())
+    if highest >= max(MANY, images := sum(map(len, labels.values()))):
+        raise UserError(
+            f"{splits[0].root}: label {first + highest}, but {images:,} images; labels must number the classes"
+        )
+    classes = names.names or tuple(map(str, range(first, first + highest + 1)))
+    reference = names.lists.get("train", next(iter(names.lists.values()), ()))
     for each in splits:
-        missing = np.flatnonzero(np.bincount(labels[each.split], minlength=len(classes)) == 0)
-        if len(missing):
-            names = ", ".join(classes[label] for label in missing[:3].tolist()) + (", ..." if len(missing) > 3 else "")
+        own = names.lists.get(each.split, reference)
+        count = len(classes) if own == reference else min(len(own), len(classes))
+        if (above := int(labels[each.split].max())) >= count:
             raise UserError(
-                f"{each.root}: {len(missing):,} of {len(classes):,} classes have no image in {each.split} ({names}); "
-                "both splits must have images of the same classes"
+                f"{each.root}: label {first + above}, but {names.origin} has {count} classes; give it a name for each "
+                "label"
             )
+        if own != reference:
+            labels[each.split] = _renumber(each, labels[each.split], own, reference)
     return classes, labels
+
+
+def first_label(shards: Shards) -> int:
+    """The smallest label of a split, which are numbers."""
+    return int(shards.index.labels.min())
+
+
+def _renumber(
+    shards: Shards, labels: NDArray[np.int64], own: tuple[str, ...], reference: tuple[str, ...]
+) -> NDArray[np.int64]:
+    """Labels that number the names `own`, as numbers of the names `reference`."""
+    used = np.unique(labels).tolist()
+    for name in (own[label] for label in used):
+        if own.count(name) > 1 or reference.count(name) != 1:
+            raise UserError(
+                f"{shards.root}: the lists of classes of train and val differ, and {name!r} of {shards.split} is not "
+                "exactly once in each; give both the same names, in any order"
+            )
+    numbers = np.zeros(len(own), dtype=np.int64)
+    numbers[used] = [reference.index(own[label]) for label in used]
+    return numbers[labels]
+
+
+def _require_all_classes(shards: Shards, classes: tuple[str, ...], labels: NDArray[np.int64]) -> None:
+    """Raise UserError for a class without images."""
+    missing = np.flatnonzero(np.bincount(labels, minlength=len(classes)) == 0)
+    if len(missing):
+        raise UserError(
+            f"{shards.root}: {len(missing):,} of {len(classes):,} classes have no image in {shards.split} "
+            f"({some([classes[label] for label in missing.tolist()])}); both splits must have images of the same "
+            "classes"
+        )
 
 
 def _create_manifest(shards: Shards, classes: tuple[str, ...], labels: NDArray[np.int64]) -> Manifest:
@@ -276,15 +327,14 @@ def _unique_names(
     keys = shards.index.keys
     folders = np.array([os.fsencode(name.replace("/", "_") + "/") for name in classes])[labels]
     files = np.array([key.rpartition(b"/")[2] for key in keys.tolist()])
-    sources = np.array([os.fsencode(f"{_shard_name(path)}:") for path in shards.paths])
-    for candidates in (lambda: files, lambda: keys, lambda: np.strings.add(sources[numbers], keys)):
+    sources = np.array([os.fsencode(f"{_shard_name(path)}:") for path in shards.paths])[numbers]
+    for candidates in (lambda: files, lambda: keys, lambda: np.strings.add(sources, keys)):
         names = np.strings.add(folders, candidates())
         ordered = np.sort(names)
-        twice = np.flatnonzero(ordered[:-1] == ordered[1:])
-        if not len(twice):
+        if not np.any(ordered[:-1] == ordered[1:]):
             return names
-    name = os.fsdecode(ordered[twice[0]]).partition("/")[2]
-    raise UserError(f"{shards.root}: two images are named {name}; names within a shard must differ")
+    records = np.array([b"%08d:" % number for number in range(len(keys))])  # the same ids or file names come again
+    return np.strings.add(np.strings.add(np.strings.add(folders, sources), records), keys)
 
 
 def _shard_name(path: str) -> str:

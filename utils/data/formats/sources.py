@@ -13,6 +13,7 @@ from utils.data.formats import arrow_cache, folder, ilsvrc, lmdb_database, recor
 from utils.data.formats.base import ShardFormat
 from utils.data.formats.flat import find_cls_loc
 from utils.data.formats.naming import VAL_NAMES
+from utils.data.formats.shards import ClassNames
 from utils.errors import UserError
 from utils.store_url import store_url
 from utils.validation import require_folder
@@ -102,20 +103,12 @@ def has_class_folders(data_dir: Path, val_split: str) -> bool:
     return False
 
 
-def read_class_names(file: Path | None, source: Source) -> tuple[tuple[str, ...] | None, str]:
-    """Class names in label order, None where nothing gives them, and where they are from.
-
-    Args:
-        file: of `--class-names`.
-        source: of shards.
+def read_given_names(file: Path) -> tuple[str, ...]:
+    """The names in the file of `--class-names`, in label order.
 
     Raises:
-        UserError: the file cannot be read, or names a class twice or none.
+        UserError: it cannot be read, or names a class twice or none.
     """
-    assert source.format is not None, "class folders name the classes"
-    if file is None:
-        shards = [path for paths in source.shards.values() for path in paths]
-        return source.format.class_names(shards), "the data's list of classes"
     try:
         names = tuple(line.strip() for line in file.read_text().splitlines())
     except (OSError, UnicodeDecodeError) as error:
@@ -127,7 +120,26 @@ def read_class_names(file: Path | None, source: Source) -> tuple[tuple[str, ...]
             raise UserError(
                 f"--class-names {file}: {what} (line {number}); give each class a name of its own without /"
             )
-    return names, f"--class-names {file}"
+    return names
+
+
+def class_names_of(source: Source, given: tuple[str, ...] | None, file: Path | None) -> ClassNames:
+    """The names of the classes: those of `--class-names` if they are given, else train's, else val's.
+
+    Args:
+        source: of shards.
+        given: from the file.
+        file: of `--class-names`.
+
+    Raises:
+        UserError: the data's list cannot be read, or shards of one split have different ones.
+    """
+    assert source.format is not None, "class folders name the classes"
+    found = {split: source.format.class_names(paths) for split, paths in source.shards.items()}
+    lists = {split: names for split, names in found.items() if names is not None}
+    if given is not None:
+        return ClassNames(given, f"--class-names {file}", lists)
+    return ClassNames(lists.get("train") or lists.get("val"), "the data's list of classes", lists)
 
 
 def _find(source: ShardFormat, data_dir: Path, given: Mapping[str, str]) -> dict[str, list[Path]]:

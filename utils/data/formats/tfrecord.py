@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from utils.data.formats.base import Entry
-from utils.data.formats.naming import SPLIT_NAMES, find_shards
+from utils.data.formats.naming import SPLIT_NAMES, find_shards, one_list, read_names
 from utils.data.formats.shard_file import ShardFile, check_index
 from utils.data.formats.tf_example import read_example
 from utils.errors import UserError
@@ -67,21 +67,25 @@ def class_names(shards: Sequence[Path]) -> tuple[str, ...] | None:
     images and is left out.
 
     Raises:
-        UserError: a line of `labels.txt` is not `NUMBER:NAME`, or a number is missing.
+        UserError: a line of `labels.txt` is not `NUMBER:NAME`, a number is missing, a file is not UTF-8, or two folders
+            have different lists.
         OSError: the file cannot be read.
     """
-    folder = shards[0].parent
+    return one_list(shards, _find_list)
+
+
+def _find_list(folder: Path) -> tuple[Path, tuple[str, ...]] | None:
     for parent in (folder, folder.parent) if folder.name in SPLIT_NAMES else (folder,):
-        if (parent / TFDS_CLASSES).is_file():
-            return tuple((parent / TFDS_CLASSES).read_text(encoding="utf-8").splitlines())
-        if (parent / SLIM_CLASSES).is_file():
-            return _slim_class_names(parent / SLIM_CLASSES)
+        if (path := parent / TFDS_CLASSES).is_file():
+            return path, read_names(path)
+        if (path := parent / SLIM_CLASSES).is_file():
+            return path, _slim_class_names(path)
     return None
 
 
 def _slim_class_names(path: Path) -> tuple[str, ...]:
     names: dict[int, str] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in read_names(path):
         number, colon, name = line.partition(":")
         if not (colon and number.isdecimal()):
             raise UserError(f"{path}: has the line {line!r} instead of NUMBER:NAME; correct it or move the file away")

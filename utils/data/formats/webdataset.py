@@ -9,7 +9,7 @@ from typing import NamedTuple
 from utils.data.codecs import IMAGE_SUFFIXES, is_image
 from utils.data.formats import ilsvrc
 from utils.data.formats.base import Entry
-from utils.data.formats.naming import find_shards
+from utils.data.formats.naming import find_shards, one_list, read_names
 from utils.data.formats.tar_members import Member, read_members, read_small
 from utils.errors import UserError, some
 
@@ -37,18 +37,20 @@ def find(data_dir: Path) -> dict[str, list[Path]]:
 
 def class_names(shards: Sequence[Path]) -> tuple[str, ...] | None:
     """The lines of `classes.txt` beside the shards or in the folder above."""
-    for folder in (shards[0].parent, shards[0].parent.parent):
-        path = folder / NAMES_FILE
-        if path.is_file():
-            return tuple(path.read_text().splitlines())
-    return None
+    return one_list(shards, _find_list)
+
+
+def _find_list(folder: Path) -> tuple[Path, tuple[str, ...]] | None:
+    path = next((path for path in (folder / NAMES_FILE, folder.parent / NAMES_FILE) if path.is_file()), None)
+    return None if path is None else (path, read_names(path))
 
 
 def scan(shard: Path) -> Iterator[Entry]:
     """See `ShardFormat`. The members of a sample may lie anywhere in the shard."""
     descriptor = os.open(shard, os.O_RDONLY)
     try:
-        for key, sample in _samples(shard, descriptor).items():
+        samples = _samples(shard, descriptor)
+        for key, sample in samples.items():
             label = _label(shard, descriptor, key, sample)
             if not sample.images:
                 if label is not None:
@@ -64,9 +66,11 @@ def scan(shard: Path) -> Iterator[Entry]:
                 )
             ((suffix, image),) = sample.images.items()
             if label is None:
+                has_labels = any(each.labels for each in samples.values())
+                folders = "" if has_labels or "/" not in key else "; if its folder is the class, unpack the tar"
                 raise UserError(
                     f"{shard}:{key}{suffix}: an image without a label; it needs a file {key}.cls, or {key}.json with "
-                    f"the key label{_split_at_dot(sample)}"
+                    f"the key label{_split_at_dot(sample)}{folders}"
                 )
             yield Entry(key + suffix, label, ((image.offset, image.size),))
     finally:
