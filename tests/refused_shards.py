@@ -47,6 +47,7 @@ RECORDS = example(0) + example(1) + example(2)
 TF = "TFRecord files"
 TF_NAME = "SPLIT-00000-of-00001"
 NO_IMAGE = tfrecord.framed(tfrecord.example(tfrecord.LABEL))
+LISTS = (("train", "cat\ndog\neel\n"), ("val", "dog\ncat\ncow\n"))
 TFRECORDS = [
     Case(TF, "cut in the middle", both(TF_NAME, RECORDS, cut("train-00000-of-00001"))),
     Case(TF, "a wrong checksum of a length", both(TF_NAME, RECORDS, patch("train-00000-of-00001", 8, b"\0\0\0\0"))),
@@ -61,6 +62,11 @@ TFRECORDS = [
     Case(TF, "a split without labels", both(TF_NAME, example((1 << 64) - 1))),
     Case(TF, "the index of another file", both("SPLIT.tfrecord", RECORDS, files({"train.idx": "0 99\n"}))),
     Case(TF, "a labels.txt of another form", both(TF_NAME, RECORDS, files({"labels.txt": "tench\n"}))),
+    Case(
+        TF,
+        "lists with other names",
+        files({f"{s}/{n}": c for s, name in LISTS for n, c in (("0.tfrecord", RECORDS), ("label.labels.txt", name))}),
+    ),
     Case(TF, "a missing shard", files({"train-00000-of-00002": RECORDS, "val-00000-of-00001": RECORDS})),
     Case(TF, "two copies of a split", files({f"train-0-of-{n}{i}": RECORDS for n, i in ((1, ""), (2, ""))})),
 ]
@@ -145,6 +151,11 @@ def state(**content: Any) -> Make:
     return files({"train/state.json": json.dumps(content)})
 
 
+def double(root: Path) -> None:
+    path = root / "train/data.arrow"
+    path.write_bytes(2 * path.read_bytes())
+
+
 DATA_FILE = {"filename": "data.arrow"}
 PATH = {"bytes": None, "path": "x/cat.jpg"}
 FORM = "Arrow files"
@@ -153,6 +164,7 @@ ARROW = [
     Case(FORM, "an empty file", saved(table(), files({"train/data.arrow": ""}))),
     Case(FORM, "a JPEG", saved(table(), files({"train/data.arrow": JPEG}))),
     Case(FORM, "compressed", saved(table(), compression="zstd")),
+    Case(FORM, "two files joined by cat", saved(table(), double)),
     Case(FORM, "an image that is a path", saved(table([JPEG, PATH]))),
     Case(FORM, "no image in a record", saved(table([JPEG, None]))),
     Case(FORM, "no label in a record", saved(table(labels=[0, None]))),
@@ -174,6 +186,11 @@ OTHERS = [
     Case("compressed TFRecord files", "by name", both("SPLIT.tfrecord.gz", gzip.compress(RECORDS))),
     Case("ZIP", "", files({"imagenet.zip": ""})),
     Case("FFCV", "", both("SPLIT.beton", b"")),
+    Case("MDS", "", both("SPLIT/shard.00000.mds", b"")),
     Case("MDS", "compressed", both("SPLIT/shard.00000.mds.zstd", b"")),
+    Case("HDF5", "", both("SPLIT.h5", b"")),
+    Case("arrays of NumPy", "", both("SPLIT.npz", b"")),
+    Case("tars", "names of no split", files({"0.tar": "", "1.tar": ""})),
+    Case("tars", "one folder deeper", both("data/SPLIT-0.tar", b"")),
     Case("LitData", "", both("SPLIT/chunk-0-0.bin", b"", files({"train/index.json": '{"chunks": []}'}))),
 ]

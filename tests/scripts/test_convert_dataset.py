@@ -248,18 +248,6 @@ def test_parquet_that_is_refused(
     check(*(fragment.format(file=file) for fragment in fragments))
 
 
-@pytest.mark.parametrize("rows", [(5, 5), (5, 1), (9, 5)])
-def test_parquet_files_joined_by_cat(tmp_path: Path, refused: Refused, rows: tuple[int, int]) -> None:
-    """Of which pyarrow reads as many rows as the last one has."""
-    for number, count in enumerate(rows):
-        write_rows(tmp_path / f"{number}.parquet", [damage.JPEG] * count, [0] * count)
-    file = tmp_path / "data/train.parquet"
-    file.parent.mkdir()
-    file.write_bytes((tmp_path / "0.parquet").read_bytes() + (tmp_path / "1.parquet").read_bytes())
-    check = refused(file.parent, tmp_path / "out", main=quiet_main, program="convert_dataset.py")
-    check(f"{file}: several parquet files that were joined by cat; take them apart")
-
-
 def quiet_main(words: list[str]) -> int:
     """The script without what it prints on standard output, so that an error can be the only line."""
     with contextlib.redirect_stdout(io.StringIO()):

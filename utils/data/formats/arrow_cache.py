@@ -169,7 +169,7 @@ def _refuse_rest(shard: Path, mapped: Any) -> None:
     with contextlib.suppress(pa.ArrowException, OSError):  # a file is readable without its stream's end, too
         for _ in pa.ipc.open_stream(mapped, options=pa.ipc.IpcReadOptions(use_threads=False)):
             pass
-        rest = mapped.size() - mapped.tell()
+        rest = mapped.read_buffer().size
     if is_file:
         mapped.seek(max(0, mapped.size() - len(_FILE_MAGIC) - 4))
         rest -= int.from_bytes(mapped.read(4), "little") + 4 + len(_FILE_MAGIC)

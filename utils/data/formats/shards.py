@@ -253,15 +253,15 @@ def _common_numbers(
     classes = names.names or tuple(map(str, range(first, first + highest + 1)))
     reference = names.lists.get("train", next(iter(names.lists.values()), ()))
     for each in splits:
-        own = names.lists.get(each.split, reference)
-        count = len(classes) if own == reference else min(len(own), len(classes))
+        listed = names.lists.get(each.split, reference)
+        count = len(classes) if listed == reference else min(len(listed), len(classes))
         if (above := int(labels[each.split].max())) >= count:
             raise UserError(
                 f"{each.root}: label {first + above}, but {names.origin} has {count} classes; give it a name for each "
                 "label"
             )
-        if own != reference:
-            labels[each.split] = _renumber(each, labels[each.split], own, reference)
+        if listed != reference:
+            labels[each.split] = _renumber(each, labels[each.split], listed, reference)
     return classes, labels
 
 
@@ -271,18 +271,18 @@ def first_label(shards: Shards) -> int:
 
 
 def _renumber(
-    shards: Shards, labels: NDArray[np.int64], own: tuple[str, ...], reference: tuple[str, ...]
+    shards: Shards, labels: NDArray[np.int64], listed: tuple[str, ...], reference: tuple[str, ...]
 ) -> NDArray[np.int64]:
-    """Labels that number the names `own`, as numbers of the names `reference`."""
+    """Labels that number the names `listed`, as numbers of the names `reference`."""
     used = np.unique(labels).tolist()
-    for name in (own[label] for label in used):
-        if own.count(name) > 1 or reference.count(name) != 1:
+    for name in (listed[label] for label in used):
+        if listed.count(name) > 1 or reference.count(name) != 1:
             raise UserError(
                 f"{shards.root}: the lists of classes of train and val differ, and {name!r} of {shards.split} is not "
                 "exactly once in each; give both the same names, in any order"
             )
-    numbers = np.zeros(len(own), dtype=np.int64)
-    numbers[used] = [reference.index(own[label]) for label in used]
+    numbers = np.zeros(len(listed), dtype=np.int64)
+    numbers[used] = [reference.index(listed[label]) for label in used]
     return numbers[labels]
 
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from utils.data.formats.shard_file import WINDOW_BYTES, ShardFile
-from utils.errors import some
 
 IMAGE_KEYS = (b"image/encoded", b"image")  # of TF-slim and of TensorFlow Datasets
 LABEL_KEYS = (b"image/class/label", b"label")
@@ -97,7 +96,7 @@ def _single_value(
     key = next((key for key in keys if key in features), None)
     if key is None:
         wanted = " or ".join(key.decode() for key in keys)
-        found = some(sorted(key.decode(errors="replace") for key in features)) or "none"
+        found = ", ".join(sorted(key.decode(errors="replace") for key in features)[:6]) or "none"
         raise file.damaged(f"has no {name} as {wanted} (keys: {found})", "write the shard anew with one of these keys")
     values = _values(file, features[key], list_type)
     if len(values) != 1:
