@@ -1,6 +1,5 @@
 """Architecture name -> nn.Module: every timm model, its head sized from the data, in channels_last memory."""
 
-import dataclasses
 import difflib
 import warnings
 from collections.abc import Mapping, Sequence
@@ -8,11 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import timm
-import timm.data
-import timm.models
 import torch
-from timm.models import PretrainedCfg
-from torch import Tensor, nn
+from torch import nn
 
 from utils.arguments import model_options, refused_model_option
 from utils.config import ResolvedConfig
@@ -21,12 +17,10 @@ from utils.distributed.group import DistEnv
 from utils.errors import UserError, first_line
 from utils.network.convolutions import prepare_depthwise
 from utils.network.fused_layers import swap_fused_layers
-from utils.network.timm_config import read_timm_config
+from utils.network.head import head_tensors
 from utils.network.variants import prepare_training
-from utils.validation import require_weights
-
-EMA_NAMES = ("state_dict_ema", "model_ema")  # of a moving average in a checkpoint, where timm looks for it
-Normalization = tuple[tuple[float, ...], tuple[float, ...]]
+from utils.network.weight_files import Normalization, Weights, published_weights, read_weights
+from utils.network.weight_names import match_weights
 
 
 def check_arch(arch: str) -> None:
@@ -39,31 +33,6 @@ def check_arch(arch: str) -> None:
     if tag and arch not in variants:
         close = ", ".join(difflib.get_close_matches(arch, variants, n=3, cutoff=0.0)) or f"{name} alone"
         raise UserError(f"--arch {arch}: timm has no such pretrained variant; the closest are {close}")
-
-
-@dataclasses.dataclass(frozen=True)
-class Weights:
-    """Pretrained weights, and what their source says of them; None where it does not.
-
-    Attributes:
-        source: a file, or timm's name for its own weights.
-        tensors: by name; None for timm's own, which timm loads.
-        kind: "EMA weights" or "weights".
-        arch: name of the architecture.
-        settings: the configuration of the run that wrote a checkpoint of Brisk.
-        classes: class names in label order.
-        normalization: see `normalization`.
-        timm_settings: of the config.json that lies beside a file of timm's.
-    """
-
-    source: str
-    tensors: dict[str, Tensor] | None = None
-    kind: str = "weights"
-    arch: str | None = None
-    settings: dict[str, Any] | None = None
-    classes: tuple[str, ...] | None = None
-    normalization: Normalization | None = None
-    timm_settings: PretrainedCfg | None = None
 
 
 class HeadChoice(NamedTuple):
@@ -113,81 +82,14 @@ def create_model(
     return model.to(memory_format=torch.channels_last)
 
 
-def read_weights(path: Path, ema: bool | None = None) -> Weights:
-    """Read a weights file onto the CPU; nothing in it is executed.
+def load_weights(model: nn.Module, weights: Weights, num_classes: int, keep_head: bool) -> None:
+    """Put the tensors of `weights`, as `match_weights` gives them, into `model`, but for the head unless `keep_head`.
 
-    Args:
-        path: .safetensors, .pt or .pth with bare weights, or a checkpoint of Brisk or timm. The facts in a config.json
-            of timm beside it are read, too.
-        ema: whether to take the moving average of a checkpoint; None takes it if there is one.
-
-    Raises:
-        UserError: no such file, a damaged one, or one without a moving average where that is wanted.
-    """
-    require_weights(path)
-    content: Any = {}
-    try:
-        with warnings.catch_warnings():  # torch warns of some damage before it raises
-            warnings.simplefilter("ignore")
-            if path.suffix != ".safetensors":
-                content = torch.load(path, map_location="cpu", weights_only=True)
-            content = content if isinstance(content, dict) else {}
-            has_ema = any(name in content for name in EMA_NAMES)
-            use_ema = has_ema if ema is None else ema
-            tensors = timm.models.load_state_dict(str(path), use_ema=use_ema, weights_only=True)
-    except Exception as error:
-        reason = getattr(error, "strerror", None) or type(error).__name__
-        raise UserError(
-            f"--pretrained {path}: damaged, or not a readable weights file ({reason}); give a .safetensors or .pt file"
-        ) from error
-    if use_ema and not has_ema:
-        raise UserError(f"--pretrained-ema: {path} has no EMA weights; leave --pretrained-ema out")
-    saved = content.get("config")
-    settings = saved if isinstance(saved, dict) and "arch" in saved else None
-    beside = {} if settings else read_timm_config(path)
-    content |= beside
-    arch = settings["arch"] if settings else content.get("arch")
-    classes, channels = content.get("classes"), content.get("normalization")
-    return Weights(
-        source=str(path),
-        tensors=tensors,
-        kind="EMA weights" if use_ema else "weights",
-        arch=arch if isinstance(arch, str) else None,
-        settings=settings,
-        classes=tuple(classes) if isinstance(classes, list) else None,
-        normalization=(tuple(channels["mean"]), tuple(channels["std"])) if channels else None,
-        timm_settings=beside.get("timm_settings"),
-    )
-
-
-def published_weights(arch: str) -> Weights:
-    """What is known of timm's own weights: class names only of ImageNet and its subsets."""
-    settings = timm.get_pretrained_cfg(arch)
-    subset = timm.data.infer_imagenet_subset(settings.to_dict()) if settings is not None else None
-    classes = tuple(timm.data.ImageNetInfo(subset).label_names()) if subset else None
-    return Weights(f"timm's {arch}", classes=classes)
-
-
-def load_weights(model: nn.Module, arch: str, weights: Weights, num_classes: int, keep_head: bool) -> None:
-    """Put the tensors of `weights` into `model`, but for the head unless `keep_head`.
-
-    Raises:
-        UserError: they are another architecture's, or do not fit.
+    Counters of batch norm that the weights lack stay at 0.
     """
     assert weights.tensors is not None
-    if weights.arch is not None and base_arch(weights.arch) != base_arch(arch):
-        raise UserError(
-            f"--arch {arch}: {weights.source} holds {weights.arch}, another architecture; give --arch {weights.arch}"
-        )
-    wanted, head = model.state_dict(), _head_tensors(model, num_classes)
-    tensors = {name: value for name, value in weights.tensors.items() if keep_head or name not in head}
-    absent = [name for name in wanted if name not in tensors and (keep_head or name not in head)]
-    unfit = [name for name in tensors if name not in wanted or tensors[name].shape != wanted[name].shape]
-    if absent or unfit:
-        raise UserError(
-            f"--pretrained {weights.source}: does not fit --arch {arch} ({len(absent)} weights missing, {len(unfit)} "
-            f"unknown or of another shape, first: {(absent + unfit)[0]}); give the architecture of these weights"
-        )
+    skipped = () if keep_head else head_tensors(model, num_classes)
+    tensors = {name: value for name, value in weights.tensors.items() if name not in skipped}
     model.load_state_dict(tensors, strict=False)
 
 
@@ -209,9 +111,9 @@ def choose_head(
     outputs = _num_outputs(weights, model, num_classes)
     if outputs != num_classes:
         if choice == "keep":
+            held = "there is no head in" if outputs is None else f"a head of {outputs:,} classes is in"
             raise UserError(
-                f"--pretrained-head keep: the head of {weights.source} has {outputs} classes, the run {num_classes}; "
-                "leave it out"
+                f"--pretrained-head keep: {held} {weights.source}, the run has {num_classes:,} classes; leave it out"
             )
         had = "no head in the file" if outputs is None else f"{num_classes:,} classes instead of {outputs:,}"
         return HeadChoice(False, f"new ({had})")
@@ -252,22 +154,15 @@ def base_arch(arch: str) -> str:
     return arch.partition(".")[0]
 
 
-def _head_tensors(model: nn.Module, num_classes: int) -> list[str]:
-    """Names of the weights that have an entry for each class."""
-    settings: Any = model.pretrained_cfg
-    names = settings.get("classifier") or ()
-    prefixes = tuple(f"{name}." for name in ((names,) if isinstance(names, str) else names))
-    values = model.state_dict().items()
-    return [name for name, value in values if name.startswith(prefixes) and value.shape[:1] == (num_classes,)]
-
-
 def _num_outputs(weights: Weights, model: nn.Module, num_classes: int) -> int | None:
     """Classes that the head of `weights` has; None if there is no head."""
     if weights.tensors is None:
         settings: Any = model.pretrained_cfg
         return int(settings["num_classes"])
-    sizes = [len(weights.tensors[name]) for name in _head_tensors(model, num_classes) if name in weights.tensors]
-    return sizes[-1] if sizes else None
+    names = head_tensors(model, num_classes)
+    if not names or any(name not in weights.tensors for name in names):
+        return None
+    return len(weights.tensors[names[-1]])
 
 
 def normalization(model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -328,17 +223,19 @@ def load_pretrained(config: ResolvedConfig, model: nn.Module, classes: Sequence[
     """`model`, or another one like it, with the weights of `--pretrained`."""
     assert config.pretrained is not None
     published = config.pretrained == "timm"
-    weights = (
-        published_weights(config.arch) if published else read_weights(Path(config.pretrained), config.pretrained_ema)
-    )
-    origin, note, keep_head = f"{weights.kind} of {weights.source}", "", True
+    if published:
+        weights = published_weights(config.arch)
+    else:
+        file = read_weights(Path(config.pretrained))
+        weights = match_weights(file, model, config.arch, config.num_classes, config.pretrained_ema)
+    origin, note, keep_head = f"{weights.kind} of {weights.source}{weights.taken}", "", True
     if config.evaluate:
         note = check_head(weights, model, config.num_classes, classes)
     else:
         head = choose_head(weights, model, config.num_classes, classes, config.pretrained_head)
         origin, keep_head = f"{origin}, head {head.reason}", head.keep
     if not published:
-        load_weights(model, config.arch, weights, config.num_classes, keep_head)
+        load_weights(model, weights, config.num_classes, keep_head)
         return Network(model, weights.normalization or normalization(model), origin, note)
     model = create_model(config.arch, config.num_classes, True, config.image_size, model_options(config))
     if not keep_head:

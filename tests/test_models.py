@@ -1,20 +1,15 @@
-"""Names that timm knows, heads of the right size, and weights from files of all formats."""
+"""Names that timm knows, heads of the right size, and input that a network takes."""
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from models import check_arch, choose_head, create_model, load_weights, normalization, read_weights
-from tests.conftest import assert_same
+from models import check_arch, create_model, normalization
 from utils.errors import UserError
 
 ARCH = "test_resnet"
-Weights = dict[str, Tensor]
 
 
 def test_an_old_name_builds_without_a_warning() -> None:
@@ -98,96 +93,3 @@ def test_image_size_that_the_network_rejects() -> None:
 def test_normalization_is_the_networks_own() -> None:
     assert normalization(create_model("resnet18", 3)) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     assert normalization(create_model("vit_tiny_patch16_224", 3)) == ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-
-
-def donor(num_classes: int = 5) -> Weights:
-    """Weights that differ from every fresh network's, in the buffers too."""
-    torch.manual_seed(1)
-    state = create_model(ARCH, num_classes).state_dict()
-    return {name: value + 1 if value.is_floating_point() else value + 7 for name, value in state.items()}
-
-
-def save_torch(path: Path, weights: Weights) -> None:
-    torch.save(weights, path)
-
-
-def save_safetensors(path: Path, weights: Weights) -> None:
-    safetensors.torch.save_file({name: value.contiguous() for name, value in weights.items()}, path)
-
-
-def save_brisk(path: Path, weights: Weights) -> None:
-    torch.save({"format": 1, "epoch": 3, "model": weights, "optimizer": {"state": {}}}, path)
-
-
-def save_distributed(path: Path, weights: Weights) -> None:
-    torch.save({"state_dict": {f"module.{name}": value for name, value in weights.items()}}, path)
-
-
-SAVERS: dict[str, Callable[[Path, Weights], None]] = {
-    "timm.pt": save_torch,
-    "timm.pth": save_torch,
-    "timm.safetensors": save_safetensors,
-    "last.pt": save_brisk,
-    "module.pt": save_distributed,
-}
-
-
-def split_head(state: dict[str, Any]) -> tuple[Weights, Weights]:
-    """Body and head of an `ARCH`."""
-    head = {name: value for name, value in state.items() if name.startswith("fc.")}
-    assert head.keys() == {"fc.weight", "fc.bias"}
-    return {name: value for name, value in state.items() if name not in head}, head
-
-
-def loaded(path: Path, num_classes: int) -> tuple[Weights, Weights]:
-    torch.manual_seed(2)
-    model = create_model(ARCH, num_classes)
-    weights = read_weights(path)
-    head = choose_head(weights, model, num_classes, [f"class {number}" for number in range(num_classes)], "auto")
-    load_weights(model, ARCH, weights, num_classes, head.keep)
-    for weight in model.parameters():
-        assert weight.ndim < 4 or weight.is_contiguous(memory_format=torch.channels_last)
-    return split_head(dict(model.state_dict()))
-
-
-@pytest.mark.parametrize("name", SAVERS)
-def test_weights_of_as_many_classes(tmp_path: Path, name: str) -> None:
-    SAVERS[name](tmp_path / name, donor())
-    assert_same(loaded(tmp_path / name, 5), split_head(donor()))
-
-
-@pytest.mark.parametrize("name", SAVERS)
-def test_weights_of_other_classes_leave_a_random_head(tmp_path: Path, name: str) -> None:
-    SAVERS[name](tmp_path / name, donor())
-    body, head = loaded(tmp_path / name, 3)
-    assert_same(body, split_head(donor())[0])
-    torch.manual_seed(2)
-    assert_same(head, split_head(dict(create_model(ARCH, 3).state_dict()))[1])
-
-
-def test_weights_without_a_head(tmp_path: Path) -> None:
-    save_torch(tmp_path / "body.pt", split_head(donor())[0])
-    assert_same(loaded(tmp_path / "body.pt", 5)[0], split_head(donor())[0])
-
-
-def test_moving_average_is_preferred(tmp_path: Path) -> None:
-    plain = {name: torch.zeros_like(value) for name, value in donor().items()}
-    torch.save({"model": plain, "model_ema": donor()}, tmp_path / "best.pt")
-    assert_same(loaded(tmp_path / "best.pt", 5), split_head(donor()))
-
-
-def test_weights_of_another_architecture(tmp_path: Path) -> None:
-    path = tmp_path / "vit.pt"
-    save_torch(path, create_model("test_vit", 5).state_dict())
-    with pytest.raises(
-        UserError, match=r"does not fit --arch test_resnet \(\d+ weights missing, \d+ unknown .* first: conv1"
-    ):
-        load_weights(create_model(ARCH, 5), ARCH, read_weights(path), 5, keep_head=True)
-
-
-def test_weights_of_another_width(tmp_path: Path) -> None:
-    weights = donor()
-    weights["conv1.0.weight"] = weights["conv1.0.weight"][:3]
-    save_torch(tmp_path / "narrow.pt", weights)
-    with pytest.raises(UserError, match=r"\(0 weights missing, 1 unknown or of another shape, first: conv1\.0\.weight"):
-        load_weights(create_model(ARCH, 5), ARCH, read_weights(tmp_path / "narrow.pt"), 5, keep_head=True)

@@ -26,7 +26,7 @@ from utils.flags import FlagInfo, flag, flag_info, kinds
 from utils.log import emit, print_error
 from utils.recipes import read_recipe
 from utils.schedules import unused_by
-from utils.validation import require_source, require_tracker, require_user_code, require_weights, validate
+from utils.validation import find_weights, require_source, require_tracker, require_user_code, validate
 
 # typer carries click under a private name; BadParameter is the public way to click's common base class.
 _USAGE_ERROR: Any = typer.BadParameter.__mro__[2]
@@ -292,7 +292,7 @@ class _Train(Program[TrainConfig]):
             require_source(options.data_dir, options.stage_dir)
         is_resumed = not options.evaluate and options.resume == "auto" and (options.output_dir / "last.pt").exists()
         if options.pretrained not in (None, "timm") and not is_resumed:  # a checkpoint needs them no more
-            require_weights(options.pretrained)
+            find_weights(options.pretrained)
         if not options.evaluate:
             require_user_code(options)
             require_tracker(options.track)

@@ -12,6 +12,11 @@ from utils.flags import flag
 from utils.schedules import check_lr_schedule, policies, policy_schedule, size_schedule
 from utils.store_url import refuse_url, require_store, store_url
 
+# In the order in which they are taken. An index names the shards of a file.
+WEIGHTS_OF_A_FOLDER = (
+    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"
+)  # fmt: skip
+
 
 def validate(config: TrainConfig) -> None:
     """Check each value against the limits of its field, then the combinations of flags.
@@ -207,10 +212,24 @@ def require_checkpoint(config: TrainConfig) -> None:
         raise UserError(f"--resume {config.resume}: no such checkpoint; give an existing file, auto or none")
 
 
-def require_weights(path: str | Path) -> None:
-    """Raise UserError unless the file that `--pretrained FILE` names is there."""
-    if not os.path.isfile(path):
+def find_weights(path: str | Path) -> Path:
+    """The file that `--pretrained FILE` means: itself, or of a folder the one that the Hugging Face hub names so.
+
+    Raises:
+        UserError: there is none.
+    """
+    if os.path.isfile(path):
+        return Path(path)
+    if not os.path.isdir(path):
         raise UserError(f"--pretrained {path}: no such file; give a weights file, or no value for timm's weights")
+    for name in WEIGHTS_OF_A_FOLDER:
+        if os.path.isfile(os.path.join(path, name)):
+            return Path(path) / name
+    other = "best.pt" if os.path.isfile(os.path.join(path, "best.pt")) else ""
+    raise UserError(
+        f"--pretrained {path}: a folder without {' or '.join(WEIGHTS_OF_A_FOLDER[::2])}; give "
+        + (f"{os.path.join(path, other)}" if other else "a weights file")
+    )
 
 
 def split_transform(text: str) -> tuple[str, str]:

@@ -74,7 +74,7 @@ def test_malicious_pickle_is_not_run(refused: Refused, good: list[str], tmp_path
     malicious = Malicious(victim)
     path.write_bytes(saved({"format": 1, "x": malicious}) if wrapped else pickle.dumps(malicious, protocol=2))
     refused(*good, "--resume", path)(f"--resume {path}:", "not a readable checkpoint", "give another file")
-    refused(*good, "--pretrained", path)(f"--pretrained {path}:", "not a readable weights file")
+    refused(*good, "--pretrained", path)(f"--pretrained {path}: holds posix.mkdir, which is not built")
     assert not victim.exists()
     read = functools.partial(torch.load, weights_only=False) if wrapped else pickle.load
     with path.open("rb") as file:
@@ -87,14 +87,16 @@ def test_weights_that_do_not_fit(refused: Refused, good: list[str], tmp_path: Pa
     path = tmp_path / "weights.pt"
     path.write_bytes(saved({"fc.weight": torch.zeros(3, 3), "other": torch.zeros(1)}))
     refused(*good, "--pretrained", path)(
-        f"--pretrained {path}:", "does not fit", "weights missing", "give the architecture of these weights"
+        f"--pretrained {path}:", "does not fit", "(holds fc.weight, other; ", "give the architecture of these weights"
     )
     assert not (tmp_path / "run").exists()
 
 
 def test_folder_as_checkpoint_or_weights(refused: Refused, good: list[str], tmp_path: Path) -> None:
     refused(*good, "--resume", tmp_path)(f"--resume {tmp_path}:", "no such checkpoint", "give an existing file")
-    refused(*good, "--pretrained", tmp_path)(f"--pretrained {tmp_path}:", "no such file", "give a weights file")
+    refused(*good, "--pretrained", tmp_path)(
+        f"--pretrained {tmp_path}: a folder without model.safetensors or pytorch_model.bin; give a weights file"
+    )
 
 
 def test_tag_that_timm_does_not_know(refused: Refused, good: list[str]) -> None:

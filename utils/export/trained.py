@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from models import Normalization, create_model
+from models import create_model
 from utils.arguments import model_options
 from utils.config import ResolvedConfig
 from utils.errors import UserError
+from utils.network.weight_files import Normalization
 from utils.training.checkpoint import load
 from utils.training.preprocessing import crop_pct
 from utils.training.state import NETWORKS

@@ -30,3 +30,12 @@ def head_parameters(model: nn.Module, flag: str) -> set[nn.Parameter]:
             f"{flag}: timm names no head of this architecture; leave it out, or give another --arch", on_all_ranks=True
         )
     return found
+
+
+def head_tensors(model: nn.Module, num_classes: int) -> list[str]:
+    """Names of the weights that have an entry for each class; [] where timm names no head."""
+    settings: Any = model.pretrained_cfg
+    names = settings.get("classifier") or ()
+    prefixes = tuple(f"{name}." for name in ((names,) if isinstance(names, str) else names))
+    values = model.state_dict().items()
+    return [name for name, value in values if name.startswith(prefixes) and value.shape[:1] == (num_classes,)]

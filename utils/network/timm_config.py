@@ -15,7 +15,7 @@ def read_timm_config(weights: Path) -> dict[str, Any]:
 
     Returns:
         `arch`, `classes` (names in label order, or None) and `normalization`, as a checkpoint of Brisk has them, and
-        `timm_settings`, a PretrainedCfg.
+        `timm_settings`, a PretrainedCfg. Of transformers' own networks `program` alone, the name of their class.
 
     Raises:
         UserError: the file is damaged.
@@ -24,7 +24,8 @@ def read_timm_config(weights: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text()) if path.is_file() else {}
         if not isinstance(content, dict) or "pretrained_cfg" not in content:
-            return {}
+            classes = content.get("architectures") if isinstance(content, dict) else None
+            return {"program": f"transformers' {classes[0]}"} if classes else {}
         known = {field.name for field in dataclasses.fields(PretrainedCfg)}
         settings = PretrainedCfg(**{name: value for name, value in content["pretrained_cfg"].items() if name in known})
         return {

@@ -23,6 +23,7 @@ from utils.flags import flag
 from utils.log import emit
 from utils.network.augment import Normalize
 from utils.network.gradients import AMP_DTYPES
+from utils.network.weight_files import read_weights
 from utils.progress import show_status, with_bar
 from utils.training.autotune import choose_common_loader_settings, resolve
 from utils.training.checkpoint import BEST, Checkpoint, load
@@ -168,7 +169,7 @@ def evaluate_checkpoint(config: TrainConfig, env: DistEnv) -> None:
 def _settings_of_weights(config: TrainConfig, env: DistEnv) -> tuple[TrainConfig, list[str]]:
     """What was not given is as the weights of `--pretrained` want it; also notes on that."""
     if config.pretrained not in (None, "timm"):
-        weights = models.read_weights(Path(config.pretrained or ""), config.pretrained_ema)
+        weights = read_weights(Path(config.pretrained or ""))
         if weights.settings is not None:
             return settings_of_checkpoint(config, TrainConfig.from_dict(weights.settings), weights.source, env)
     config, sources = fill_preprocessing(config, None)

@@ -13,6 +13,7 @@ import models
 from utils.config import TrainConfig, choices
 from utils.errors import UserError
 from utils.flags import flag
+from utils.network.weight_files import read_weights
 from utils.training.checkpoint import Checkpoint
 from utils.validation import check_sizes
 
@@ -115,7 +116,7 @@ def _find_preprocessing(config: TrainConfig) -> Preprocessing | None:
         return None
     models.check_arch(config.arch)
     if config.pretrained != "timm":
-        weights = models.read_weights(Path(config.pretrained), config.pretrained_ema)
+        weights = read_weights(Path(config.pretrained))
         if weights.settings is not None:
             return _of_run(weights.settings, weights.source)
         if weights.timm_settings is not None:
