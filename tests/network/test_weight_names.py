@@ -17,7 +17,7 @@ from tests.conftest import assert_same
 from tests.network.weights import ARCH, StateDict, donor, load, prefixed, without_head
 from utils.errors import UserError
 
-KEPT = "head kept (3 classes, which the file does not name)"
+SAME_HEAD = "head kept (3 classes, which the file does not name)"
 ONES = torch.ones(3, 3)
 DEIT = "deit_tiny_patch16_224"
 NO_HEAD = "head new (no head in the file)"
@@ -34,79 +34,79 @@ def cast(dtype: torch.dtype) -> Callable[[StateDict], StateDict]:
 # What a file holds, made from a network's weights and those without the head, and what is said of it. Weights that are
 # not to be taken are zeros.
 FILES: dict[str, tuple[Callable[[StateDict, StateDict], Any], str]] = {
-    "bare": (lambda w, b: w, f"weights of FILE, {KEPT}"),
-    "half": (lambda w, b: cast(torch.float16)(w), f"weights of FILE, {KEPT}"),
-    "bfloat16": (lambda w, b: cast(torch.bfloat16)(w), f"weights of FILE, {KEPT}"),
-    "float64": (lambda w, b: cast(torch.float64)(w), f"weights of FILE, {KEPT}"),
-    "DDP": (lambda w, b: prefixed("module.", w), f"weights of FILE (prefix module.), {KEPT}"),
-    "compiled": (lambda w, b: prefixed("_orig_mod.", w), f"weights of FILE, {KEPT}"),
+    "bare": (lambda w, b: w, f"weights of FILE, {SAME_HEAD}"),
+    "half": (lambda w, b: cast(torch.float16)(w), f"weights of FILE, {SAME_HEAD}"),
+    "bfloat16": (lambda w, b: cast(torch.bfloat16)(w), f"weights of FILE, {SAME_HEAD}"),
+    "float64": (lambda w, b: cast(torch.float64)(w), f"weights of FILE, {SAME_HEAD}"),
+    "DDP": (lambda w, b: prefixed("module.", w), f"weights of FILE (prefix module.), {SAME_HEAD}"),
+    "compiled": (lambda w, b: prefixed("_orig_mod.", w), f"weights of FILE, {SAME_HEAD}"),
     "DDP around compiled": (
         lambda w, b: prefixed("module._orig_mod.", w),
-        f"weights of FILE (prefix module.), {KEPT}",
+        f"weights of FILE (prefix module.), {SAME_HEAD}",
     ),
     "compiled around DDP": (
         lambda w, b: prefixed("_orig_mod.module.", w),
-        f"weights of FILE (prefix module.), {KEPT}",
+        f"weights of FILE (prefix module.), {SAME_HEAD}",
     ),
     "a compiled layer": (
         lambda w, b: {name.replace("layer1.0.", "layer1.0._orig_mod."): value for name, value in w.items()},
-        f"weights of FILE, {KEPT}",
+        f"weights of FILE, {SAME_HEAD}",
     ),
     "FSDP": (
         lambda w, b: {
             f"_fsdp_wrapped_module.{name.replace('layer1.', 'layer1._checkpoint_wrapped_module.')}": value
             for name, value in w.items()
         },
-        f"weights of FILE, {KEPT}",
+        f"weights of FILE, {SAME_HEAD}",
     ),
     "no counters": (
         lambda w, b: {name: value for name, value in w.items() if not name.endswith("num_batches_tracked")},
-        f"weights of FILE, {KEPT}",
+        f"weights of FILE, {SAME_HEAD}",
     ),
     "PyTorch's ImageNet example": (
         lambda w, b: {"epoch": 3, "arch": ARCH, "state_dict": prefixed("module.", w), "best_acc1": torch.tensor(71.0)},
-        f"weights of FILE (key state_dict, prefix module.), {KEPT}",
+        f"weights of FILE (key state_dict, prefix module.), {SAME_HEAD}",
     ),
     "torchvision's reference": (
         lambda w, b: {"model": zeros(w), "args": argparse.Namespace(lr=0.1), "lr_scheduler": {"last_epoch": 1}}
         | {"model_ema": {"n_averaged": torch.tensor(5), **prefixed("module.", w)}},
-        f"EMA weights of FILE (key model_ema, prefix module.), {KEPT}",
+        f"EMA weights of FILE (key model_ema, prefix module.), {SAME_HEAD}",
     ),
     "timm with an average": (
         lambda w, b: {"arch": ARCH, "state_dict": zeros(w), "state_dict_ema": w},
-        f"EMA weights of FILE (key state_dict_ema), {KEPT}",
+        f"EMA weights of FILE (key state_dict_ema), {SAME_HEAD}",
     ),
-    "an average alone": (lambda w, b: {"state_dict_ema": w}, f"EMA weights of FILE (key state_dict_ema), {KEPT}"),
+    "an average alone": (lambda w, b: {"state_dict_ema": w}, f"EMA weights of FILE (key state_dict_ema), {SAME_HEAD}"),
     "an average that is None": (
         lambda w, b: {"state_dict": w, "state_dict_ema": None},
-        f"weights of FILE (key state_dict), {KEPT}",
+        f"weights of FILE (key state_dict), {SAME_HEAD}",
     ),
     "ema_state_dict": (
         lambda w, b: {"state_dict": zeros(w), "ema_state_dict": w},
-        f"EMA weights of FILE (key ema_state_dict), {KEPT}",
+        f"EMA weights of FILE (key ema_state_dict), {SAME_HEAD}",
     ),
     "a tutorial's": (
         lambda w, b: {"epoch": 1, "model_state_dict": w, "optimizer_state_dict": {"state": {}}, "loss": 0.3},
-        f"weights of FILE (key model_state_dict), {KEPT}",
+        f"weights of FILE (key model_state_dict), {SAME_HEAD}",
     ),
     "net": (
         lambda w, b: {"net": prefixed("module.", w), "acc": 95.2},
-        f"weights of FILE (key net, prefix module.), {KEPT}",
+        f"weights of FILE (key net, prefix module.), {SAME_HEAD}",
     ),
     "nested keys": (
         lambda w, b: {"checkpoint": {"model": w, "epoch": 1}},
-        f"weights of FILE (key checkpoint.model), {KEPT}",
+        f"weights of FILE (key checkpoint.model), {SAME_HEAD}",
     ),
     "Lightning": (
         lambda w, b: {"state_dict": {**prefixed("model.", w), "criterion.weight": torch.ones(3)}, "callbacks": {}}
         | {"hyper_parameters": {"lr": 0.1, "folder": Path("x")}},
-        f"weights of FILE (key state_dict, prefix model.), {KEPT}",
+        f"weights of FILE (key state_dict, prefix model.), {SAME_HEAD}",
     ),
     "Lightning with an average": (
         lambda w, b: {
             "state_dict": {**prefixed("net.", zeros(w)), **prefixed("ema_net.module.", w)},
         },
-        f"EMA weights of FILE (key state_dict, prefix ema_net.module.), {KEPT}",
+        f"EMA weights of FILE (key state_dict, prefix ema_net.module.), {SAME_HEAD}",
     ),
     "a linear probe": (
         lambda w, b: {"state_dict": {**prefixed("backbone.", b), "classifier.weight": torch.ones(3, 9)}},
@@ -138,11 +138,11 @@ FILES: dict[str, tuple[Callable[[StateDict, StateDict], Any], str]] = {
     ),
     "a class's name as the architecture": (
         lambda w, b: {"arch": "resnet", "state_dict": w},
-        f"weights of FILE (key state_dict), {KEPT}",
+        f"weights of FILE (key state_dict), {SAME_HEAD}",
     ),
     "facts of another program": (
         lambda w, b: {"model": w, "config": {"arch": "x", "lr": "1"}, "normalization": "imagenet", "classes": {"a": 1}},
-        f"weights of FILE (key model), {KEPT}",
+        f"weights of FILE (key model), {SAME_HEAD}",
     ),
     "a head of another size": (
         lambda w, b: {**b, "fc.weight": torch.ones(1000, w["fc.weight"].shape[1]), "fc.bias": torch.ones(1000)},
@@ -158,7 +158,7 @@ def test_weights_are_found(tmp_path: Path, name: str) -> None:
     torch.save(make(weights, without_head(weights)), tmp_path / "file.pt")
     model, origin = load(tmp_path / "file.pt")
     assert origin == said
-    taken = weights if KEPT in said else without_head(weights)
+    taken = weights if SAME_HEAD in said else without_head(weights)
     found = {key: value for key, value in model.state_dict().items() if key in taken}
     if name == "no counters":
         taken = {key: value * ("num_batches_tracked" not in key) for key, value in taken.items()}
@@ -178,7 +178,7 @@ def test_what_timm_saves(tmp_path: Path, name: str) -> None:
     saver: Any = CheckpointSaver(model, optimizer, args, checkpoint_dir=str(tmp_path), recovery_dir=str(tmp_path))
     saver.save_checkpoint(0, metric=51.0)
     found, origin = load(tmp_path / name)
-    assert origin == f"weights of FILE (key state_dict), {KEPT}"
+    assert origin == f"weights of FILE (key state_dict), {SAME_HEAD}"
     assert_same(dict(found.state_dict()), donor())
 
 
@@ -267,14 +267,14 @@ def test_files_of_the_authors(tmp_path: Path, name: str) -> None:
     torch.save(make(weights), tmp_path / "file.pth")
     text = ",".join(f"{key}={list(value) if isinstance(value, tuple) else value}" for key, value in options.items())
     model, origin = load(tmp_path / "file.pth", arch=arch, model_args=text)
-    assert origin == f"{'EMA ' if '_ema' in said else ''}weights of FILE {said}, {KEPT}"
+    assert origin == f"{'EMA ' if '_ema' in said else ''}weights of FILE {said}, {SAME_HEAD}"
     assert_same(dict(model.state_dict()), weights)
 
 
 def test_names_of_torchvision(tmp_path: Path) -> None:
     """Those of a ResNet are timm's, timm converts VGG's, and MobileNet's are refused."""
     torch.save(torchvision.models.resnet18(num_classes=3).state_dict(), tmp_path / "resnet.pth")
-    assert load(tmp_path / "resnet.pth", arch="resnet18")[1] == f"weights of FILE, {KEPT}"
+    assert load(tmp_path / "resnet.pth", arch="resnet18")[1] == f"weights of FILE, {SAME_HEAD}"
     torch.save(torchvision.models.mobilenet_v3_small(num_classes=3).state_dict(), tmp_path / "mobilenet.pth")
     with pytest.raises(UserError) as caught:
         load(tmp_path / "mobilenet.pth", arch="mobilenetv3_small_100")

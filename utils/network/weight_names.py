@@ -26,7 +26,7 @@ _SHARD = re.compile(r"-\d+-of-\d+\.")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Found:
+class _Candidate:
     """Weights under one prefix of one state_dict in a file.
 
     Attributes:
@@ -132,7 +132,7 @@ def current_name(arch: str) -> str:
     return (timm.models.get_deprecated_models().get(name) or name).partition(".")[0]
 
 
-def _prefixes(key: str, tensors: StateDict, body: Sequence[str]) -> Iterator[_Found]:
+def _prefixes(key: str, tensors: StateDict, body: Sequence[str]) -> Iterator[_Candidate]:
     """The weights under each prefix with as many weights of the network as any, in the order of the file."""
     named = {_WRAPPERS.sub("", name): value for name, value in tensors.items()}
     wanted, counts = set(body), Counter[str]()
@@ -141,24 +141,26 @@ def _prefixes(key: str, tensors: StateDict, body: Sequence[str]) -> Iterator[_Fo
         counts.update(name[:end] for end in ends if name[end:] in wanted)
     most = max(counts.values(), default=0)
     for prefix in (prefix for prefix, count in counts.items() if count == most):
-        yield _Found(key, prefix, {n.removeprefix(prefix): value for n, value in named.items() if n.startswith(prefix)})
+        yield _Candidate(
+            key, prefix, {n.removeprefix(prefix): value for n, value in named.items() if n.startswith(prefix)}
+        )
 
 
-def _converted(weights: Weights, arch: str, wanted: _Wanted) -> Iterator[_Found]:
+def _converted(weights: Weights, arch: str, wanted: _Wanted) -> Iterator[_Candidate]:
     """The weights under timm's names, where timm converts those of the network's authors."""
     module = sys.modules[timm.models.model_entrypoint(current_name(arch)).__module__]
     functions = [getattr(module, name) for name in _FILTERS if hasattr(module, name)]
     for key, tensors in weights.networks.items() if functions else ():
         if len(tensors) < len(wanted.body) / 2:  # no network; a fused layer has fewer weights
             continue
-        shared = _shared_prefix(list(tensors))
-        plain = {_WRAPPERS.sub("", name.removeprefix(shared)): value for name, value in tensors.items()}
+        beginning = _common_prefix(list(tensors))
+        plain = {_WRAPPERS.sub("", name.removeprefix(beginning)): value for name, value in tensors.items()}
         try:
             converted = _call(functions[0], plain, wanted.model)
         except Exception:  # a filter meets names and shapes of another network
             continue
         for found in _prefixes(key, converted, wanted.body):
-            yield dataclasses.replace(found, prefix=shared + found.prefix, converted=True)
+            yield dataclasses.replace(found, prefix=beginning + found.prefix, converted=True)
 
 
 def _call(function: Callable[..., Any], tensors: StateDict, model: nn.Module) -> StateDict:
@@ -169,14 +171,14 @@ def _call(function: Callable[..., Any], tensors: StateDict, model: nn.Module) ->
     return {name: value for name, value in result.items() if isinstance(value, Tensor)}
 
 
-def _shared_prefix(names: Sequence[str]) -> str:
+def _common_prefix(names: Sequence[str]) -> str:
     """The longest beginning of all names that ends with a point."""
     first, last = min(names), max(names)
     length = next((at for at, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), len(first))
     return first[: first.rfind(".", 0, length) + 1]
 
 
-def _describe(found: _Found, count: int, wanted: _Wanted) -> str:
+def _describe(found: _Candidate, count: int, wanted: _Wanted) -> str:
     """Where in the file the weights lie and what stays there: " (key model, prefix module.)"."""
     words = [f"{name} {text}" for name, text in (("key", found.key), ("prefix", found.prefix)) if text]
     words += [f"the first of {count}"] if count > 1 else []
@@ -192,7 +194,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _describe_misfit(weights: Weights, arch: str, wanted: _Wanted, near: Sequence[_Found]) -> str:
+def _describe_misfit(weights: Weights, arch: str, wanted: _Wanted, near: Sequence[_Candidate]) -> str:
     """Why nothing in the file fits, by what fits best."""
     start, remedy = f"--pretrained {weights.source}:", "give the architecture of these weights"
     if weights.program:
