@@ -62,14 +62,12 @@ def create_model(
         UserError: unknown name, weights that are not available, or a size or an option that the network rejects.
     """
     check_arch(arch)
-    sized, options = timm.get_pretrained_cfg(arch), options or {}
-    size = {"img_size": image_size} if sized is not None and sized.fixed_input_size else {}
+    options = options or {}
     try:
         with warnings.catch_warnings():  # another name for the same network is no concern of the user's
             warnings.filterwarnings("ignore", "Mapping deprecated model name", module=r"timm\.models")
-            model: nn.Module = timm.create_model(
-                arch, pretrained=pretrained, num_classes=num_classes, **size, **options
-            )
+            arguments = create_model_arguments(arch, num_classes, image_size, options)
+            model: nn.Module = timm.create_model(**arguments, pretrained=pretrained)
     except Exception as error:
         if refusal := refused_model_option(arch, options, error):
             raise refusal from error
@@ -80,6 +78,13 @@ def create_model(
             ) from error
         raise UserError(f"--arch {arch}: timm cannot build it at --image-size {image_size} ({reason})") from error
     return model.to(memory_format=torch.channels_last)
+
+
+def create_model_arguments(arch: str, num_classes: int, image_size: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What `timm.create_model` takes for a network, as of `create_model`; all of it, so that others can build it."""
+    sized = timm.get_pretrained_cfg(arch)
+    size = {"img_size": image_size} if sized is not None and sized.fixed_input_size else {}
+    return {"model_name": arch, "num_classes": num_classes, **size, **options}
 
 
 def load_weights(model: nn.Module, weights: Weights, num_classes: int, keep_head: bool) -> None:

@@ -1,5 +1,6 @@
 """Arguments of timm's networks and optimizers, as a flag gives them: `betas=[0.9,0.95],eps=1e-6`."""
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -71,6 +72,12 @@ def model_arguments(config: TrainConfig) -> dict[str, Any]:
         UserError: it cannot be read, or names what another flag sets.
     """
     return parse_arguments("--model-args", config.model_args, _MODEL_FLAGS)
+
+
+def format_model_arguments(arguments: Mapping[str, Any]) -> str | None:
+    """Undo of `model_arguments`, without what other flags set; None for nothing."""
+    shown = {name: json.dumps(value) for name, value in arguments.items() if name not in _MODEL_FLAGS}
+    return ",".join(f"{name}={value}" for name, value in shown.items()) or None
 
 
 def model_options(config: TrainConfig) -> dict[str, Any]:

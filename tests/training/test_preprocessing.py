@@ -16,6 +16,7 @@ from tests.conftest import TINY, resolved
 from tests.contract import assert_keys
 from tests.harness import assert_refused, launch_series, read_checkpoint, read_metrics
 from tests.training.checkpoints import checkpoint_of
+from utils.arguments import model_arguments
 from utils.cli import parse
 from utils.config import TrainConfig
 from utils.data.settings import resolve_pixels
@@ -112,6 +113,28 @@ def test_a_resize_that_is_smaller_than_the_size_of_the_weights() -> None:
     ):
         filled("--pretrained", "--arch", A1, "--val-resize", "256")
     assert pixels(filled("--pretrained", "--arch", "test_vit", "--val-resize", "200"))[:3] == (160, 160, 200)
+
+
+def test_the_arguments_of_the_architecture_are_those_of_the_weights(tmp_path: Path) -> None:
+    """Of a run and of timm's config.json, whose other arguments are flags; another architecture has its own."""
+    run, model = str(tmp_path / "best.pt"), timm.create_model("test_resnet", num_classes=3).state_dict()
+    torch.save({"model": model, "config": resolved(arch="test_resnet", model_args="bn_eps=1e-3").to_dict()}, run)
+    beside = write_weights(tmp_path / "timm", input_size=[3, 64, 64])
+    config = json.loads((tmp_path / "timm" / "config.json").read_text())
+    arguments = {"global_pool": "max", "img_size": 64, "depths": [1, 2], "act_layer": None, "drop_rate": 0.1}
+    (tmp_path / "timm" / "config.json").write_text(json.dumps(config | {"model_args": arguments}))
+    for flags, expected in (
+        ((run, "--arch", "test_resnet"), {"bn_eps": 1e-3}),
+        ((run, "--arch", "test_resnet", "--model-args", "bn_eps=1e-4"), {"bn_eps": 1e-4}),
+        ((run, "--arch", "test_resnet", "--model-args", ""), {}),
+        ((run, "--arch", "resnet18"), {}),
+        ((beside, "--arch", "test_resnet"), {"global_pool": "max", "depths": [1, 2], "act_layer": None}),
+        ((beside, "--arch", "test_resnet", "--evaluate"), {"global_pool": "max", "depths": [1, 2], "act_layer": None}),
+        ((beside, "--arch", "resnet18"), {}),
+    ):
+        assert model_arguments(filled("--pretrained", *flags)) == expected, flags
+    saved = checkpoint_of(resolved(pretrained=run, arch="test_resnet", model_args="bn_eps=1e-3"))
+    assert filled("--pretrained", run, "--arch", "test_resnet", saved=saved).model_args == "bn_eps=1e-3"
 
 
 def write_weights(folder: Path, **settings: Any) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from timm.models import PretrainedCfg
 
+from utils.arguments import format_model_arguments
 from utils.errors import UserError, first_line
 
 
@@ -14,8 +15,9 @@ def read_timm_config(weights: Path) -> dict[str, Any]:
     """What the config.json beside `weights` says of them; {} where there is none, or one of another program.
 
     Returns:
-        `arch`, `classes` (names in label order, or None) and `normalization`, as a checkpoint of Brisk has them, and
-        `timm_settings`, a PretrainedCfg. Of transformers' own networks `program` alone, the name of their class.
+        `arch`, `classes` (names in label order, or None), `normalization` and `model_args` (None for none), as a
+        checkpoint of Brisk has them, and `timm_settings`, a PretrainedCfg. Of transformers' own networks `program`
+        alone, the name of their class.
 
     Raises:
         UserError: the file is damaged.
@@ -33,6 +35,7 @@ def read_timm_config(weights: Path) -> dict[str, Any]:
             "classes": content.get("label_names"),
             "normalization": {"mean": settings.mean, "std": settings.std},
             "timm_settings": settings,
+            "model_args": format_model_arguments(content.get("model_args") or {}),
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(

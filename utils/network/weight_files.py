@@ -54,6 +54,7 @@ class Weights:
         classes: class names in label order.
         normalization: mean and standard deviation per channel, of images in [0, 1].
         timm_settings: of the config.json that lies beside a file of timm's.
+        model_args: arguments of the architecture, as the text of `--model-args`.
         program: the class of another program that the config.json beside the file names.
     """
 
@@ -67,6 +68,7 @@ class Weights:
     classes: tuple[str, ...] | None = None
     normalization: Normalization | None = None
     timm_settings: PretrainedCfg | None = None
+    model_args: str | None = None
     program: str | None = None
 
 
@@ -102,6 +104,7 @@ def read_weights(path: Path) -> Weights:
         classes=tuple(classes) if isinstance(classes, list) else None,
         normalization=(tuple(channels["mean"]), tuple(channels["std"])) if channels else None,
         timm_settings=beside.get("timm_settings"),
+        model_args=(settings or beside).get("model_args"),
         program=beside.get("program"),
     )
 

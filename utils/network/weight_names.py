@@ -201,8 +201,8 @@ def _describe_misfit(weights: Weights, arch: str, wanted: _Wanted, near: Sequenc
         remedy = f"config.json names {weights.program}, whose names are not timm's: give timm's weights"
     if _SHARD.search(weights.source):
         remedy = "it is one of several files: give their folder, or index.json"
-    if weights.settings and weights.settings.get("model_args"):
-        remedy = f"its run had --model-args {weights.settings['model_args']}: give that"
+    if weights.model_args:
+        remedy = f"they are of a network with --model-args {weights.model_args}: give that"
     if not near:
         names = [name for tensors in weights.networks.values() for name in tensors]
         held = f"holds {_listed(names)}" if names else "holds no weights by name"

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from models import create_model_arguments
+from utils.arguments import model_options
 from utils.config import ResolvedConfig, TrainConfig
 from utils.data.splits import SPLITS, InitialFiles
 from utils.distributed.collectives import gather_to_rank0
@@ -92,13 +94,15 @@ class Checkpoint:
 
     def to_dict(self) -> dict[str, Any]:
         """The file's content. timm finds the weights under "model" and "model_ema"."""
-        state = _shallow_dict(self.state)
+        state, config = _shallow_dict(self.state), self.config
         del state["networks"]
+        options = model_options(config)
         return {
             "format": FORMAT,
             "saved_at": self.saved_at,
             "launch_ids": self.launch_ids,
-            "config": self.config.to_dict(),
+            "config": config.to_dict(),
+            "create_model": create_model_arguments(config.arch, config.num_classes, config.image_size, options),
             **self.record.to_dict(),
             **state,
             "best": None if self.state.best is None else _shallow_dict(self.state.best),

@@ -14,6 +14,7 @@ from utils.config import TrainConfig, choices
 from utils.errors import UserError
 from utils.flags import flag
 from utils.network.weight_files import read_weights
+from utils.network.weight_names import current_name
 from utils.training.checkpoint import Checkpoint
 from utils.validation import check_sizes
 
@@ -33,6 +34,7 @@ class Preprocessing:
         crop_pct: share of the shorter side that the centre crop takes, at other sizes than `val_image_size`.
         val_crop_pct: the same, at `val_image_size`.
         val_crop, interpolation: values of the flags.
+        model_args: that of the network, where its architecture is the run's.
     """
 
     source: str
@@ -43,10 +45,11 @@ class Preprocessing:
     val_crop_pct: float
     val_crop: str
     interpolation: str
+    model_args: str | None = None
 
 
 def fill_preprocessing(config: TrainConfig, saved: Checkpoint | None) -> tuple[TrainConfig, dict[str, str]]:
-    """The configuration with the sizes, crop and interpolation of its weights, where these were not given.
+    """The configuration with the sizes, crop, interpolation and `--model-args` of its weights, if these were not given.
 
     Args:
         config: as the user gave it, with the `--pretrained` of the run.
@@ -76,13 +79,16 @@ def _of_checkpoint(config: TrainConfig, before: TrainConfig) -> dict[str, Any]:
         return {}
     values: dict[str, Any] = {} if "image_size" in config.given else {"image_size": before.image_size}
     same_size = (values or vars(config))["image_size"] == before.image_size
-    open_names = [name for name in PIXELS if getattr(config, name) is None and (same_size or name not in SIZES)]
+    names = (*PIXELS, "model_args") if before.model_args is not None else PIXELS
+    open_names = [name for name in names if getattr(config, name) is None and (same_size or name not in SIZES)]
     return values | {name: getattr(before, name) for name in open_names}
 
 
 def _of_weights(config: TrainConfig, wanted: Preprocessing) -> dict[str, Any]:
     """What a run takes over from weights: their test size where it trains at their training size."""
     values: dict[str, Any] = {}
+    if config.model_args is None and wanted.model_args is not None:
+        values["model_args"] = wanted.model_args
     given = "image_size" in config.given
     if not given and (wanted.is_fixed or config.evaluate):
         values["image_size"] = wanted.image_size
@@ -117,10 +123,13 @@ def _find_preprocessing(config: TrainConfig) -> Preprocessing | None:
     models.check_arch(config.arch)
     if config.pretrained != "timm":
         weights = read_weights(Path(config.pretrained))
+        model_args = (
+            weights.model_args if weights.arch and current_name(weights.arch) == current_name(config.arch) else None
+        )
         if weights.settings is not None:
-            return _of_run(weights.settings, weights.source)
+            return dataclasses.replace(_of_run(weights.settings, weights.source), model_args=model_args)
         if weights.timm_settings is not None:
-            return _of_timm(weights.timm_settings, weights.source)
+            return dataclasses.replace(_of_timm(weights.timm_settings, weights.source), model_args=model_args)
         if models.base_arch(config.arch) == config.arch:
             return None
     settings = timm.get_pretrained_cfg(config.arch)
