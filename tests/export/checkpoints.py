@@ -26,7 +26,7 @@ def write_checkpoint(
     Args:
         path: of the file.
         data: of its run; None for one that read no images.
-        result: its evaluation.
+        result: its evaluation, of its own step unless it names another.
         with_ema: whether it has a moving average, too.
         settings: of the configuration, such as `arch`.
     """
@@ -44,7 +44,9 @@ def write_checkpoint(
                 value += 0.2 * torch.rand_like(value)
     saved = checkpoint_of(config)
     record = dataclasses.replace(saved.record, classes=CLASSES, normalization=(MEAN, STD))
-    state = dataclasses.replace(saved.state, networks=networks, result=result or {})
+    state = dataclasses.replace(
+        saved.state, networks=networks, result={"epoch": 0, "step": 0} | result if result else {}
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(dataclasses.replace(saved, record=record, state=state).to_dict(), path)
     return path

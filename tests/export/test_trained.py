@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from scripts import export
 from tests.conftest import CLASSES, assert_same
 from tests.export.checkpoints import MEAN, STD, write_checkpoint
 from tests.harness import read_checkpoint
 from utils.errors import UserError
+from utils.export.hub import model_card
 from utils.export.trained import load_trained
 from utils.training.weights import find_best_checkpoints
 
@@ -29,6 +31,21 @@ def test_weights(tmp_path: Path, result: dict[str, float], ema: bool | None, wei
     assert_same(dict(trained.model.state_dict()), dict(read_checkpoint(tmp_path, "best.pt")[weights]))
     assert (trained.classes, trained.normalization) == (CLASSES, (MEAN, STD))
     assert not trained.model.training
+
+
+@pytest.mark.parametrize("position", [{"step": -1}, {"epoch": -1}])
+def test_an_evaluation_of_other_weights(
+    tmp_path: Path, position: dict[str, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That of an earlier step chooses the network; its top-1 is stated nowhere."""
+    result = {"val/top1": 50.0, "val/ema_top1": 60.0} | position
+    path = write_checkpoint(tmp_path / "last.pt", result=result, with_ema=True)
+    trained = load_trained(path)
+    assert (trained.weights, trained.top1, trained.metadata["top1"]) == ("model_ema", None, None)
+    assert "Top-1" not in model_card(trained)
+    arguments = (path, "--format", "torchscript", "--output-dir", tmp_path / "out", "--no-check")
+    assert export.main([str(word) for word in arguments]) == 0
+    assert capsys.readouterr().out.startswith(f"{path}: test_resnet, 3 classes, EMA weights, not evaluated\n")
 
 
 def test_an_average_that_is_not_there(tmp_path: Path) -> None:

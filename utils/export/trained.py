@@ -31,7 +31,7 @@ class Trained:
         classes: names in label order. There may be fewer than the head has outputs, if `--num-classes` said so.
         normalization: mean and standard deviation per channel, of images in [0, 1].
         weights: which of the checkpoint's networks it is: "model" or "model_ema".
-        top1: its accuracy, percent; None if it was not evaluated.
+        top1: its accuracy, percent; None if these weights were not evaluated.
         path: of the checkpoint.
     """
 
@@ -90,7 +90,7 @@ def load_trained(path: Path, ema: bool | None = None) -> Trained:
         raise UserError(
             f"{saved.path}: its weights do not fit {config.arch} with {config.num_classes} classes; give another file"
         ) from None
-    top1 = saved.state.result.get("val/top1" if weights == MODEL else "val/ema_top1")
+    top1 = saved.state.own_result.get("val/top1" if weights == MODEL else "val/ema_top1")
     return Trained(
         model=model.to(memory_format=torch.contiguous_format).eval(),  # which safetensors wants
         config=config,

@@ -57,6 +57,12 @@ class ReplicatedState:
     evaluations_since_best: int
     seconds: float
 
+    @property
+    def own_result(self) -> dict[str, Any]:
+        """`result` if it is of these weights; {} if they have trained on since, or were not evaluated."""
+        position = {"epoch": self.epoch, "step": self.step}
+        return self.result if position.items() <= self.result.items() else {}
+
 
 @dataclasses.dataclass(frozen=True)
 class RankState:
