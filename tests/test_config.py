@@ -1,6 +1,7 @@
 """One set of flags: command line over recipe over default, and a --help that a person can read."""
 
 import dataclasses
+import json
 import math
 import os
 import re
@@ -11,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import resolved
 from tests.harness import ROOT, launch
 from utils.cli import parse
-from utils.config import TrainConfig, evaluation_flags, flag_fields, flags_with_role
+from utils.config import ResolvedConfig, TrainConfig, evaluation_flags, flag_fields, flags_with, flags_with_role
 from utils.errors import UserError
 from utils.flags import FIRST, flag, flag_info
 from utils.limits import Limit
@@ -47,6 +49,7 @@ OTHER: dict[str, Any] = {
     "grad_checkpointing": True, "sync_bn": True,
     "track": "mlflow", "track_project": "flowers", "track_checkpoint": True,
 }  # fmt: skip
+OF_LAUNCH = ("resume", "max_restarts", "accept_changes", "overwrite", "evaluate", "eval_flip", "time_limit")
 # Without flags that exclude each other.
 COMPLETE: dict[str, dict[str, Any]] = {
     "linear": {name: value for name, value in OTHER.items() if not name.startswith("decay_")},
@@ -161,7 +164,8 @@ def test_every_flag_reaches_its_field(schedule: str) -> None:
     words[words.index("--resume") + 1] = "some.pt"  # `--evaluate --resume none` is refused without weights
     config = parse(words)
     assert config.to_dict() == TrainConfig(**COMPLETE[schedule] | {"resume": "some.pt"}).to_dict()
-    assert config.accept_changes, "which to_dict leaves out"
+    given = OTHER | {"resume": "some.pt"}
+    assert [name for name in OF_LAUNCH if getattr(config, name) != given[name]] == [], "which to_dict leaves out"
 
 
 @pytest.mark.parametrize(
@@ -205,8 +209,55 @@ def test_saved_config_is_a_recipe_of_the_same_run(tmp_path: Path, schedule: str)
     assert not [field.name for field in FIELDS if field.name in OTHER and OTHER[field.name] == field.default]
     for saved in (config, TrainConfig(data_dir=Path("images"), weight_decay=1 / 32768)):
         saved.save(tmp_path / "config.json")
-        read = parse(["--config", str(tmp_path / "config.json")])
-        assert dataclasses.replace(read, config=None) == dataclasses.replace(saved, accept_changes=False)  # of a launch
+        read = parse(["--config", str(tmp_path / "config.json"), "--evaluate"])  # which excludes less
+        of_launch: dict[str, Any] = {name: TrainConfig.__dataclass_fields__[name].default for name in OF_LAUNCH}
+        of_launch["evaluate"] = True
+        assert dataclasses.replace(read, config=None) == dataclasses.replace(saved, **of_launch)
+
+
+def test_config_json_has_no_flag_of_a_launch_and_an_old_one_that_has_is_harmless(tmp_path: Path) -> None:
+    """It would remove the checkpoints that a repeated run goes on from, or end that run early."""
+    path = tmp_path / "config.json"
+    saved = TrainConfig(data_dir=Path("images"))
+    assert not {*OF_LAUNCH, "config"} & saved.to_dict().keys()
+    others = {name: OTHER[name] for name in OF_LAUNCH}
+    path.write_text(json.dumps(saved.to_dict() | others))
+    read = parse(["--config", str(path)])
+    assert [name for name in OF_LAUNCH if getattr(read, name) == OTHER[name]] == []
+    assert parse(["--config", str(path), "--time-limit", "7"]).time_limit == 7
+    path.write_text("data-dir: x\nresume: none\noverwrite: true\n")  # a recipe that somebody has written
+    assert parse(["--config", str(path)]).overwrite
+
+
+def test_every_value_that_may_be_open_is_chosen_again_or_a_constant() -> None:
+    constants = {"batch_size", "prefetch", "processes"}
+    assert ResolvedConfig.__annotations__.keys() == {*flags_with(chosen=True)} - {
+        "output_dir", "image_size", "grad_exchange"
+    } | constants  # fmt: skip
+
+
+def test_what_a_run_has_chosen_is_not_given_by_its_config_json(tmp_path: Path) -> None:
+    """Unless somebody has changed it there, or the file does not say what was chosen."""
+    path = tmp_path / "config.json"
+    given = frozenset({"data_dir", "epochs", "momentum"})
+    resolved(data_dir=Path("x"), output_dir=Path("runs/x-resnet50"), epochs=3, lr=0.5, given=given).save(path)
+    content = json.loads(path.read_text())
+    assert content["chosen"].keys() == {*flags_with(chosen=True)} - given
+    assert {name: content[name] for name in content["chosen"]} == content["chosen"]
+    read = parse(["--config", str(path), "--val-resize", "300"])
+    assert (read.lr, read.momentum, read.val_resize, read.num_classes) == (None, content["momentum"], 300, None)
+    assert (read.device, read.decode, read.image_size, read.epochs) == ("auto", "auto", 224, 3)
+    assert read.recipe_chosen == {name: content[name] for name in content["chosen"] if name != "val_resize"}
+    assert parse(["--config", str(path), "--data-dir", "other"]).output_dir == Path("runs/other-resnet50")
+    path.write_text(json.dumps(content | {"lr": 0.25}))
+    read = parse(["--config", str(path)])
+    assert (read.lr, "lr" in read.given, "lr" in read.recipe_chosen) == (0.25, True, False)
+    del content["chosen"]
+    path.write_text(json.dumps(content | {name: OTHER[name] for name in OF_LAUNCH}))
+    read = parse(["--config", str(path), "--val-resize", "300"])
+    assert (read.lr, read.val_resize, read.num_classes) == (0.5, 300, content["num_classes"])
+    assert read.recipe_chosen["lr"] == 0.5
+    assert "val_resize" not in read.recipe_chosen
 
 
 @pytest.mark.parametrize(
@@ -325,6 +376,7 @@ def test_roles_name_flags_in_the_order_of_the_fields() -> None:
     assert flags_with_role("logged")[:4] == ("epochs", "lr", "val_split", "resize_schedule")
     assert flags_with_role("logged_if_several") == ("grad_exchange", "grad_compression", "sync_bn")
     assert "overwrite" in flags_with_role("free")
+    assert flags_with(of_launch=True) == (*OF_LAUNCH, "config")
     assert evaluation_flags()[-2:] == ("drop_path", "amp")
 
 

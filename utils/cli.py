@@ -11,7 +11,7 @@ from typing import Annotated, Any, Generic, TypeVar
 import typer
 
 from utils import __version__
-from utils.config import TrainConfig, check_limits, choices, flag_fields
+from utils.config import CHOSEN, TrainConfig, check_limits, choices, flag_fields
 from utils.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -24,7 +24,7 @@ from utils.errors import (
 )
 from utils.flags import FlagInfo, flag, flag_info, kinds
 from utils.log import emit, print_error
-from utils.recipes import read_recipe
+from utils.recipes import read_run_recipe
 from utils.schedules import unused_by
 from utils.validation import find_weights, require_source, require_tracker, require_user_code, validate
 
@@ -267,7 +267,7 @@ def _path(text: str) -> Path:
 def _load_recipe(context: typer.Context, path: Path | None) -> Path | None:
     """Make the recipe's values the defaults of this command line."""
     if path is not None:
-        context.default_map = read_recipe(path)
+        context.default_map, context.meta[CHOSEN] = read_run_recipe(path)
     return path
 
 
@@ -308,7 +308,9 @@ def _read_config(context: typer.Context, **values: Any) -> TrainConfig:
     defaults: dict[str, Any] = {field.name: field.default for field in flag_fields()}
     for name in _replaced_in_recipe(values, sources, {**defaults, **(context.default_map or {})}):
         values[name], given = defaults[name], given - {name}
-    config = TrainConfig(**values, given=given)
+    given |= {"output_dir"} if "name" in given else set()
+    unsure = {name: value for name, value in context.meta.get(CHOSEN, {}).items() if sources[name] != _GIVEN[0]}
+    config = TrainConfig(**values, given=given, recipe_chosen=unsure)
     validate(config)
     return config
 

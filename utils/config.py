@@ -33,6 +33,7 @@ from utils.store_url import store_url
 BATCH_SIZE = 256  # images per process and step, of a new run
 PREFETCH = 6  # batches
 RUNS = Path("runs")  # holds the output folders that have no --output-dir
+CHOSEN = "chosen"  # key of config.json beside the flags: those that were not given, and their values
 
 _BELOW_1 = Limit(minimum=0, below=1)
 _PROBABILITY = Limit(minimum=0, maximum=1, noun="probability")
@@ -45,6 +46,7 @@ class TrainConfig:
     Attributes:
         given: names of the fields that the command line or a recipe has set; the others hold defaults.
         data_url: of an object store whose copy `data_dir` is; "" for none.
+        recipe_chosen: what the run whose config.json is the recipe has chosen, by field, or may have: it is in `given`.
     """
 
     data_dir: Path | None = _flag(
@@ -52,7 +54,7 @@ class TrainConfig:
         shown=False, from_checkpoint=True,
     )  # fmt: skip
     output_dir: Path = _flag(  # None stands for the default, which __post_init__ sets
-        None, FIRST, "Where checkpoints, metrics and the summary go.", shown="runs/DATA-ARCH"
+        None, FIRST, "Where checkpoints, metrics and the summary go.", shown="runs/DATA-ARCH", chosen=True
     )
     name: str | None = _flag(None, FIRST, "Name of the output folder in runs/.", shown="DATA-ARCH")
     arch: str = _flag("resnet50", FIRST, "Any timm architecture.", role="fixed", from_checkpoint=True)
@@ -63,38 +65,43 @@ class TrainConfig:
     )  # fmt: skip
     lr: float | None = _flag(
         None, FIRST, "Learning rate for 256 images of the global batch.", ABOVE_0,
-        shown="by optimizer; 0.256 for sgd", role="logged",
+        shown="by optimizer; 0.256 for sgd", role="logged", chosen=True,
     )  # fmt: skip
 
     loader: Literal["dali", "stock", "proxy", "torch", "synthetic"] = _flag(
         "dali", DATA, "Data-loading backend.", role="fixed", from_checkpoint=True
     )
-    decode: Literal["auto", "fused", "full"] = _flag("auto", DATA, "What DALI decodes: the crop alone or all.")
+    decode: Literal["auto", "fused", "full"] = _flag(
+        "auto", DATA, "What DALI decodes: the crop alone or all.", chosen=True
+    )
     hw_decoder_load: float | None = _flag(
         None, DATA, "Share of a batch that the GPU's JPEG engines decode.", Limit(minimum=0, maximum=1, noun="share"),
-        shown="for --decode and the images", from_checkpoint=True,
+        shown="for --decode and the images", from_checkpoint=True, chosen=True,
     )  # fmt: skip
-    cache: Literal["auto", "none", "gpu", "host"] = _flag("auto", DATA, "Where training images stay decoded.")
+    cache: Literal["auto", "none", "gpu", "host"] = _flag(
+        "auto", DATA, "Where training images stay decoded.", chosen=True
+    )
     prefetch: int | None = _flag(None, DATA, "Batches that DALI prepares ahead.", MIN_1, shown=str(PREFETCH))
     bad_files: Literal["error", "skip"] = _flag("error", DATA, "For undecodable images.", from_checkpoint=True)
     image_size: int = _flag(
         224, DATA, "Side of the network's input, pixels.", MIN_8,
-        unit="pixels", role="fixed", from_checkpoint=True,
+        unit="pixels", role="fixed", from_checkpoint=True, chosen=True,
     )  # fmt: skip
     val_resize: int | None = _flag(
         None, DATA, "Shorter side before the centre crop, pixels.", MIN_8,
-        shown="val image size x 8/7, or by the weights", unit="pixels", role="fixed", from_checkpoint=True,
+        shown="val image size x 8/7, or by the weights", unit="pixels", role="fixed", from_checkpoint=True, chosen=True,
     )  # fmt: skip
     val_image_size: int | None = _flag(
         None, DATA, "Evaluated side, pixels.", MIN_8,
-        shown="image size", unit="pixels", role="fixed", from_checkpoint=True,
+        shown="image size", unit="pixels", role="fixed", from_checkpoint=True, chosen=True,
     )  # fmt: skip
     val_crop: Literal["center", "squash"] | None = _flag(
-        None, DATA, "Evaluated crop.", shown="center", role="fixed", from_checkpoint=True
+        None, DATA, "Evaluated crop.", shown="center", role="fixed", from_checkpoint=True, chosen=True
     )
     interpolation: Literal["bilinear", "bicubic", "random"] | None = _flag(
-        None, DATA, "Of each resize.", shown="bilinear, or by the weights", role="fixed", from_checkpoint=True
-    )
+        None, DATA, "Of each resize.", shown="bilinear, or by the weights",
+        role="fixed", from_checkpoint=True, chosen=True,
+    )  # fmt: skip
     val_split: str = _flag(
         "val", DATA, "Folder of the validation images, beside train/.", role="logged", from_checkpoint=True
     )
@@ -114,7 +121,7 @@ class TrainConfig:
         shown="0, off", role="fixed", from_checkpoint=True,
     )  # fmt: skip
     workers: int | None = _flag(
-        None, DATA, "CPU threads (torch: workers) per process.", MIN_1, shown="its share of the cores"
+        None, DATA, "CPU threads (torch: workers) per process.", MIN_1, shown="its share of the cores", chosen=True
     )
     augment: Literal["none", "autoaugment", "randaugment", "trivialaugment", "three-augment"] = _flag(
         "none", AUGMENTATION, "Policy, with any loader.", role="fixed"
@@ -159,7 +166,7 @@ class TrainConfig:
     pretrained_ema: bool | None = _flag(None, MODEL, "FILE's EMA weights.", shown="if any")
     pretrained_head: Literal["auto", "keep", "new"] = _flag("auto", MODEL, "The weights' head.")
     num_classes: int | None = _flag(
-        None, MODEL, "Outputs of the head.", MIN_1, shown="the folders", role="fixed", from_checkpoint=True
+        None, MODEL, "Outputs of the head.", MIN_1, shown="the folders", role="fixed", from_checkpoint=True, chosen=True
     )
     model_args: str | None = _flag(
         None, MODEL, "Arguments of the architecture: a=1,b=[2,3].", shown=False, metavar="K=V",
@@ -172,24 +179,24 @@ class TrainConfig:
     drop_path: float | None = _flag(
         None, MODEL, "Stochastic depth, likewise.", _BELOW_1, shown=False, role="logged", from_checkpoint=True
     )
-    compile: bool | None = _flag(None, MODEL, "torch.compile it.", shown="long GPU runs", role="logged")
+    compile: bool | None = _flag(None, MODEL, "torch.compile it.", shown="long GPU runs", role="logged", chosen=True)
     fused_layers: bool | None = _flag(
         None, MODEL, "Brisk's own kernels for norms, pooling and convolutions.",
-        shown="where compiled on CUDA", role="logged",
+        shown="where compiled on CUDA", role="logged", chosen=True,
     )  # fmt: skip
     cuda_graph: bool | None = _flag(
-        None, MODEL, "Launch the training step as one CUDA graph.", shown="on CUDA", role="logged"
+        None, MODEL, "Launch the training step as one CUDA graph.", shown="on CUDA", role="logged", chosen=True
     )
 
     grad_accum_steps: int = _flag(1, OPTIMISATION, "Batches per optimizer step.", MIN_1)
     optimizer: str = _flag("sgd", OPTIMISATION, "Any timm optimizer; its sgd is Nesterov's.", role="fixed")
     momentum: float | None = _flag(
         None, OPTIMISATION, "Momentum, where the optimizer has one.", _BELOW_1,
-        shown="by optimizer; 0.875 for sgd", role="fixed",
+        shown="by optimizer; 0.875 for sgd", role="fixed", chosen=True,
     )  # fmt: skip
     weight_decay: float | None = _flag(
         None, OPTIMISATION, "Not on biases and 1-D weights; as timm.", MIN_0,
-        shown="by optimizer; 1/32768 for sgd", role="fixed",
+        shown="by optimizer; 1/32768 for sgd", role="fixed", chosen=True,
     )  # fmt: skip
     optimizer_args: str | None = _flag(
         None, OPTIMISATION, "More arguments of it: a=1,b=[2,3].", shown=False, metavar="K=V", role="fixed"
@@ -206,11 +213,11 @@ class TrainConfig:
     )
     warmup_epochs: float | None = _flag(
         None, OPTIMISATION, "Epochs of linear warmup.", MIN_0,
-        shown="a tenth, at most 5", unit="epochs", role="logged",
+        shown="a tenth, at most 5", unit="epochs", role="logged", chosen=True,
     )  # fmt: skip
     lr_scaling: Literal["auto", "linear", "sqrt", "none"] = _flag(
         "auto", OPTIMISATION, "How --lr grows with the global batch.",
-        shown="by optimizer; linear for sgd", role="logged",
+        shown="by optimizer; linear for sgd", role="logged", chosen=True,
     )  # fmt: skip
     schedule: Literal["cosine", "linear", "step", "constant"] = _flag("cosine", OPTIMISATION, "Decay.", role="logged")
     min_lr: float = _flag(0.0, OPTIMISATION, "Its end, for 256 images as --lr.", MIN_0, role="logged")
@@ -233,17 +240,17 @@ class TrainConfig:
 
     grad_exchange: Literal["auto", "ddp", "flat"] = _flag(
         "auto", PRECISION, "ddp: with the backward pass; flat: after it.",
-        shown="flat on NVLink", role="logged_if_several",
+        shown="flat on NVLink", role="logged_if_several", chosen=True,
     )  # fmt: skip
     grad_compression: Literal["none", "bf16"] = _flag(
         "none", PRECISION, "Gradients travel in this type.", role="logged_if_several"
     )
     amp: Literal["auto", "bf16", "fp16", "none"] = _flag(
-        "auto", PRECISION, "Mixed precision.", role="logged", from_checkpoint=True
+        "auto", PRECISION, "Mixed precision.", role="logged", from_checkpoint=True, chosen=True
     )
-    device: Literal["auto", "cuda", "cpu"] = _flag("auto", PRECISION, "Where to train.")
+    device: Literal["auto", "cuda", "cpu"] = _flag("auto", PRECISION, "Where to train.", chosen=True)
 
-    resume: str = _flag("auto", RUN, "auto: from last.pt, if there is one.", metavar="auto|none|PATH")
+    resume: str = _flag("auto", RUN, "auto: from last.pt, if there is one.", metavar="auto|none|PATH", of_launch=True)
     checkpoint_steps: int = _flag(0, RUN, "Steps between saves; 0: an epoch.", MIN_0, unit="steps")
     eval_every: int = _flag(1, RUN, "Epochs between evaluations.", MIN_1, unit="epochs", role="logged")
     patience: int = _flag(
@@ -253,11 +260,13 @@ class TrainConfig:
     processes: int | Literal["auto"] = _flag(
         1, RUN, "Processes to start here; auto: one a GPU.", MIN_1, metavar="N|auto"
     )
-    max_restarts: int = _flag(0, RUN, "Restarts after a failure, with --processes.", MIN_0)
-    accept_changes: bool = _flag(False, SWITCHES, "Go on from --resume PATH although the run differs from its own.")
-    overwrite: bool = _flag(False, SWITCHES, "Replace what --resume does not continue.")
-    evaluate: bool = _flag(False, SWITCHES, "Only evaluate best.pt or --resume.")
-    eval_flip: bool = _flag(False, SWITCHES, "Evaluates mirror images, too.")
+    max_restarts: int = _flag(0, RUN, "Restarts after a failure, with --processes.", MIN_0, of_launch=True)
+    accept_changes: bool = _flag(
+        False, SWITCHES, "Go on from --resume PATH although the run differs from its own.", of_launch=True
+    )
+    overwrite: bool = _flag(False, SWITCHES, "Replace what --resume does not continue.", of_launch=True)
+    evaluate: bool = _flag(False, SWITCHES, "Only evaluate best.pt or --resume.", of_launch=True)
+    eval_flip: bool = _flag(False, SWITCHES, "Evaluates mirror images, too.", of_launch=True)
     bce_loss: bool = _flag(False, SWITCHES, "Loss: binary cross entropy.", role="logged")
     grad_checkpointing: bool = _flag(False, SWITCHES, "Less memory, slower.", role="logged")
     sync_bn: bool = _flag(False, SWITCHES, "Batch norm over all processes.", role="logged_if_several")
@@ -269,14 +278,17 @@ class TrainConfig:
     track: Literal["none", "trackio", "wandb", "mlflow"] = _flag("none", RUN, "Tracker.")
     track_project: str | None = _flag(None, RUN, "Project of the tracker.", shown="brisk")
     track_checkpoint: bool = _flag(False, SWITCHES, "The tracker gets best.pt, too.")
-    time_limit: float = _flag(0.0, RUN, "Seconds until a save and stop; 0 is off.", MIN_0, unit="seconds")
+    time_limit: float = _flag(
+        0.0, RUN, "Seconds until a save and stop; 0 is off.", MIN_0, unit="seconds", of_launch=True
+    )
     # A store that waits for much longer than this maximum does not wait at all.
     timeout: float = _flag(
         600.0, RUN, "Seconds to wait for another process.", ABOVE_0, Limit(maximum=1e6), unit="seconds"
     )
-    config: Path | None = _flag(None, RUN, "Recipe (YAML); the command line wins.", shown=False)
+    config: Path | None = _flag(None, RUN, "Recipe (YAML); the command line wins.", shown=False, of_launch=True)
     given: frozenset[str] = dataclasses.field(default=frozenset(), repr=False, compare=False)
     data_url: str = dataclasses.field(default="", repr=False, compare=False)
+    recipe_chosen: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.output_dir is None:
@@ -289,23 +301,21 @@ class TrainConfig:
         return RUNS / (self.name or re.sub(r"[^\w.+-]+", "-", f"{data}-{self.arch}"))
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready dictionary of all fields, without what belongs to one launch or is in another field."""
-        values = dataclasses.asdict(self)
-        values["data_dir"] = values.pop("data_url") or store_url(self.data_dir) or self.data_dir
-        del values["config"], values["given"], values["name"], values["accept_changes"]
+        """JSON-ready dictionary of all flags of the run; `name` is in `output_dir`."""
+        values = {name: getattr(self, name) for name in flags_with(of_launch=False) if name != "name"}
+        values["data_dir"] = self.data_url or store_url(self.data_dir) or self.data_dir
         return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Undo of `to_dict`: unknown names are ignored, absent ones get their defaults."""
         known = {field.name: value for field in flag_fields() if (value := values.get(field.name)) is not None}
-        known |= {
-            name: Path(known[name]) for name in ("data_dir", "output_dir", "class_names", "stage_dir") if name in known
-        }
+        paths = known.keys() & {"data_dir", "output_dir", "class_names", "stage_dir"}
+        known |= {name: Path(known[name]) for name in paths}
         return cls(**known)
 
     def save(self, path: Path) -> None:
-        """Write the fields as JSON; the file is itself a valid `--config`, on a machine of the same kind."""
+        """Write the flags of the run as JSON; the file is itself a valid `--config`."""
         write_json(path, self.to_dict())
 
 
@@ -352,6 +362,11 @@ class ResolvedConfig(TrainConfig):
         before = {"val_image_size": size, "val_crop": "center", "interpolation": "bilinear", "lr_scaling": "linear"}
         return super().from_dict(before | dict(values))
 
+    def save(self, path: Path) -> None:
+        """As `TrainConfig.save`, and under "chosen" the values that were not given, which a recipe has chosen again."""
+        values, names = self.to_dict(), set(flags_with(chosen=True)) - self.given
+        write_json(path, values | {CHOSEN: {name: values[name] for name in values if name in names}})
+
     @property
     def val_interpolation(self) -> Literal["bilinear", "bicubic"]:
         """Of evaluated images; as timm does it, "random" is of training crops alone."""
@@ -371,12 +386,17 @@ def choices(name: str) -> tuple[str, ...]:
 
 def flags_with_role(role: Role) -> tuple[str, ...]:
     """Names of the fields with this role on a resume."""
-    return tuple(field.name for field in flag_fields() if flag_info(field).role == role)
+    return flags_with(role=role)
 
 
 def evaluation_flags() -> tuple[str, ...]:
     """Names of the fields that an evaluation takes from the checkpoint."""
-    return tuple(field.name for field in flag_fields() if flag_info(field).from_checkpoint)
+    return flags_with(from_checkpoint=True)
+
+
+def flags_with(**facts: Any) -> tuple[str, ...]:
+    """Names of the fields whose FlagInfo has these values, as `flags_with(of_launch=True)`."""
+    return tuple(field.name for field in flag_fields() if facts.items() <= vars(flag_info(field)).items())
 
 
 def check_limits(name: str, value: Any) -> None:

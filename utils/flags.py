@@ -30,6 +30,10 @@ class FlagInfo:
         limits: ranges, each with its own message, that the value must be in.
         role: what a resume with another value does.
         from_checkpoint: whether `--evaluate` takes the value from the checkpoint where it is not given.
+        of_launch: whether it says how one launch begins or ends, not what the run is: config.json, checkpoints and
+            trackers do not have it, so that a recipe made of them cannot repeat it.
+        chosen: whether a value that was not given is chosen from other flags, the weights, the data or the machine:
+            config.json as a recipe has it chosen again.
     """
 
     panel: str
@@ -40,6 +44,8 @@ class FlagInfo:
     limits: tuple[Limit, ...] = ()
     role: Role = "free"
     from_checkpoint: bool = False
+    of_launch: bool = False
+    chosen: bool = False
 
 
 def define_flag(default: Any, panel: str, help: str, *limits: Limit, **metadata: Any) -> Any:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from utils.config import CHOSEN
 from utils.errors import UserError
 from utils.log import EVENTS, METRICS, SUMMARY
 
@@ -22,7 +23,7 @@ class RunInfo:
 
     Attributes:
         folder: the output folder.
-        config: content of config.json.
+        config: the flags in config.json.
         metrics, events: lines of metrics.jsonl and events.jsonl.
         summary: content of summary.json; {} if there is none.
         is_locked: whether a process is writing there.
@@ -99,6 +100,7 @@ def read_run(folder: Path) -> RunInfo | None:
     config = read_object(folder / "config.json")
     if "arch" not in config:
         return None
+    config.pop(CHOSEN, None)
     return RunInfo(
         folder=folder,
         config=config,

@@ -11,6 +11,7 @@ import jinja2
 from tqdm import tqdm
 
 from utils import __version__
+from utils.config import flags_with
 from utils.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Chart, Series, line_chart
 from utils.report.output_folder import RunInfo, number
 from utils.report.pictures import Pictures, read_pictures
@@ -18,7 +19,7 @@ from utils.report.run_story import PARTS, marks, notes, points, steps_before, st
 
 PAGE = "report.html"  # of `train.py --report`, in the output folder
 SYMBOLS = {"finished": "✓", "running": "▶", "stopped": "❚❚", "died": "✕", "unknown": "?"}
-NAMELESS = ("output_dir", "resume", "overwrite", "evaluate", "report")  # flags that say nothing about what was trained
+NAMELESS = ("output_dir", "report", *flags_with(of_launch=True))  # flags that say nothing about what was trained
 
 
 class _ChartKind(NamedTuple):

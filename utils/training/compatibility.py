@@ -172,10 +172,10 @@ def changed_flags(before: ResolvedConfig, config: ResolvedConfig, world_size: in
     if world_size > 1 and before.grad_exchange != "auto":
         names += flags_with_role("logged_if_several")
     values = [(name, getattr(before, name), getattr(config, name)) for name in names]
-    return [f"{flag(name)} {_format_change(old, new)}" for name, old, new in values if old != new]
+    return [f"{flag(name)} {format_change(old, new)}" for name, old, new in values if old != new]
 
 
-def _format_change(old: Any, new: Any) -> str:
+def format_change(old: Any, new: Any) -> str:
     """Both values; numbers have six digits, or all of them where six are the same."""
     short = [float(f"{value:.6g}") if isinstance(value, float) else value for value in (old, new)]
     before, after = short if short[0] != short[1] else (old, new)
@@ -274,9 +274,7 @@ def schedule_jump(config: ResolvedConfig, saved: Checkpoint, steps_per_epoch: in
     if abs(now - due) < LR_JUMP * max(now, due):
         return []
     peaks = [peak_lr(one, global_batch_size) for one in (old, config)]
-    flags = ", ".join(
-        f"{flag(name)} {_format_change(getattr(before, name), getattr(config, name))}" for name in changed
-    )
+    flags = ", ".join(f"{flag(name)} {format_change(getattr(before, name), getattr(config, name))}" for name in changed)
     return [
         f"the learning rate goes from {last:.4g} to {now:.4g} in one step, from {last / peaks[0]:.2%} to "
         f"{now / peaks[1]:.2%} of its peak ({flags}); --pretrained {saved.path} --name NEW trains on with a "

@@ -25,7 +25,7 @@ from utils.report.output_folder import DATA_WAIT_WARNING, read_run
 from utils.report.terminal import epoch_table
 from utils.training.batch_layout import layout_of, saved_layout
 from utils.training.checkpoint import BEST, Checkpoint
-from utils.training.compatibility import changed_flags
+from utils.training.compatibility import changed_flags, format_change
 from utils.training.lr_schedule import describe_schedule
 from utils.training.optim import describe_ema, describe_lr, describe_optimizer
 from utils.training.run import Run
@@ -64,6 +64,8 @@ def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: C
     usual, unusual = describe_optimizer(config, images)
     if chosen := [*([usual] if usual else []), *_describe_choices(config, settings)]:
         facts["chosen"] = "; ".join(chosen)
+    if repeated := describe_recipe(config):
+        facts["recipe"] = repeated
     if skipped := describe_exclusions(splits, config.output_dir):
         facts["skipped"] = skipped
     ignored = {manifest.title: describe_ignored(manifest) for manifest in splits.values()}
@@ -88,6 +90,23 @@ def _describe_choices(config: ResolvedConfig, settings: LoaderSettings) -> Itera
     reasons = [(name, reason) for name, reason in settings.reasons.items() if name != "pretrained"]
     for reason, group in itertools.groupby(reasons, operator.itemgetter(1)):
         yield f"{', '.join(f'{flag(name)} {getattr(config, name)}' for name, _ in group)}: {reason}"
+
+
+def describe_recipe(config: ResolvedConfig) -> str:
+    """What was chosen in the run whose config.json is the recipe, and is chosen otherwise here; "" for nothing.
+
+    Of a config.json that does not say what was chosen, what is kept.
+    """
+    now = config.to_dict()
+    then = {name: value for name, value in config.recipe_chosen.items() if name != "output_dir"}
+    parts = []
+    if others := [name for name in then if name not in config.given and then[name] != now[name]]:
+        changes = ", ".join(f"{flag(name)} {format_change(then[name], now[name])}" for name in others)
+        parts.append(f"chosen otherwise than in the run of {config.config}: {changes}; a flag that is given is kept")
+    if unsure := [name for name in then if name in config.given]:
+        values = ", ".join(f"{flag(name)} {now[name]}" for name in unsure)
+        parts.append(f"{config.config} does not say what was given and what was chosen; kept: {values}")
+    return "; ".join(parts)
 
 
 def _describe_data(splits: Splits) -> str:
