@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.harness import ROOT
-from utils.report.charts import HEIGHT, MAX_POINTS, WIDTH, Chart, Mark, Scale, Series, line_chart
+from utils.report.charts import HEIGHT, MAX_POINTS, WIDTH, Chart, Mark, Scale, Series, _average, line_chart
 
 
 def chart(*series: Sequence[tuple[float, float | None]], **options: bool) -> Chart:
@@ -55,6 +55,13 @@ def test_many_points_are_averaged_within_a_band() -> None:
     assert {y for _, y in numbers(line.band)} > {max(y for _, y in numbers(line.band))}
     assert not line.dots
     assert all(0 <= x <= WIDTH and 0 <= y <= HEIGHT for x, y in [*drawn, *numbers(line.band)])
+
+
+def test_a_point_counts_with_its_distance_to_the_one_before() -> None:
+    """As log intervals of 19 and 1 steps do."""
+    points = [(20 * epoch + end, value) for epoch in range(MAX_POINTS) for end, value in ((19.0, 0.0), (20.0, 1.0))]
+    means = [mean for _, mean, _, _ in _average(points, len(points))]
+    assert means[1:] == [pytest.approx(0.05)] * (MAX_POINTS - 1)
 
 
 def test_a_loss_that_explodes_does_not_flatten_the_others() -> None:

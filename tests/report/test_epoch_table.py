@@ -33,6 +33,30 @@ def test_a_row_has_the_means_of_its_epoch() -> None:
     ]
 
 
+def test_an_interval_counts_with_its_length() -> None:
+    """The last one of an epoch has a step alone; a resume in mid-epoch has timed a part of its steps."""
+    metrics: list[dict[str, Any]] = [
+        {"epoch": 1, "step": 19, "train/loss": 1.5, "images_per_second": 608, "data_wait": 0.0, "seconds": 2.0},
+        {"epoch": 1, "step": 20, "train/loss": 0.5, "images_per_second": 1000, "data_wait": 0.5, "seconds": 0.064},
+        {"epoch": 1, "step": 20, "val/top1": 40.0, "val/top5": 90.0, "val/loss": 1.0},
+        {"epoch": 2, "step": 39, "train/loss": None, "images_per_second": 100, "data_wait": 0.0, "seconds": 3.0},
+        {"epoch": 2, "step": 40, "train/loss": 0.25, "images_per_second": 400, "data_wait": 0.2, "seconds": 1.0},
+        {"epoch": 2, "step": 40, "val/top1": 30.0, "val/top5": 90.0, "val/loss": 1.0},
+    ]
+    lines = epoch_table(dataclasses.replace(RUN, metrics=metrics))
+    assert [line.split() for line in lines[1:]] == [
+        ["1", "1.4500", "1.0000", "40.00", "%", "90.00", "%", "620", "1.6%", "*"],
+        ["2", "0.2500", "1.0000", "30.00", "%", "90.00", "%", "175", "5.0%"],
+    ]
+    # Brisk 0.1 wrote no seconds: images of both by the time that they took.
+    old = [{name: value for name, value in record.items() if name != "seconds"} for record in metrics]
+    assert epoch_table(dataclasses.replace(RUN, metrics=old))[1].split()[-3:] == ["620", "1.6%", "*"]
+    # Gone on with in another folder, at step 30 of the second epoch, with lines of ten steps.
+    moved = [metrics[4] | {"step": 40, "train/loss": 1.0}, metrics[4] | {"step": 45, "train/loss": 4.0}, metrics[5]]
+    run = dataclasses.replace(RUN, metrics=moved, config={"log_steps": 10})
+    assert epoch_table(run)[1].split()[1] == "2.0000"
+
+
 def test_a_long_run_keeps_the_first_the_best_and_the_last_epoch() -> None:
     top1s = {epoch: 50.0 + (epoch == 33) for epoch in range(2, 91, 2)} | {33: 60.0}
     lines = epoch_table(dataclasses.replace(RUN, metrics=records(top1s)), rows=12)

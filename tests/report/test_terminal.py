@@ -17,6 +17,7 @@ def test_bars_reach_from_the_least_to_the_largest_value() -> None:
 def test_values_are_averaged_or_repeated() -> None:
     assert _fit([1, 3, 5, 7], 2) == [2, 6]
     assert _fit([1, 3], 4) == [1, 1, 3, 3]
+    assert _fit([1, 3, 5, 7], 2, [3, 1, 1, 1]) == [1.5, 6]
 
 
 def test_a_screen_fits_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

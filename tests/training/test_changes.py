@@ -9,6 +9,7 @@ import torch
 from tests.conftest import TINY
 from tests.harness import assert_refused, launch_series, read_checkpoint, read_metrics
 from utils.data.listing import load_listing
+from utils.report.output_folder import read_run
 
 
 def steps(folder: Path) -> list[int]:
@@ -99,3 +100,32 @@ def test_between_two_parts_of_a_schedule_and_on_synthetic_data(data: Path, tmp_p
     assert steps(tmp_path / "scheduled") == list(range(1, 11))
     assert steps(tmp_path / "mixed") == [2]
     assert "accept_changes" not in json.loads((tmp_path / "mixed" / "config.json").read_text())
+
+
+def test_other_validation_images_begin_a_best_epoch_of_their_own(data: Path, tmp_path: Path) -> None:
+    """With classes mixed up in val no later epoch reaches the best one of before. Other sizes do, and a finished run."""
+    mixed, first, sized, after = (tmp_path / name for name in ("mixed", "first", "sized", "after"))
+    shutil.copytree(data, mixed)
+    for source, target in (("blue", "x"), ("green", "blue"), ("red", "green"), ("x", "red")):
+        (mixed / "val" / source).rename(mixed / "val" / target)
+    flags = (*TINY, "--batch-size", 8, "--ema-decay", 0.5)
+    accept = ("--resume", first / "last.pt", "--accept-changes")
+    begun, shown, others, changed = launch_series(
+        ("--data-dir", data, *flags, "--epochs", 2, "--output-dir", first),
+        ("--data-dir", data, *flags, *accept, "--val-resize", 40, "--output-dir", sized, "--epochs", 3),
+        ("--data-dir", mixed, *flags, *accept, "--epochs", 2, "--output-dir", after),
+        ("--data-dir", mixed, *flags, *accept, "--epochs", 3, "--output-dir", first),
+    )
+    assert [run.status for run in (begun, shown, others, changed)] == [0] * 4, (begun, shown, others, changed)
+    assert "evaluations before and after do not compare, and the next one becomes best.pt" in changed.out
+    for folder, epoch in ((sized, 3), (after, 2), (first, 3)):
+        *_, last = (record for record in read_metrics(folder) if "val/top1" in record)
+        top1 = max(last["val/top1"], last["val/ema_top1"])
+        summary = json.loads((folder / "summary.json").read_text())
+        assert (summary["top1"], summary["best_top1"]) == (last["val/top1"], top1)
+        assert read_checkpoint(folder, "best.pt")["best"] == {"epoch": epoch, "step": 5 * epoch, "top1": top1}
+        run = read_run(folder)
+        assert run is not None
+        assert run.best_top1 == top1
+    before, *_ = (record for record in read_metrics(first) if "val/top1" in record)
+    assert top1 < max(before["val/top1"], before["val/ema_top1"]), "which is why it was kept"

@@ -6,6 +6,8 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 
+from utils.report.output_folder import weighted_mean
+
 WIDTH, HEIGHT = 420.0, 240.0  # of the drawing, in its own units
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 10.0, 14.0, 32.0  # margins, which hold the tick labels
 MAX_POINTS = 240  # of a line; more are averaged
@@ -210,11 +212,17 @@ def _line(
 
 
 def _average(points: Sequence[tuple[float, float]], count: int) -> list[tuple[float, float, float, float]]:
-    """At most about `MAX_POINTS` buckets of a line of `count` points: middle, mean, least and largest value."""
+    """At most about `MAX_POINTS` buckets of a line of `count` points: middle, mean, least and largest value.
+
+    In a mean a point counts with its distance to the one before: a log interval with its steps.
+    """
     size = math.ceil(count / MAX_POINTS)
-    buckets = [points[start : start + size] for start in range(0, len(points), size)]
+    widths = [after - before for (before, _), (after, _) in itertools.pairwise(points)]
+    widths = [*widths[:1], *widths] or [1.0]
     found = []
-    for bucket in buckets:
+    for start in range(0, len(points), size):
+        bucket, weights = points[start : start + size], widths[start : start + size]
         values = [y for _, y in bucket]
-        found.append((statistics.fmean(x for x, _ in bucket), statistics.fmean(values), min(values), max(values)))
+        middle = statistics.fmean(x for x, _ in bucket)
+        found.append((middle, weighted_mean(values, weights), min(values), max(values)))
     return found

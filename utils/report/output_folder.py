@@ -2,10 +2,18 @@
 
 import dataclasses
 import fcntl
+import functools
+import io
+import itertools
 import json
 import math
+import operator
 import os
+import pickle
+import statistics
 import time
+import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +21,7 @@ from utils.config import CHOSEN
 from utils.errors import UserError
 from utils.log import EVENTS, METRICS, SUMMARY
 
+BEST = "best.pt"
 OF_TRAINING = (METRICS, EVENTS, "last.pt")  # that nothing but training writes
 DATA_WAIT_WARNING = 0.02  # data wait above which a run should have faster input
 
@@ -76,16 +85,111 @@ class RunInfo:
         # A record of training is of the epoch under way. Of an epoch without evaluation there is no other.
         return max((record["epoch"] - ("val/top1" not in record) for record in self.metrics), default=0)
 
+    @functools.cached_property
+    def best(self) -> dict[str, Any] | None:
+        """The evaluation that best.pt holds: `epoch`, `step` and `top1`, of the better network; None if there is none.
+
+        Of a folder without checkpoints, as a copy may be, the best one of metrics.jsonl. That need not be the one: a
+        save may have failed, or other images were evaluated before.
+        """
+        if (self.folder / BEST).is_file() and (best := read_best(self.folder / BEST)) is not None:
+            return best
+        if not self.summary and any((self.folder / name).exists() for name in OF_TRAINING if name.endswith(".pt")):
+            return None
+        found = [
+            {"epoch": each["epoch"], "step": each["step"], "top1": top1}
+            for each in self.evaluations if (top1 := better_top1(each)) is not None
+        ]  # fmt: skip
+        first_of_highest = max(found, key=operator.itemgetter("top1"), default=None)
+        top1 = number(self.summary, "best_top1")
+        if top1 is None:
+            return first_of_highest
+        return next((each for each in found if each["top1"] == top1), {"epoch": None, "step": None, "top1": top1})
+
     @property
     def best_top1(self) -> float | None:
-        """Percent, of the model or of its moving average, whichever is better; None without an evaluation."""
-        found = [number(each, name) for each in self.evaluations for name in ("val/top1", "val/ema_top1")]
-        return max((value for value in found if value is not None), default=None)
+        """Percent, see `best`."""
+        return None if self.best is None else number(self.best, "top1")
+
+    def weighted(self, key: str, epoch: int | None = None) -> list[tuple[float, float]]:
+        """The finite values of a key of metrics.jsonl, of all epochs or of one, each with how much it counts in a mean.
+
+        A log interval counts with its length, as the last one of an epoch is often shorter: a loss with the steps, a
+        speed with the seconds.
+        """
+        steps = iter(self._interval_steps)
+        found = []
+        for record in self.metrics:
+            length = next(steps) if "images_per_second" in record else 1
+            if epoch in (None, record["epoch"]) and (value := number(record, key)) is not None:
+                found.append((value, _length(record, length, key)))
+        return found
+
+    @functools.cached_property
+    def _interval_steps(self) -> list[int]:
+        """Optimizer steps of each of `intervals`."""
+        ends = [record["step"] for record in self.intervals]
+        steps = [end - before for before, end in itertools.pairwise([0, *ends])]
+        if most := number(self.config, "log_steps"):  # the first of a run that goes on from another folder
+            steps[:1] = [min(each, int(most)) for each in steps[:1]]
+        return steps
 
     def speed(self, key: str) -> float | None:
         """`images_per_second` or `data_wait`: of a finished run the mean, else of the last log interval."""
         source = self.summary if self.state == "finished" else (self.intervals or [{}])[-1]
         return number(source, key)
+
+
+def better_top1(evaluation: dict[str, Any]) -> float | None:
+    """Percent, of the model or of its moving average, whichever is better; None where a line has neither."""
+    found = [number(evaluation, name) for name in ("val/top1", "val/ema_top1")]
+    return max((value for value in found if value is not None), default=None)
+
+
+def _length(record: dict[str, Any], steps: int, key: str) -> float:
+    """How much a line counts in a mean of a key; `steps` of a log interval, 1 of others."""
+    if key not in ("images_per_second", "data_wait"):
+        return steps
+    return number(record, "seconds") or steps / (number(record, "images_per_second") or math.inf)
+
+
+def weighted_mean(values: Sequence[float], weights: Sequence[float] | None = None) -> float:
+    """The mean of some values, one at least; all count alike where a weight is not above 0, as it is not known."""
+    return statistics.fmean(values, weights if weights and min(weights) > 0 else None)
+
+
+def read_best(path: Path) -> dict[str, Any] | None:
+    """`RunInfo.best` of a checkpoint; None if it is not readable. Nothing in the file is executed, nor any tensor read.
+
+    torch itself would take seconds to import, for a list of runs.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+            best = _Facts(io.BytesIO(archive.read(name))).load()["best"]
+        return {name: best[name] for name in ("epoch", "step", "top1")}
+    except Exception:  # whatever a damaged file makes pickle raise
+        return None
+
+
+class _Facts(pickle.Unpickler):
+    """Reads the numbers and texts of a checkpoint; all other objects are `_Other`."""
+
+    def find_class(self, module: str, name: str) -> type:
+        return _Other
+
+    def persistent_load(self, identity: Any) -> None:
+        return None
+
+
+class _Other(dict[Any, Any]):
+    """Takes the place of an object, whatever it is made of."""
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
 
 
 def number(record: dict[str, Any], key: str) -> float | None:

@@ -7,7 +7,7 @@ from typing import Any
 from tqdm import tqdm
 
 from utils.errors import escape_control_chars
-from utils.report.output_folder import RunInfo, number
+from utils.report.output_folder import RunInfo, number, weighted_mean
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 ROWS = 5  # of a large curve
@@ -38,7 +38,7 @@ def screen(run: RunInfo) -> list[str]:
     columns = shutil.get_terminal_size().columns
     lines = headline(run)
     for title, key, show, rows in CURVES:
-        values = [value for record in run.metrics if (value := number(record, key)) is not None]
+        values = run.weighted(key)
         if values:
             lines += (
                 ["", *_curve(title, values, show, rows, columns)]
@@ -71,36 +71,39 @@ def record_line(record: dict[str, Any]) -> str:
 def epoch_table(run: RunInfo, rows: int = TABLE_ROWS) -> list[str]:
     """The evaluated epochs, in `rows` lines at most: the first, the best, the last, and others at equal distances.
 
-    Losses and speeds of training are means over the epoch's log intervals. `*` marks the best top-1.
+    Losses and speeds of training are means over the epoch. `*` marks the evaluation that best.pt holds.
     """
     evaluations = run.evaluations
-    top1s = [max(number(each, name) or 0.0 for name in ("val/top1", "val/ema_top1")) for each in evaluations]
-    best = top1s.index(max(top1s)) if top1s else 0
-    shown = sorted({best, *(round(at * (len(top1s) - 1) / max(1, rows - 2)) for at in range(rows - 1))})
+    epochs = [each["epoch"] for each in evaluations]
+    best = max((at for at, epoch in enumerate(epochs) if run.best and epoch == run.best["epoch"]), default=None)
+    evenly = {round(at * (len(epochs) - 1) / max(1, rows - 2)) for at in range(rows - 1)}
+    shown = sorted(evenly if best is None else evenly | {best})
     columns = [column for column in COLUMNS if any(column[1] in record for record in run.metrics)]
     if any(key == "val/ema_top1" for _, key, _ in columns):  # the table fits 80 columns
         columns = [column for column in columns if column[1] != "val/top5"]
     table = [["epoch", *(title for title, *_ in columns), ""]]
-    for at in (at for at in shown if at < len(top1s)):
-        epoch = evaluations[at]["epoch"]
-        intervals = [record for record in run.intervals if record["epoch"] == epoch]
-        values = [_mean(intervals if key in TRAINING else evaluations[at : at + 1], key) for _, key, _ in columns]
+    for at in (at for at in shown if 0 <= at < len(epochs)):
+        values = [
+            _training_mean(run, key, epochs[at]) if key in TRAINING else number(evaluations[at], key)
+            for _, key, _ in columns
+        ]
         texts = ["" if value is None else show.format(value) for value, (*_, show) in zip(values, columns, strict=True)]
-        table.append([str(epoch), *texts, "*" if at == best else ""])
+        table.append([str(epochs[at]), *texts, "*" if at == best else ""])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return ["  ".join(f"{text:>{width}}" for text, width in zip(line, widths, strict=True)).rstrip() for line in table]
 
 
-def _mean(records: Sequence[dict[str, Any]], key: str) -> float | None:
-    """The mean of a key's finite values; None if there are none."""
-    values = [value for record in records if (value := number(record, key)) is not None]
-    return sum(values) / len(values) if values else None
+def _training_mean(run: RunInfo, key: str, epoch: int) -> float | None:
+    """Of a key of log intervals in an epoch; None without a finite value."""
+    found = run.weighted(key, epoch)
+    return weighted_mean(*zip(*found, strict=True)) if found else None
 
 
-def _curve(title: str, values: Sequence[float], show: str, rows: int, columns: int) -> list[str]:
+def _curve(title: str, weighted: Sequence[tuple[float, float]], show: str, rows: int, columns: int) -> list[str]:
     """A title with the last value, and the curve; the least and the largest value beside a large one."""
     width = max(columns - LABEL - 14, 10)
-    drawn = draw_blocks(_fit(values, width), rows)
+    values, weights = [value for value, _ in weighted], [weight for _, weight in weighted]
+    drawn = draw_blocks(_fit(values, width, weights), rows)
     last = show.format(values[-1])
     if rows == 1:
         return [f"{title:<{LABEL}}{drawn[0]}  {last}"]
@@ -109,10 +112,10 @@ def _curve(title: str, values: Sequence[float], show: str, rows: int, columns: i
     return [f"{title}  {last}", *lines]
 
 
-def _fit(values: Sequence[float], width: int) -> list[float]:
-    """`width` values: the means of equal parts, or each value several times."""
+def _fit(values: Sequence[float], width: int, weights: Sequence[float] | None = None) -> list[float]:
+    """`width` values: the means of parts with equally many, or each value several times."""
     edges = [(len(values) * at // width, -(-len(values) * (at + 1) // width)) for at in range(width)]
-    return [sum(values[start:end]) / (end - start) for start, end in edges]
+    return [weighted_mean(values[start:end], weights and weights[start:end]) for start, end in edges]
 
 
 def draw_blocks(values: Sequence[float], rows: int) -> list[str]:

@@ -97,7 +97,7 @@ def adapt(
             rank_state, buffers=rank_state.buffers | {AVERAGE: rank_state.buffers[NETWORK]}
         )
     if any(name in VALIDATION for name in names):
-        replicated = dataclasses.replace(replicated, evaluations_since_best=0)
+        replicated = dataclasses.replace(replicated, evaluations_since_best=0, best=None, result={})
     before, epoch = steps_before(saved), saved.state.epoch
     if before != sampler.steps_per_epoch:
         # The epoch under way has no place in epochs of another length: it begins anew, unless it is done. So do the
@@ -142,7 +142,7 @@ def describe_consequences(saved: Checkpoint, state: TrainState, names: Sequence[
         kind = "begins with the weights of the checkpoint" if state.ema is not None else "is dropped"
         parts.append(f"the moving average {kind}")
     if any(name in VALIDATION for name in names):
-        parts.append("evaluations before and after do not compare, nor does best.pt of before")
+        parts.append("evaluations before and after do not compare, and the next one becomes best.pt")
     return [f"accepted changes: the run is another from step {state.step} on; {'; '.join(parts)}"]
 
 
