@@ -68,7 +68,9 @@ class FileTracker:
 
     def open(self, run_id: str | None, name: str, config: Mapping[str, Any]) -> str:
         self._write("open", run_id, name, config)
-        return run_id or "first"
+        opened = [json.loads(line) for line in self._file.read_text().splitlines()]
+        count = sum(words[:2] == ["open", None] for words in opened)
+        return run_id or ("first" if count == 1 else f"run {count}")
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._write("log", step, values)

@@ -103,7 +103,7 @@ def test_between_two_parts_of_a_schedule_and_on_synthetic_data(data: Path, tmp_p
 
 
 def test_other_validation_images_begin_a_best_epoch_of_their_own(data: Path, tmp_path: Path) -> None:
-    """With classes mixed up in val no later epoch reaches the best one of before. Other sizes do, and a finished run."""
+    """With classes mixed up in val no later epoch reaches the best one of before. Another size is no less a change."""
     mixed, first, sized, after = (tmp_path / name for name in ("mixed", "first", "sized", "after"))
     shutil.copytree(data, mixed)
     for source, target in (("blue", "x"), ("green", "blue"), ("red", "green"), ("x", "red")):

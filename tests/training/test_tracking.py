@@ -17,7 +17,7 @@ import pytest
 
 from scripts import track
 from tests.conftest import TINY, Refused, assert_same_run
-from tests.harness import ROOT, Finished, Started, launch, read_metrics, start
+from tests.harness import ROOT, Finished, Started, launch, launch_series, read_metrics, start
 from tests.tracker import FOLLOW, PARENT, SHORT, FileTracker
 from utils.training.tracking import TRACKING, Sender
 
@@ -81,6 +81,113 @@ def test_the_next_launch_continues_the_tracked_run(run: Path) -> None:
     create_sender(run).send()
     assert [run_id for run_id, *_ in calls(run, "open")] == [None, "first"]
     assert calls(run)[4:] == [(4, {"epoch": 2, "lr": 0.2})]
+
+
+EXACT: dict[str, Any] = {"arch": "resnet50", "device": "cpu"}
+ON_A_GPU = EXACT | {"device": "cuda", "deterministic": False}
+OTHERS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "loss": (EXACT, [STEPS[0], STEPS[1] | {"train/loss": 0.500001}]),
+    "lr": (ON_A_GPU, [STEPS[0], STEPS[1] | {"lr": 0.1001}]),
+    "finite": (ON_A_GPU, [*STEPS, EVALUATION | {"val/loss": 2.0}]),
+    "diverged": (ON_A_GPU, [STEPS[0], STEPS[1] | {"train/loss": None}]),
+    "evaluation": (EXACT, [*STEPS, EVALUATION | {"val/top1": 50.25}]),
+    "other distances": (EXACT, [STEPS[0], STEPS[2]]),
+    "no evaluation": (EXACT, [*STEPS, {"epoch": 2, "step": 4, "train/loss": 1.0, "lr": 0.1}]),
+    "GPU, far": (ON_A_GPU, [STEPS[0] | {"train/loss": 1.02}]),
+    "GPU, deterministic": (ON_A_GPU | {"deterministic": True}, [STEPS[0] | {"train/loss": 1.001}]),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_a_launch_that_repeats_steps_with_other_values_begins_another_tracked_run(run: Path, case: str) -> None:
+    """After another --lr, say: what was sent cannot be taken back."""
+    config, records = OTHERS[case]
+    (run / "config.json").write_text(json.dumps(config | {"chosen": {}}))
+    create_sender(run).send()
+    (run / "metrics.jsonl").unlink()
+    write_lines(run / "metrics.jsonl", *records)
+    for _ in range(2):
+        create_sender(run).send()
+    values = [(each["step"], {name: value for name, value in each.items() if value is not None}) for each in records]
+    assert calls(run, "open")[:3] == [(None, "my-run", config), ("first", "my-run", config), (None, "my-run-2", config)]
+    assert [run_id for run_id, *_ in calls(run, "open")[3:]] == ["run 2"]
+    assert calls(run, "finish") == [("died", {}, None)]
+    assert [(step, {"step": step} | sent) for step, sent in calls(run)[4:]] == values
+    write_lines(run / "metrics.jsonl", STEPS[2] | {"step": 9})
+    create_sender(run).send()
+    assert [step for step, _ in calls(run)[4:]] == [step for step, _ in values] + [9]
+
+
+@pytest.mark.parametrize(("config", "factor"), [(EXACT, 1.0), (ON_A_GPU, 1.001)])
+def test_other_times_and_a_gpus_rounding_are_no_other_values(run: Path, config: dict[str, Any], factor: float) -> None:
+    (run / "config.json").write_text(json.dumps(config))
+    create_sender(run).send()
+    (run / "metrics.jsonl").unlink()
+    times = {
+        "images_per_second": 9.5,
+        "data_wait": 0.5,
+        "seconds": 3.0,
+        "checkpoint_seconds": 1.0,
+        "gpu_memory_mb": 2.5,
+    }
+    write_lines(run / "metrics.jsonl", *(each | times | {"train/loss": each["train/loss"] * factor} for each in STEPS))
+    write_lines(run / "metrics.jsonl", EVALUATION | {"val/seconds": 1.5}, {"epoch": 2, "step": 4, "lr": 0.2})
+    create_sender(run).send()
+    assert calls(run)[4:] == [(4, {"epoch": 2, "lr": 0.2})]
+    assert calls(run, "finish") == []
+
+
+def test_lines_that_a_finished_run_does_not_have_are_in_no_tracked_run(run: Path) -> None:
+    """A resume with fewer epochs ends before the steps that a crash has lost."""
+    create_sender(run).send()
+    (run / "metrics.jsonl").unlink()
+    write_lines(run / "metrics.jsonl", *STEPS[:2])
+    create_sender(run).send()
+    assert len(calls(run)) == 4, "the rest may come"
+    write_lines(run / "events.jsonl", {"event": "finished"})
+    create_sender(run).send()
+    assert calls(run)[4:] == SENT[:2]
+    assert [name for _, name, _ in calls(run, "open")] == ["my-run", "my-run", "my-run", "my-run-2"]
+
+
+def test_an_error_on_the_way_to_another_tracked_run_loses_nothing(run: Path) -> None:
+    sender = create_sender(run)
+    sender.send()
+    (run / "metrics.jsonl").unlink()
+    write_lines(run / "metrics.jsonl", STEPS[0] | {"lr": 0.2})
+    (run / "broken").touch()
+    for _ in range(2):
+        with pytest.raises(ConnectionError):
+            sender.send()
+    (run / "broken").unlink()
+    sender.send()
+    assert calls(run)[4:] == [(1, {"epoch": 1, "train/loss": 1.0, "lr": 0.2})]
+
+
+def test_the_tracked_run_of_a_run_that_was_changed_is_what_its_files_say(data: Path, tmp_path: Path) -> None:
+    """It was given another rate, and then another layout, after the loss of an epoch; the trainer's own files."""
+    folder = tmp_path / "my-run"
+    flags = ("--data-dir", data, *TINY, "--output-dir", folder, "--epochs", 2)
+    back = ("--resume", folder / "last-2.pt", "--overwrite")
+    for count, words in enumerate(
+        (("--batch-size", 8), ("--batch-size", 8, *back, "--lr", 1e3, "--max-bad-steps", 0),
+         ("--batch-size", 4, "--grad-accum-steps", 2, *back)), start=1,
+    ):  # fmt: skip
+        (done,) = launch_series((*flags, *words))
+        assert done.status == 0, done.err
+        sender = create_sender(folder)
+        sender.send()
+        sender.finish()
+        names = [name for _, name, _ in calls(folder, "open")]
+        assert names[-1] == ("my-run" if count == 1 else f"my-run-{count}")
+        expected = [
+            (each["step"], {name: value for name, value in each.items() if value is not None and name != "step"})
+            for each in read_metrics(folder)
+        ]
+        assert calls(folder)[-len(expected) :] == expected
+    (overwritten,) = launch_series((*flags, "--batch-size", 8, "--resume", "none", "--overwrite", "--epochs", 1))
+    assert overwritten.status == 0
+    assert not list(folder.glob("tracking*"))
 
 
 @pytest.mark.parametrize("sent", [0, 2])

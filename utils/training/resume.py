@@ -34,7 +34,7 @@ from utils.training.checkpoint import (
 )
 from utils.training.output import EVALUATION
 from utils.training.state import TrainState, reshard
-from utils.training.tracking import TRACKING
+from utils.training.tracking import SENT, TRACKING
 from utils.validation import require_data, validate
 
 
@@ -189,8 +189,9 @@ def files_to_replace(config: ResolvedConfig, saved: Checkpoint | None, env: Dist
                 )
             replaced = list(found)
             if replaced and saved is None:
-                events = sorted((config.output_dir / "tensorboard").glob("events.*"))
-                replaced += [config.output_dir / name for name in (EVALUATION, EVENTS, TRACKING)] + events
+                replaced += [config.output_dir / name for name in (EVALUATION, EVENTS, TRACKING)]
+                for pattern in ("tensorboard/events.*", SENT.format("*")):
+                    replaced += sorted(config.output_dir.glob(pattern))
     return replaced
 
 

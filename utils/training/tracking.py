@@ -13,19 +13,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from utils.config import ResolvedConfig
+from utils.config import CHOSEN, ResolvedConfig
 from utils.errors import EXIT_DONE, EXIT_FAILED, escape_control_chars, first_line
-from utils.files import write_json
+from utils.files import json_text, write_json
 from utils.log import EVENTS, METRICS, SUMMARY, Log
 from utils.report.output_folder import read_lines, read_object
 from utils.training.trackers import Outcome, Tracker
 
-TRACKING = "tracking.json"  # of each tracker: id of the run, and what was sent
+TRACKING = "tracking.json"  # of each tracker: id of the run, and how many there were
+SENT = "tracking-{}.jsonl"  # the lines that a tracker has got
 OUTPUT = "tracking.log"  # what the tracker's package prints; locked by the process that sends
 PROGRAM = Path(__file__).resolve().parents[2] / "scripts" / "track.py"
 MAX_OUTPUT_BYTES = 10_000_000  # of OUTPUT, which then begins anew: a disk that it fills would have no checkpoint
@@ -35,7 +36,12 @@ RETRY_SECONDS = (5.0, 300.0)  # after a failure, twice as long each time
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT)  # which ask for the rest
 END_SECONDS = 60.0  # for the rest to be sent when a run has ended
 WAIT_SECONDS, WAIT_STOPPED_SECONDS = 30.0, 5.0  # that a finished run waits for that, and one that must end
-SAVE_LINES = 100  # after which TRACKING is written
+SAVE_LINES = 100  # after which SENT is written
+ROUNDING = 0.01  # share by which a GPU's losses may differ when steps are repeated without --deterministic
+# Keys of metrics.jsonl that differ when steps are repeated.
+OF_THE_MACHINE = {
+    "images_per_second", "data_wait", "seconds", "checkpoint_seconds", "gpu_memory_mb", "val/seconds",
+}  # fmt: skip
 
 
 class TrackerProcess(contextlib.AbstractContextManager["TrackerProcess"]):
@@ -98,8 +104,9 @@ def resend_command(folder: Path, tracker: str) -> str:
 class Sender:
     """Sends what the files of a run hold and its tracker has not got yet.
 
-    Lines up to the last one that was sent are left out. So a launch that repeats steps after a crash adds none twice:
-    a resume gives the same values.
+    A launch that repeats steps after a crash adds none twice: a resume gives the same values. Where it gives others, as
+    after another --lr, no tracker can take back what it has. Then the tracked run is ended, and a new one, NAME-2, gets
+    all lines.
 
     Args:
         folder: output folder.
@@ -114,25 +121,47 @@ class Sender:
         self._folder, self._name, self._create_tracker = folder, name, create_tracker
         self._with_checkpoint = with_checkpoint
         self._states = read_object(folder / TRACKING)  # of all trackers
-        self._sent: dict[str, Any] = {"run_id": None, "step": 0, "epoch": 0} | self._states.get(name, {})
+        self._state: dict[str, Any] = {"run_id": None, "number": 1} | self._states.get(name, {})
+        self._sent_file = folder / SENT.format(name)
+        self._sent = read_lines(self._sent_file)
         self._tracker: Tracker | None = None
 
     def send(self) -> None:
         """Send the new lines of metrics.jsonl. May raise any error of the tracker; the next call goes on from there."""
         tracker = self._open()
-        unwritten = 0
+        records = read_lines(self._folder / METRICS)  # without a last line that is being written
+        if not self._is_beginning(records):
+            tracker = self._begin_anew()
+        unwritten: list[dict[str, Any]] = []
         try:
-            for record in self._new_records():
+            for record in records[len(self._sent) :]:
                 values = {name: value for name, value in record.items() if value is not None and name != "step"}
                 tracker.log(values, record["step"])
-                key = _order_key(record)
-                self._sent[key] = record[key]
-                unwritten += 1
-                if unwritten % SAVE_LINES == 0:
-                    self._save()
+                self._sent.append(record)
+                unwritten.append(record)
+                if len(unwritten) == SAVE_LINES:
+                    self._note(unwritten)
         finally:
-            if unwritten:
-                self._save()
+            self._note(unwritten)
+
+    def _is_beginning(self, records: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether what was sent is the beginning of `records`; or more, as long as a launch may repeat its end."""
+        config = read_object(self._folder / "config.json")
+        is_exact = config.get("device") != "cuda" or config.get("deterministic") is True
+        tolerance = 0.0 if is_exact else ROUNDING
+        pairs = zip(self._sent, records, strict=False)
+        is_lost = len(self._sent) > len(records) and self._outcome() == "finished"
+        return not is_lost and all(_is_same(one, other, tolerance) for one, other in pairs)
+
+    def _begin_anew(self) -> Tracker:
+        """End the tracked run, and begin one that has no line yet."""
+        earlier, self._tracker = self._open(), None
+        earlier.finish("died", {}, None)
+        self._sent = []
+        with contextlib.suppress(OSError):
+            self._sent_file.unlink(missing_ok=True)
+        self._state = {"run_id": None, "number": self._state["number"] + 1}
+        return self._open()
 
     def finish(self) -> None:
         """Send the end of a launch. May raise any error of the tracker."""
@@ -144,18 +173,15 @@ class Sender:
     def _open(self) -> Tracker:
         if self._tracker is None:
             tracker = self._create_tracker()
-            name = self._folder.absolute().name
-            self._sent["run_id"] = tracker.open(self._sent["run_id"], name, read_object(self._folder / "config.json"))
-            self._save()
+            name, number = self._folder.absolute().name, self._state["number"]
+            config = {key: value for key, value in read_object(self._folder / "config.json").items() if key != CHOSEN}
+            self._state["run_id"] = tracker.open(
+                self._state["run_id"], name if number == 1 else f"{name}-{number}", config
+            )
+            with contextlib.suppress(OSError):  # a full disk
+                write_json(self._folder / TRACKING, self._states | {self._name: self._state})
             self._tracker = tracker
         return self._tracker
-
-    def _new_records(self) -> Iterator[dict[str, Any]]:
-        """Records that were not sent, in order; a last line that is being written is left out."""
-        for record in read_lines(self._folder / METRICS):
-            key = _order_key(record)
-            if record[key] > self._sent[key]:
-                yield record
 
     def _outcome(self) -> Outcome:
         events = [event.get("event") for event in read_lines(self._folder / EVENTS)]
@@ -163,9 +189,28 @@ class Sender:
             return "died"
         return "finished" if events[-1] == "finished" else "stopped" if events[-1] == "stopped" else "died"
 
-    def _save(self) -> None:
-        with contextlib.suppress(OSError):  # a full disk; lines that are sent twice are no harm
-            write_json(self._folder / TRACKING, self._states | {self._name: self._sent})
+    def _note(self, records: list[dict[str, Any]]) -> None:
+        """Write that these lines were sent, and empty the list."""
+        lines = "".join(json_text(record) + "\n" for record in records)
+        records.clear()
+        with contextlib.suppress(OSError), self._sent_file.open("a") as file:  # lines that are sent twice are no harm
+            file.write(lines)
+
+
+def _is_same(one: Mapping[str, Any], other: Mapping[str, Any], tolerance: float) -> bool:
+    """Whether two lines of metrics.jsonl have the same values, but for times and memory.
+
+    Args:
+        tolerance: share by which losses and accuracies may differ.
+    """
+    for name in (one.keys() | other.keys()) - OF_THE_MACHINE:
+        before, now = one.get(name), other.get(name)
+        if isinstance(before, float) and isinstance(now, float) and name != "lr":
+            if not math.isclose(before, now, rel_tol=tolerance):
+                return False
+        elif before != now:
+            return False
+    return True
 
 
 def send_run(
@@ -281,11 +326,6 @@ class _End:
         if os.getpgrp() == os.getpid():  # with what the tracker's package has started
             os.killpg(0, signal.SIGKILL)
         os._exit(EXIT_FAILED)
-
-
-def _order_key(record: Mapping[str, Any]) -> str:
-    """The key that orders a record among those of its kind: evaluations have the step of the log interval before."""
-    return "epoch" if "val/top1" in record else "step"
 
 
 def _print(messages: IO[str], text: str) -> None:
