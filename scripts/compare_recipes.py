@@ -6,13 +6,15 @@
 
 A recipe is NAME, or NAME: and more flags of train.py. Seeds are 0, 1, 2, ...; seeds come before recipes in the order of
 the runs, so that all recipes have as many. The folder of a run is OUT/NAME-SEED, without its checkpoints once it is
-done. The same command again goes on where it was stopped. Writes recipes.json after every run.
+done. The same command again goes on where it was stopped; a folder whose config.json has other flags is refused. The
+top-1 of a run is that of its model or of its moving average, whichever is better. Writes recipes.json after every run.
 """
 
 import contextlib
 import dataclasses
 import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -27,12 +29,14 @@ if __name__ == "__main__":
 import typer
 
 from scripts.launcher import launched, stop_on_sigterm
-from utils.cli import REQUIRED, Program, number_option, train_flag, with_train_flags
+from utils.cli import REQUIRED, Program, number_option, parse, train_flag, with_train_flags
+from utils.config import BATCH_SIZE, CHOSEN, PREFETCH, TrainConfig, flags_with
 from utils.errors import EXIT_DONE, RunFailed, UserError
 from utils.files import check_writable, write_json
-from utils.flags import split_flags
+from utils.flags import flag, split_flags
 from utils.limits import MIN_1
 from utils.log import SUMMARY
+from utils.report.output_folder import read_object
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 POLL_SECONDS = 0.2
@@ -42,9 +46,10 @@ Results = Mapping[str, Sequence[Mapping[str, Any]]]  # by recipe: summary.json o
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The command line; `recipes` are flags by name."""
+    """The command line; `recipes` are flags by name, and `configs` what they mean, but for the folder and the seed."""
 
     recipes: dict[str, list[str]]
+    configs: dict[str, TrainConfig]
     data_dir: Path
     output_dir: Path
     seeds: int
@@ -66,6 +71,7 @@ def read_options(
     MIN_1.check("--seeds", seeds)
     MIN_1.check("--jobs", jobs)
     found: dict[str, list[str]] = {}
+    configs: dict[str, TrainConfig] = {}
     for text in recipes:
         name, _, more = text.partition(":")
         words = split_flags(f"--flags {flags}", flags) + split_flags(text, more)
@@ -75,20 +81,26 @@ def read_options(
             if word.partition("=")[0] in OWN:
                 raise UserError(f"{text}: {word} is this program's to give; leave it out")
         found[name] = words
-    return Options(found, given["data_dir"], given["output_dir"], seeds, jobs)
+        try:
+            configs[name] = parse(["--data-dir", str(given["data_dir"]), *words])
+        except UserError as error:
+            raise UserError(f"{text}: {error}") from None
+    return Options(found, configs, given["data_dir"], given["output_dir"], seeds, jobs)
 
 
 def compare(options: Options) -> None:
     """Train all runs that are left, print their table, and write recipes.json.
 
     Raises:
-        UserError: the output folder cannot be written.
+        UserError: the output folder cannot be written, or holds runs of other flags.
         RunFailed: a run failed.
         Stopped: a signal came; the runs under way resume.
     """
+    left = list(itertools.product(range(options.seeds), options.recipes))
+    for seed, name in left:
+        _check_flags(_folder(options, name, seed), dataclasses.replace(options.configs[name], seed=seed))
     check_writable(options.output_dir)
     stop_on_sigterm()
-    left = list(itertools.product(range(options.seeds), options.recipes))
     running: dict[tuple[int, str], tuple[subprocess.Popen[bytes], contextlib.ExitStack]] = {}
     with contextlib.ExitStack() as stack:  # ends what is running
         while left or running:
@@ -106,6 +118,43 @@ def compare(options: Options) -> None:
                     _finish(options, name, seed, process.returncode)
             time.sleep(POLL_SECONDS if running else 0)
     print("\n".join(table(read_results(options))))
+
+
+def _check_flags(folder: Path, config: TrainConfig) -> None:
+    """Raise UserError where a folder holds a run of other flags than `config`, which is as given."""
+    before = read_object(folder / "config.json")
+    if not before:
+        if (folder / SUMMARY).is_file():
+            PROGRAM.print_error(f"{folder}: has no config.json, so that the flags of its result are not known")
+        return
+    if changes := list(_changed_flags(before, config)):
+        raise UserError(
+            f"{folder}: holds a run of other flags ({', '.join(changes)}); name the recipe or --output-dir otherwise, "
+            "or remove the folder"
+        )
+
+
+def _changed_flags(before: Mapping[str, Any], config: TrainConfig) -> Iterator[str]:
+    """What differs from the config.json of a run. A value that is left open now must not have been given then."""
+    choices: Any = before.get(CHOSEN)
+    now: dict[str, Any] = {"batch_size": BATCH_SIZE, "prefetch": PREFETCH}
+    now |= {name: value for name, value in config.to_dict().items() if value is not None or name not in now}
+    for name in (name for name in now if name != "output_dir"):
+        then, value = before.get(name), now[name]
+        if name in flags_with(chosen=True) and name not in config.given:
+            is_same = choices is None or name in choices
+            value = "not given"
+        elif name == "data_dir":
+            is_same = then == value or os.path.realpath(str(then)) == os.path.realpath(str(value))
+        else:
+            is_same = then == value or value == "auto"  # of --processes
+        if not is_same:
+            yield f"{flag(name)}: {then} then, {value} now"
+
+
+def top1_of(summary: Mapping[str, Any]) -> float:
+    """Percent at the end of a run, of its model or of its moving average, whichever is better."""
+    return float(max(summary["top1"], summary.get("ema_top1", 0.0)))
 
 
 def _folder(options: Options, name: str, seed: int) -> Path:
@@ -129,7 +178,7 @@ def _finish(options: Options, name: str, seed: int, status: int) -> None:
         path.unlink()
     write_json(options.output_dir / "recipes.json", read_results(options))
     result = json.loads((folder / SUMMARY).read_text())
-    print(f"{name}, seed {seed}: top-1 {result['top1']:.2f} %, {result['seconds']:.1f} s", flush=True)
+    print(f"{name}, seed {seed}: top-1 {top1_of(result):.2f} %, {result['seconds']:.1f} s", flush=True)
 
 
 def read_results(options: Options) -> Results:
@@ -150,7 +199,7 @@ def table(results: Results) -> Iterator[str]:
     yield "|---|---|---|---|---|---|"
     first = next(iter(results.values()))
     for name, runs in results.items():
-        top1, other = ([run["top1"] for run in each] for each in (runs, first))
+        top1, other = ([top1_of(run) for run in each] for each in (runs, first))
         cells = [name, ", ".join(f"{value:.2f}" for value in top1), f"{statistics.mean(top1):.2f}"]
         if runs is first:
             cells += ["", ""]

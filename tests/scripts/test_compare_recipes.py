@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shlex
 import signal
 from pathlib import Path
 
@@ -9,8 +10,8 @@ import pytest
 
 from scripts import compare_recipes
 from scripts.compare_recipes import table
-from tests.conftest import Refused
-from tests.harness import launch, start
+from tests.conftest import Refused, call_main
+from tests.harness import launch, run_train, start
 
 PROGRAM = Path(compare_recipes.__file__)
 TINY = "--arch test_resnet --image-size 32 --batch-size 8 --device cpu --workers 1"
@@ -44,6 +45,55 @@ def test_each_line_has_the_result_of_its_own_seed(tmp_path: Path) -> None:
     assert done.out.splitlines()[:3] == [
         f"a, seed {seed}: top-1 {seed + 1:.2f} %, {seed + 11:.1f} s" for seed in range(3)
     ]
+
+
+def test_a_recipe_is_judged_by_the_better_of_its_networks() -> None:
+    """Of the raw model and the moving average, as best.pt is."""
+    average = [run | {"ema_top1": run["top1"] + 5} for run in results(1, 2)] + [results(6)[0] | {"ema_top1": 4}]
+    assert cells(list(table({"a": results(1, 2, 3), "b": average})))[1][1:3] == ["6.00, 7.00, 6.00", "6.33"]
+
+
+def test_a_run_of_other_flags_is_not_taken(
+    data: Path, tmp_path: Path, refused: Refused, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its result would be shown as that of the flags that are given; one that is not done would go on with them."""
+    refuse = functools.partial(refused, main=compare_recipes.main, program="compare_recipes.py")
+    folder = tmp_path / "out" / "a-0"
+    base = ("--data-dir", data, "--output-dir", tmp_path / "out", "--seeds", 1, "--flags", TINY)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("epochs: 1\nmixup: 0.2\nema-decay: 0.5\n")
+    done = run_train(*shlex.split(TINY), "--data-dir", data, "--config", recipe, "--seed", 0, "--output-dir", folder)
+    assert done.status == 0, done.err
+    summary = json.loads((folder / "summary.json").read_text())
+    for same in (
+        f"a: --config {recipe}",
+        f"a: --config {recipe} --lr 0.256 --time-limit 9",
+        "a: --epochs 1 --mixup 0.2 --ema-decay 0.5",
+    ):
+        done = call_main(compare_recipes.main, (*base, same), capsys)
+        top1 = max(summary["top1"], summary["ema_top1"])
+        assert (done.status, done.err) == (0, "")
+        assert f"| a | {top1:.2f} | {top1:.2f} |" in done.out
+    refuse(*base, "b", "a: --epochs 2 --mixup 0.2 --ema-decay 0.5")(
+        f"compare_recipes.py: {folder}: holds a run of other flags (--epochs: 1 then, 2 now); name the recipe or"
+    )
+    others = {
+        "--mixup 0": "--mixup: 0.2 then, 0.0 now", "--lr 0.5": "--lr: 0.256 then, 0.5 now",
+        "--optimizer adamw": "--optimizer: sgd then, adamw now", "--batch-size 4": "--batch-size: 8 then, 4 now",
+        "--val-resize 40": "--val-resize: 37 then, 40 now", "--pretrained": "--pretrained: None then, timm now",
+        "--processes 2": "--processes: 1 then, 2 now", "--label-smoothing 0": "--label-smoothing: 0.1 then, 0.0 now",
+    }  # fmt: skip
+    for words, change in others.items():
+        refuse(*base, f"a: --config {recipe} {words}")(
+            f"compare_recipes.py: {folder}: holds a run of other flags ({change})"
+        )
+    refuse(*base, f"a: --config {recipe}", "--flags", TINY.replace("--workers 1", ""))(
+        "(--workers: 1 then, not given now)"
+    )
+    refuse("--data-dir", tmp_path, *base[2:], f"a: --config {recipe}")(f"(--data-dir: {data} then, {tmp_path} now)")
+    recipe.write_text("epochs: 1\nmixup: 0.3\nema-decay: 0.5\n")
+    (folder / "summary.json").unlink()
+    refuse(*base, f"a: --config {recipe}")("(--mixup: 0.2 then, 0.3 now)")
 
 
 @pytest.mark.slow  # four runs
@@ -84,3 +134,4 @@ def test_refusals(refused: Refused, tmp_path: Path) -> None:
     refuse(*base, "../a")("../a: a recipe needs a name of its own, without a slash")
     refuse(*base, "a: --seed 3")("a: --seed 3: --seed is this program's to give")
     refuse(*base, "a: '--lr")("a: '--lr: no closing quotation")
+    refuse(*base, "b", "a: --lr x")("a: --lr x: Invalid value for '--lr': 'x' is not a number")
