@@ -268,7 +268,7 @@ def _read(record: Record, shards: ShardFiles, shrink: Shrink) -> bytes:
         with Image.open(io.BytesIO(content)) as image:
             if max(image.size) <= shrink.max_side:
                 return content
-            smaller = upright_rgb(image)
+        smaller = upright_rgb(content)
         smaller.thumbnail((shrink.max_side, shrink.max_side), Image.Resampling.LANCZOS)
         encoded = io.BytesIO()
         smaller.save(encoded, "JPEG", quality=shrink.quality)

@@ -26,6 +26,8 @@ from utils.distributed.group import DistEnv
 from utils.errors import BadFile
 
 CHUNK = 8  # images that a process gets at once
+# A summary, and what a decoder prints that passes an image on to the next one.
+_NO_REASON = ("Something went", "Unsupported photometric interpretation")
 _DECORATION = re.compile(r"\x1b\[[\d;]*m|\[\w+\] ?|Could not .* stream - ")
 BAD_FILE_SEARCH_TIMEOUT = 5.0  # for finding the file that a loader failed on, from the first that is decoded
 
@@ -129,7 +131,7 @@ def _printed_messages() -> list[str]:
     os.ftruncate(2, 0)
     os.lseek(2, 0, os.SEEK_SET)
     lines = [_DECORATION.sub("", line) for line in text.splitlines()]
-    return [line.strip() for line in dict.fromkeys(lines) if line.strip() and not line.startswith("Something went")]
+    return [line.strip() for line in dict.fromkeys(lines) if line.strip() and not line.startswith(_NO_REASON)]
 
 
 @contextlib.contextmanager

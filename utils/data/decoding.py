@@ -1,23 +1,44 @@
-"""Decodes one image, as DALI and as Pillow do it, and finds JPEGs and PNGs that are cut off."""
+"""Decodes one image, as DALI and as Pillow do it, and finds JPEGs and PNGs that are cut off.
+
+An image counts as readable by DALI only where DALI and Pillow have the same pixels of it, so that all loaders do.
+"""
 
 import contextlib
 import functools
 import io
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import PIL
-from PIL import Image, ImageOps
+from numpy.typing import NDArray
+from PIL import Image, ImageChops, ImageOps
 
 from utils.data.codecs import describe_unreadable
 from utils.data.dali import DALI_VERSION
+from utils.data.orientation import conflicting, is_usual, orientation
 
 CPU_ONLY_DEVICE = -99999  # NVIMGCODEC_DEVICE_CPU_ONLY: CUDA is not started
 START, SCAN, END = b"\xff\xd8", b"\xff\xda", b"\xff\xd9"  # markers of a JPEG
 PNG_START, PNG_END = b"\x89PNG", b"IEND"
+# Codecs whose pixels DALI has as Pillow has them, whatever the samples are: tests/data/test_pixels.py has the table.
+SAME_PIXELS = ("jpeg", "png", "webp")
+TOLERANCE = 4.0  # mean difference of two decoders, of 255: one that drops the lowest bits has 3
+CONVERT = "convert it to PNG or JPEG"
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_BITS, _PHOTOMETRIC, _SAMPLE_FORMAT = 258, 262, 339  # tags of a TIFF
+_WHITE_IS_ZERO, _UNSIGNED = 0, 1  # values of the last two
 _REDIRECTED = threading.Lock()  # standard error, by one thread at a time
 
 
@@ -55,19 +76,50 @@ def dali_decode(content: bytes) -> ImageInfo:
     A DALI pipeline does not name the file of a batch that it rejects, and cannot run after the error.
 
     Raises:
-        DecodeError: DALI's pipelines fail on such a file.
+        DecodeError: DALI's pipelines fail on such a file, may write over memory, or have other pixels than Pillow.
     """
     from nvidia import nvimgcodec  # see `_codec`
 
+    check_orientation(content)
     try:
         stream = nvimgcodec.CodeStream(content)
         codec = stream.codec_name
     except RuntimeError:
         raise DecodeError(describe_unreadable(content, "DALI")) from None
-    image = _codec(os.getpid()).decode(stream)
-    if image is None:
+    # Samples as they are stored, which DALI itself brings to 8 bits.
+    image = _codec(os.getpid()).decode(stream, params=nvimgcodec.DecodeParams(allow_any_depth=True))
+    if image is None or image.dtype not in (np.uint8, np.uint16, np.float32):
         raise DecodeError(f"a {codec} that DALI cannot decode")
+    is_cmyk = codec == "jpeg" and stream.num_channels == 4
+    if codec not in SAME_PIXELS or is_cmyk or not is_usual(content):
+        _compare(np.asarray(image), content, codec)
     return ImageInfo(codec, image.width, image.height)
+
+
+def _compare(pixels: NDArray[Any], content: bytes, codec: str) -> None:
+    """Raise DecodeError unless Pillow decodes the same `pixels`: uint8, uint16 or float32 (H, W, 3)."""
+    if pixels.dtype != np.uint8:
+        pixels = (pixels * (255.0 / 65535 if pixels.dtype == np.uint16 else 255.0)).clip(0, 255)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Pillow about metadata and sizes
+            expected = np.asarray(upright_rgb(content))
+    except Image.DecompressionBombError:  # too large for Pillow, not for DALI
+        return
+    except DecodeError:
+        raise
+    except Exception:
+        raise DecodeError(
+            f"a {codec} that DALI decodes and Pillow does not, so that its pixels cannot be checked; {CONVERT}"
+        ) from None
+    if pixels.shape == expected.shape and np.abs(pixels.astype(np.float32) - expected).mean() <= TOLERANCE:
+        return
+    if not is_usual(content):
+        raise DecodeError(
+            "its EXIF orientation is written in an unusual way, which DALI does not read; save it upright"
+        )
+    means = f"means {pixels.mean():.1f} and {expected.mean():.1f} of 255"
+    raise DecodeError(f"a {codec} that DALI and Pillow read differently ({means}); {CONVERT}")
 
 
 @functools.cache
@@ -81,6 +133,12 @@ def _codec(process: int) -> Any:
 
     backends = [nvimgcodec.Backend(nvimgcodec.BackendKind.CPU_ONLY)]
     return nvimgcodec.Decoder(device_id=CPU_ONLY_DEVICE, max_num_cpu_threads=1, backends=backends)
+
+
+def check_orientation(content: bytes) -> None:
+    """Raise DecodeError for an image that DALI must not decode: it may write over memory that is not the image's."""
+    if conflicting(content):
+        raise DecodeError("its EXIF blocks have different orientations, which DALI mixes up; remove all but one")
 
 
 def check_end(content: bytes) -> None:
@@ -117,21 +175,57 @@ def pillow_decode(content: bytes) -> ImageInfo:
     try:
         with Image.open(io.BytesIO(content)) as file:
             codec = (file.format or "").lower()
-            image = upright_rgb(file)
+            image = _upright_rgb(file, content)
     except PIL.UnidentifiedImageError:
         raise DecodeError(describe_unreadable(content, "Pillow")) from None
+    except DecodeError:
+        raise
     except Exception as error:
         raise DecodeError(f"Pillow cannot decode it ({str(error) or type(error).__name__})") from None
     return ImageInfo(codec, image.width, image.height)
 
 
-def upright_rgb(file: Image.Image) -> Image.Image:
-    """The image in RGB, rotated by its EXIF orientation, as DALI decodes it."""
-    image = ImageOps.exif_transpose(file)
-    # Grey of 16 bits, which convert() would clip; a mode "I" of other formats may have 32.
-    if image.mode.startswith("I;16") or (image.mode == "I" and file.format in ("PNG", "PPM")):
-        image = Image.fromarray(np.rint(np.asarray(image) / 257).astype(np.uint8))
-    return image.convert("RGB")
+def upright_rgb(content: bytes) -> Image.Image:
+    """Decode an image by Pillow as DALI does: in RGB, turned by the orientation of its EXIF data.
+
+    Raises:
+        DecodeError: the samples have no range that is known.
+        Exception: Pillow's own, of many kinds.
+    """
+    with Image.open(io.BytesIO(content)) as file:
+        return _upright_rgb(file, content)
+
+
+def _upright_rgb(file: Image.Image, content: bytes) -> Image.Image:
+    for name in ("xmp", "XML:com.adobe.xmp", "Raw profile type exif"):  # which DALI does not read
+        file.info.pop(name, None)
+    is_jpeg = file.format in ("JPEG", "MPO")
+    if is_jpeg or file.format in ("PNG", "WEBP"):
+        turn = _TURNS.get(orientation(content))
+        image = file if turn is None else file.transpose(turn)
+    else:
+        image = ImageOps.exif_transpose(file)
+    if image.mode == "CMYK" and is_jpeg and "adobe" not in file.info:
+        image = ImageChops.invert(image)  # Pillow takes each for Adobe's, which are inverted; DALI only these
+    return _eight_bits(image, file).convert("RGB")
+
+
+def _eight_bits(image: Image.Image, file: Image.Image) -> Image.Image:
+    """Grey images of 16 bits in 8, which convert() would clip; others as they are.
+
+    Raises:
+        DecodeError: samples of 32 bits, with a sign or of floating point.
+    """
+    tags = getattr(file, "tag_v2", {})  # a TIFF's
+    formats = np.atleast_1d(tags.get(_SAMPLE_FORMAT, _UNSIGNED))
+    is_wide = image.mode.startswith("I;16") or (image.mode == "I" and file.format in ("PNG", "PPM"))
+    if (formats != _UNSIGNED).any() or (image.mode in ("I", "F") and not is_wide):
+        raise DecodeError("its samples have 32 bits, a sign or a fraction, so that their range is unknown; " + CONVERT)
+    if not is_wide:
+        return image
+    bits = int(np.atleast_1d(tags.get(_BITS, 16))[0])
+    grey = Image.fromarray(np.rint(np.asarray(image) * (255 / (2**bits - 1))).astype(np.uint8))
+    return ImageChops.invert(grey) if tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO else grey
 
 
 def has_end(content: bytes) -> bool:

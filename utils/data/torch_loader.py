@@ -18,7 +18,7 @@ from utils.data.decode_pool import identify_bad_file
 from utils.data.decoding import upright_rgb
 from utils.data.manifest import Manifest
 from utils.data.policies import RATIO, torchvision_policy
-from utils.data.reader import open_image
+from utils.data.reader import read_image
 from utils.data.sampler import Sampler, shard
 from utils.data.shard_reader import ShardFiles
 from utils.data.workers import BatchSampler, label_tensor, safe_fork, shutdown_workers, to_device, worker_options
@@ -40,8 +40,7 @@ class TorchImages(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, Tensor]:
         index, draw = key
-        with open_image(self.manifest.record(index), self.shards) as file, Image.open(file) as opened:
-            image = upright_rgb(opened)
+        image = upright_rgb(read_image(self.manifest.record(index), self.shards))
         if self.seed is None:
             return self.transform(image), label_tensor(self.manifest, index)
         with torch.random.fork_rng(devices=[]):

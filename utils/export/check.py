@@ -8,14 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from utils.config import ResolvedConfig
 from utils.data.decoding import upright_rgb
 from utils.data.formats.base import Record
 from utils.data.formats.folder import file_record, list_images
-from utils.data.reader import open_image
+from utils.data.reader import read_image
 from utils.data.shard_reader import ShardFiles
 from utils.data.splits import read_data
 from utils.data.torch_loader import torch_val_transform
@@ -143,8 +142,7 @@ def _decode(config: ResolvedConfig, records: list[Record]) -> Tensor:
     found: list[Tensor] = []
     for record in records:
         try:
-            with open_image(record, shards) as file, Image.open(file) as opened:
-                found.append(transform(upright_rgb(opened)).permute(1, 2, 0))
+            found.append(transform(upright_rgb(read_image(record, shards))).permute(1, 2, 0))
         except Exception:  # Pillow has many kinds; bad files are named by a scan, not by an export
             continue
     return torch.stack(found) if found else torch.empty(0, dtype=torch.uint8)
