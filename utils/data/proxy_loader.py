@@ -5,6 +5,7 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils.data
 from nvidia.dali.plugin.pytorch.experimental import proxy
@@ -15,7 +16,7 @@ from utils.data.batch import Batch
 from utils.data.dali import dali_device, remove_generated_files, train_pipeline_options
 from utils.data.decode_pool import identify_bad_file
 from utils.data.manifest import Manifest
-from utils.data.reader import request_of
+from utils.data.reader import note_images, request_of
 from utils.data.sampler import Sampler
 from utils.data.shard_reader import ShardFiles
 from utils.data.user_code import explain_failure
@@ -33,6 +34,18 @@ class _ProxyImages(torch.utils.data.Dataset[tuple[Any, Tensor]]):
     def __getitem__(self, key: tuple[int, int]) -> tuple[Any, Tensor]:
         index, _ = key
         return self.proxy(request_of(self.manifest.record(index), self.shards)), label_tensor(self.manifest, index)
+
+
+class _Noted:
+    """The batches of `order`, which are noted before they are requested."""
+
+    def __init__(self, order: BatchSampler, manifest: Manifest) -> None:
+        self._order, self._manifest = order, manifest
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        for batch in self._order:
+            note_images(self._manifest, np.array([index for index, _ in batch], dtype=np.int64))
+            yield batch
 
 
 class ProxyTrainLoader:
@@ -89,7 +102,7 @@ class ProxyTrainLoader:
         loader = proxy.DataLoader(
             server,
             _ProxyImages(self._manifest, server.proxy),
-            batch_sampler=order,
+            batch_sampler=_Noted(order, self._manifest),
             **(worker_options(self._config, self._env) | {"pin_memory": False}),  # there is no image to pin
         )
         with safe_fork():

@@ -9,6 +9,7 @@ requested_images(...)    for the bytes
 
 import io
 import os
+import pickle
 from collections.abc import Callable, Iterable
 from typing import Any, BinaryIO, cast
 
@@ -18,13 +19,17 @@ from numpy.typing import NDArray
 from nvidia.dali import fn, types
 from nvidia.dali.types import BatchInfo
 
-from utils.data.decoding import END, check_end
+from utils.data.decoding import END, check_end, check_orientation
 from utils.data.formats.base import FilesTable, Record, Span
 from utils.data.formats.shards import ShardTable
 from utils.data.manifest import FileEntry, Manifest, stat_file
+from utils.data.orientation import may_conflict
 from utils.data.shard_reader import ShardBatches, ShardFiles
+from utils.distributed.crash import is_traced, note
 
 READ_THREADS = 4  # at least, of each reader; they mostly wait for the disk
+HEAD_BYTES = 4096  # that have all metadata of most JPEGs
+NOTE_IMAGES = 1024  # in one note
 READ_AHEAD = 2  # batches of files, besides those that are being decoded
 # Whether DALI reads local files with plain I/O instead of mapping them. 256 JPEGs of 109 KB in the page cache take
 # 8.0 ms instead of 17.7 on two cores: a mapping costs page faults and a lock that all threads of the process share.
@@ -65,6 +70,13 @@ def read_image(record: Record, shards: ShardFiles | None = None) -> bytes:
         return file.read()
 
 
+def note_images(manifest: Manifest, indices: NDArray[np.int64]) -> None:
+    """Note images that are about to be read, so that a crash can be explained (`utils.distributed.crash`)."""
+    if is_traced():
+        for at in range(0, len(indices), NOTE_IMAGES):
+            note(pickle.dumps(manifest.table().select(indices[at : at + NOTE_IMAGES])))
+
+
 class BatchReader:
     """Source of encoded images for DALI's pipelines, which reads ahead; each call returns a batch.
 
@@ -92,16 +104,22 @@ class BatchReader:
         first: int = 0,
     ) -> None:
         self._next = first
+
+        def noted(position: int) -> NDArray[np.int64]:
+            batch = indices(position)
+            note_images(manifest, batch)
+            return batch
+
         threads = max(READ_THREADS, threads // 2)
         ahead = READ_AHEAD + prefetch  # a slow file must not hold up the training thread
         table = manifest.table()
         self._read: Callable[[int], tuple[Any, Any, Iterable[int]]]
         if isinstance(table, ShardTable):
-            batches = ShardBatches(table, indices, threads=threads, read_ahead=ahead, prefetch=prefetch, first=first)
+            batches = ShardBatches(table, noted, threads=threads, read_ahead=ahead, prefetch=prefetch, first=first)
             self._read = lambda position: _from_shards(batches, manifest.labels, position)
             return
         pipeline = read_pipeline(
-            lambda info: _located(manifest, indices(first + info.iteration)),
+            lambda info: _located(manifest, noted(first + info.iteration)),
             batch_size=batch_size,
             num_threads=threads,
             device_id=None,
@@ -115,24 +133,27 @@ class BatchReader:
         """Bytes and targets of the batch at `position`, which must be the next.
 
         Raises:
-            DecodeError: a JPEG or PNG was cut off. Decoders on a GPU do not notice a cut JPEG. Those on the CPU
-                notice it only if a crop reaches the missing part.
+            DecodeError: a JPEG or PNG was cut off, or a JPEG has two orientations. Decoders on a GPU do not notice a
+                cut JPEG. Those on the CPU notice it only if a crop reaches the missing part.
             OSError: a shard cannot be read.
         """
         assert position == self._next, f"batch {position} requested, {self._next} is next"
         self._next += 1
         images, targets, suspects = self._read(position)
         for index in suspects:
-            image = images[index] if isinstance(images, list) else images.at(int(index))
-            check_end(image.tobytes())
+            content = (images[index] if isinstance(images, list) else images.at(int(index))).tobytes()
+            check_orientation(content)
+            check_end(content)
         return images, targets
 
 
-def _from_files(images: Any, targets: Any, tails: Any) -> tuple[Any, Any, Iterable[int]]:
-    """A batch of `read_pipeline`, and which of its images do not end as a JPEG does."""
+def _from_files(images: Any, targets: Any, heads: Any, tails: Any) -> tuple[Any, Any, Iterable[int]]:
+    """A batch of `read_pipeline`, and which of its images do not end as a JPEG does, or may have two orientations."""
     if not tails.is_dense_tensor():  # an image is shorter than its tail would be
         return images, targets, range(len(images))
-    return images, targets, np.flatnonzero((tails.as_array() != tuple(END)).any(axis=1))
+    starts = np.arange(len(images)) * HEAD_BYTES
+    conflict = may_conflict(heads.as_array().reshape(-1), starts, starts + HEAD_BYTES)
+    return images, targets, np.flatnonzero(conflict | (tails.as_array() != tuple(END)).any(axis=1))
 
 
 def _from_shards(
@@ -143,7 +164,7 @@ def _from_shards(
     starts = np.concatenate([[0], ends[:-1]])
     images = [buffer[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
     has_end = (ends - starts >= len(END)) & (buffer[ends - 2] == END[0]) & (buffer[ends - 1] == END[1])
-    return images, labels[indices, None], np.flatnonzero(~has_end)
+    return images, labels[indices, None], np.flatnonzero(~has_end | may_conflict(buffer, starts, ends))
 
 
 def encoded_images(source: Callable[[BatchInfo], Any]) -> tuple[Any, Any]:
@@ -165,10 +186,14 @@ def request_of(record: Record, shards: ShardFiles) -> NDArray[np.uint8]:
 
     Raises:
         OSError: it cannot be read.
-        DecodeError: a JPEG or PNG was cut off; see `BatchReader.read`.
+        DecodeError: a JPEG or PNG was cut off, or a JPEG has two orientations; see `BatchReader.read`.
     """
     location = record.location
     with open_image(record, shards) as file:
+        head = np.frombuffer(file.read(HEAD_BYTES), dtype=np.uint8)
+        if may_conflict(head, np.array([0]), np.array([len(head)])).any():
+            file.seek(0)
+            check_orientation(file.read())
         file.seek(-min(len(END), file.seek(0, os.SEEK_END)), os.SEEK_END)
         if file.read() != END:
             file.seek(0)
@@ -197,7 +222,10 @@ def _located(manifest: Manifest, indices: NDArray[np.int64]) -> tuple[NDArray[An
 
 @dali.pipeline_def(exec_dynamic=True)  # type: ignore[untyped-decorator]
 def read_pipeline(source: Callable[[BatchInfo], Any]) -> Any:
-    """The bytes of the images that `source` locates, their int64 (N, 1) targets, and the last two bytes of each."""
+    """The bytes of the images that `source` locates, their int64 (N, 1) targets, the first and the last bytes of each.
+
+    Of an image that has fewer than `HEAD_BYTES`, zeros follow.
+    """
     table, lengths, targets = fn.external_source(
         source=source,
         num_outputs=3,
@@ -207,7 +235,8 @@ def read_pipeline(source: Callable[[BatchInfo], Any]) -> Any:
         ndim=[1, 1, 1],
     )
     images = _read_files(fn.slice(table, 0, lengths, axes=[0]))
-    return images, targets, images[-len(END) :]
+    heads = fn.slice(images, 0, HEAD_BYTES, axes=[0], out_of_bounds_policy="pad")
+    return images, targets, heads, images[-len(END) :]
 
 
 def _read_files(paths: Any) -> Any:

@@ -27,12 +27,13 @@ from utils.data.dali import (
 from utils.data.decode_pool import identify_bad_file
 from utils.data.formats.folder import FileTable
 from utils.data.manifest import Manifest
-from utils.data.reader import DONT_USE_MMAP
+from utils.data.reader import DONT_USE_MMAP, note_images
 from utils.data.sampler import Sampler
 from utils.distributed.group import DistEnv
 from utils.errors import UserError, escape_control_chars
 from utils.seed import Stream, derive_seed
 
+NOTED = 10_000  # images that a search after a crash can look at
 READER = "Reader"  # name of the reader in the graph, by which the iterator learns the length of an epoch
 
 
@@ -80,6 +81,7 @@ class StockTrainLoader:
             )
         self._identify_bad_file = functools.partial(identify_bad_file, config, manifest, env)
         self._all_images = np.arange(len(manifest))  # in an order that only DALI knows
+        note_images(manifest, self._all_images[:NOTED])
         step = self._origin // sampler.batches_per_step
         pipeline = create_pipeline(
             _files_of(config, manifest)
@@ -136,6 +138,7 @@ class StockValLoader:
         self._indices = stock_shard(len(manifest), env.rank, env.world_size)
         self._identify_bad_file = functools.partial(identify_bad_file, config, manifest, env)
         if len(self._indices):
+            note_images(manifest, self._indices[:NOTED])
             pipeline = create_pipeline(
                 files | {"shard_id": env.rank, "num_shards": num_shards, "stick_to_shard": True},
                 config,

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from utils.distributed.crash import trace_crashes
 from utils.distributed.device import check_devices, describe_device
 from utils.distributed.launcher import read_launch, rendezvous_url
 from utils.distributed.monitor import RankMonitor
@@ -68,13 +69,22 @@ def process_group(
         device: of this process, from `own_process` or `choose_device`.
         timeout: seconds after which a collective that another process does not join is an error.
         print_error: prints a line for the user. With it, a process that loses another while the group is set up, or
-            loses the store at any time, prints which and ends. Without it, nothing here ends the process.
+            loses the store at any time, prints which and ends, and a crash is explained (`trace_crashes`). Without it,
+            nothing here ends the process.
 
     Raises:
         RunFailed: the processes do not meet.
         UserError: the launcher's variables are incomplete, or the devices of the ranks do not fit together.
     """
     env = DistEnv(**dataclasses.asdict(read_launch()), device=device)
+    traced = trace_crashes(env.rank, device.type == "cuda") if print_error is not None else contextlib.nullcontext()
+    with traced, _joined(env, timeout, print_error) as joined:
+        yield joined
+
+
+@contextlib.contextmanager
+def _joined(env: DistEnv, timeout: float, print_error: Callable[[str], None] | None) -> Iterator[DistEnv]:
+    device = env.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if env.world_size == 1:
