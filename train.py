@@ -55,7 +55,7 @@ from utils.training.checkpoint_writer import CheckpointWriter
 from utils.training.compatibility import check_fingerprint, create_record, resume_warnings
 from utils.training.evaluate import evaluate, evaluate_checkpoint, report_best
 from utils.training.lr_schedule import create_schedule
-from utils.training.mistakes import NUM_SAMPLES
+from utils.training.mistakes import NUM_SAMPLES, check_report
 from utils.training.optim import check_optimizer
 from utils.training.output import lock_output, prepare_output
 from utils.training.preprocessing import fill_preprocessing
@@ -179,6 +179,7 @@ def open_output(
     check_files(listed, config.data_dir, env)
     check_user_code(config, env)
     prepare_output(config.output_dir, env, stack)
+    check_report(config, listed["train"], env)
     if not locked:
         lock_output(config.output_dir, env, stack)
     return config, settings, saved
@@ -234,8 +235,7 @@ def run(config: TrainConfig) -> None:
             built.claim_output_dir()  # where nothing was left to train
             built.require_saved()
             write_summary(built, settings.cpu_threads)
-            if resolved.report:
-                report_best(built, splits["val"])
+            report_best(built, splits["val"])
 
 
 def main(argv: Sequence[str]) -> int:

@@ -23,7 +23,7 @@ if __name__ == "__main__":
 import typer
 
 from utils.cli import REQUIRED, Program, choice_option, train_flag, with_train_flags
-from utils.errors import RunFailed, UserError, first_line
+from utils.errors import RunFailed, UserError, first_line, readable
 from utils.log import emit
 
 FormatName = Literal["timm", "onnx", "torchscript", "pt2"]
@@ -146,6 +146,10 @@ def read_options(
 
 def _check(options: Options) -> None:
     """Refuse what does not go together."""
+    if (shown := readable(str(options.output_dir))) != str(options.output_dir):
+        raise UserError(
+            f"--output-dir {shown}: the packages that write there need a name in UTF-8; give another folder"
+        )
     if options.format == "timm" and options.half:
         raise UserError("--half with --format timm: its files hold float32; leave it out, and call model.half()")
     if options.format == "timm" and options.input == "uint8":

@@ -23,7 +23,7 @@ from utils.errors import (
     UserError,
 )
 from utils.flags import FlagInfo, flag, flag_info, kinds
-from utils.log import emit, print_error
+from utils.log import accept_all_characters, emit, print_error
 from utils.recipes import read_run_recipe
 from utils.schedules import unused_by
 from utils.validation import find_weights, require_source, require_tracker, require_user_code, validate
@@ -119,6 +119,7 @@ class Program(Generic[Options]):
         Returns:
             The exit status. One line on stderr explains every status of `utils.errors` but 0.
         """
+        accept_all_characters()
         try:
             return work(self.parse(argv)) or EXIT_DONE
         except EarlyExit as ended:

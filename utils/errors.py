@@ -64,6 +64,11 @@ def escape_control_chars(text: str) -> str:
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
+def readable(text: str) -> str:
+    """`text` in characters that every encoding of Unicode has: `\\udce9` for the byte of a name that is not UTF-8."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def first_line(error: BaseException, limit: int | None = None) -> str:
     """The first line of an error's message, of at most `limit` characters; its type for an empty message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:limit]

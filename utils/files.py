@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from utils.errors import UserError
+from utils.errors import UserError, readable
 
 
 def check_writable(output_dir: Path) -> None:
@@ -51,8 +51,8 @@ def atomic_write_bytes(path: Path, content: bytes, concurrent: bool = False) -> 
 
 
 def atomic_write_text(path: Path, text: str, concurrent: bool = False) -> None:
-    """As `atomic_write_bytes`, with text in UTF-8."""
-    atomic_write_bytes(path, text.encode(), concurrent)
+    """As `atomic_write_bytes`, with text in UTF-8; `\\udce9` is written for the byte of a name that is not."""
+    atomic_write_bytes(path, readable(text).encode(), concurrent)
 
 
 def temporary_of(path: Path, concurrent: bool = False) -> Path:

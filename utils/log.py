@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import io
 import json
 import os
 import sys
@@ -12,11 +13,18 @@ from typing import Any
 
 from tqdm import tqdm
 
-from utils.errors import escape_control_chars
+from utils.errors import UserError, escape_control_chars, first_line, readable
 from utils.files import atomic_write_text, json_text
 from utils.progress import EpochBar, end_status, fit_terminal, is_terminal, wrap_for_terminal
 
 METRICS, EVENTS, SUMMARY = "metrics.jsonl", "events.jsonl", "summary.json"
+
+
+def accept_all_characters() -> None:
+    """Let standard output take any text: what its encoding lacks, such as é in ASCII, becomes an escape."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # None if the shell has closed it
+        with contextlib.suppress(OSError):
+            sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def emit(text: str, indent: int = 2) -> None:
@@ -30,7 +38,7 @@ def emit(text: str, indent: int = 2) -> None:
     """
     if sys.stdout is None:  # closed by the shell
         return
-    written = wrap_for_terminal(text.encode(errors="backslashreplace").decode(), indent)  # names that are no UTF-8
+    written = wrap_for_terminal(readable(text), indent)
     with contextlib.suppress(OSError):
         tqdm.write(written, file=sys.stdout)
         sys.stdout.flush()
@@ -55,6 +63,9 @@ class Log:
         steps_per_epoch: of the run, for the bar.
         tensorboard: whether to write events too.
         step: optimizer steps that are done; TensorBoard drops later events, of a launch whose steps were lost.
+
+    Raises:
+        UserError: the folder of events cannot be written.
     """
 
     def __init__(
@@ -74,7 +85,14 @@ class Log:
         if tensorboard and self._active:
             from torch.utils.tensorboard import SummaryWriter  # slow to import, and only on request
 
-            self._events = SummaryWriter(str(output_dir / "tensorboard"), purge_step=step + 1)
+            folder = output_dir / "tensorboard"
+            try:
+                self._events = SummaryWriter(str(folder), purge_step=step + 1)
+            except OSError as error:
+                reason = error.strerror or first_line(error)
+                raise UserError(
+                    f"--tensorboard: {folder} cannot be written ({reason}); move it, or leave it out"
+                ) from None
 
     def event(self, name: str, step: int, seconds: float, **facts: Any) -> None:
         """Append a line to events.jsonl: a launch has started or stopped, or the run is finished.

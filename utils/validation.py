@@ -7,7 +7,7 @@ from pathlib import Path
 
 from utils.arguments import model_arguments, optimizer_arguments
 from utils.config import RUNS, TrainConfig, check_limits, flag_fields
-from utils.errors import UserError
+from utils.errors import UserError, readable
 from utils.flags import flag
 from utils.schedules import check_lr_schedule, policies, policy_schedule, size_schedule
 from utils.store_url import refuse_url, require_store, store_url
@@ -102,6 +102,11 @@ def _check_sources(config: TrainConfig) -> None:
         raise UserError(f"--name {config.name}: must be one word without /; --output-dir takes a path")
     if config.name is not None and config.output_dir != RUNS / config.name:
         raise UserError(f"--name {config.name} with --output-dir {config.output_dir}: two folders; give one of them")
+    if config.tensorboard and (shown := readable(str(config.output_dir))) != str(config.output_dir):
+        raise UserError(
+            f"--tensorboard with --output-dir {shown}: its package needs a name in UTF-8; give another folder, or "
+            "leave --tensorboard out"
+        )
     if not config.evaluate or config.pretrained == "timm":  # a checkpoint has one
         require_data(config)
     for name in ("train_data", "val_data"):
@@ -218,18 +223,20 @@ def find_weights(path: str | Path) -> Path:
     Raises:
         UserError: there is none.
     """
-    if os.path.isfile(path):
-        return Path(path)
     if not os.path.isdir(path):
-        raise UserError(f"--pretrained {path}: no such file; give a weights file, or no value for timm's weights")
-    for name in WEIGHTS_OF_A_FOLDER:
-        if os.path.isfile(os.path.join(path, name)):
-            return Path(path) / name
-    other = "best.pt" if os.path.isfile(os.path.join(path, "best.pt")) else ""
-    raise UserError(
-        f"--pretrained {path}: a folder without {' or '.join(WEIGHTS_OF_A_FOLDER[::2])}; give "
-        + (f"{os.path.join(path, other)}" if other else "a weights file")
-    )
+        files = [Path(path)]
+        remedy = "no such file; give a weights file, or no value for timm's weights"
+    else:
+        files = [Path(path) / name for name in WEIGHTS_OF_A_FOLDER]
+        best = os.path.join(path, "best.pt")
+        remedy = f"a folder without {' or '.join(WEIGHTS_OF_A_FOLDER[::2])}; give "
+        remedy += best if os.path.isfile(best) else "a weights file"
+    found = next((file for file in files if os.path.isfile(file)), None)
+    if found is None:
+        raise UserError(f"--pretrained {path}: {remedy}")
+    if found.suffix == ".safetensors" and readable(str(found)) != str(found):
+        raise UserError(f"--pretrained {found}: the package safetensors needs a path in UTF-8; rename it")
+    return found
 
 
 def split_transform(text: str) -> tuple[str, str]:

@@ -27,7 +27,7 @@ from utils.data.manifest import Manifest
 from utils.data.reader import read_image
 from utils.data.shard_reader import ShardFiles
 from utils.data.workers import process_pool
-from utils.errors import Stopped, UserError, first_line
+from utils.errors import Stopped, UserError, first_line, readable
 from utils.files import rename, temporary_of, write_temporary
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -78,10 +78,10 @@ def check_classes(classes: Sequence[str], is_tar: bool) -> None:
     folders = [name.replace("/", "_") for name in classes]
     counts = collections.Counter(folders)
     for name, folder in zip(classes, folders, strict=True):
+        if is_tar and readable(name) != name:
+            raise UserError(f"class {name!r}: not UTF-8, as classes.txt is; rename it, or give --to folder")
         unfit = folder in ("", ".", "..") or "\0" in folder or counts[folder] > 1
-        if is_tar:
-            unfit = unfit or name.splitlines() != [name] or name != os.fsencode(name).decode(errors="replace")
-        if unfit or (not is_tar and folder.startswith(".")):
+        if unfit or (name.splitlines() != [name] if is_tar else folder.startswith(".")):
             raise UserError(f"class {name!r}: no name for a folder or a line of text; rename it")
 
 

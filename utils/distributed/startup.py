@@ -14,7 +14,7 @@ from utils.distributed.gpu_start import start_gpu
 from utils.distributed.launcher import read_launch, record_error, seconds_since_launch
 from utils.distributed.signals import exit_on_signals, restore_defaults
 from utils.errors import EXIT_USER_ERROR, RunFailed, UserError
-from utils.log import emit
+from utils.log import accept_all_characters, emit
 from utils.progress import show_status, start_status
 
 IMPORTS = "loading torch, DALI and timm"
@@ -40,6 +40,7 @@ def start_program(
         SystemExit: there is nothing else to do.
     """
     exit_on_signals()
+    accept_all_characters()
     try:
         options = program.parse(argv)
         program.check_early(options)

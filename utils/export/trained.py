@@ -10,7 +10,7 @@ from torch import nn
 from models import create_model
 from utils.arguments import model_options
 from utils.config import ResolvedConfig
-from utils.errors import UserError
+from utils.errors import UserError, readable
 from utils.network.weight_files import Normalization
 from utils.training.checkpoint import load
 from utils.training.preprocessing import crop_pct
@@ -94,7 +94,7 @@ def load_trained(path: Path, ema: bool | None = None) -> Trained:
     return Trained(
         model=model.to(memory_format=torch.contiguous_format).eval(),  # which safetensors wants
         config=config,
-        classes=saved.record.classes,
+        classes=tuple(map(readable, saved.record.classes)),
         normalization=saved.record.normalization,
         weights=weights,
         top1=top1,

@@ -18,6 +18,7 @@ from utils.report.pictures import Pictures, read_pictures
 from utils.report.run_story import PARTS, marks, notes, points, steps_before, steps_per_epoch, time_parts, wait_verdict
 
 PAGE = "report.html"  # of `train.py --report`, in the output folder
+TEMPLATES = Path(__file__).parent
 SYMBOLS = {"finished": "✓", "running": "▶", "stopped": "❚❚", "died": "✕", "unknown": "?"}
 NAMELESS = ("output_dir", "report", *flags_with(of_launch=True))  # flags that say nothing about what was trained
 
@@ -122,12 +123,12 @@ def render(runs: Sequence[RunInfo]) -> str:
         for count, (name, run) in enumerate(zip(names, runs, strict=True))
     ]
     environment = jinja2.Environment(
-        autoescape=True, loader=jinja2.FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True,
+        autoescape=True, loader=jinja2.FileSystemLoader(TEMPLATES), trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )  # fmt: skip
     flags = sorted({name for run in runs for name in run.config})
     return environment.get_template("page.html").render(
-        style=Path(__file__).with_name("page.css").read_text(),
+        style=(TEMPLATES / "page.css").read_text(encoding="utf-8"),
         stories=stories,
         charts=create_charts(stories),
         differing=[row for row in _flag_rows(runs, flags) if len(set(row[1])) > 1 and row[0] not in NAMELESS],

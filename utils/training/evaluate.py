@@ -27,7 +27,7 @@ from utils.network.weight_files import read_weights
 from utils.progress import show_status, with_bar
 from utils.training.autotune import choose_common_loader_settings, resolve
 from utils.training.checkpoint import BEST, Checkpoint, load
-from utils.training.mistakes import Mistakes, better_network, write_page
+from utils.training.mistakes import Mistakes, better_network, check_report, write_page
 from utils.training.output import EVALUATION, prepare_output
 from utils.training.preprocessing import fill_preprocessing
 from utils.training.resume import open_checkpoint, settings_of_checkpoint
@@ -152,6 +152,7 @@ def evaluate_checkpoint(config: TrainConfig, env: DistEnv) -> None:
     resolved = resolve(config, manifest.classes, env, settings, saved)
     check_files(listed, resolved.data_dir, env)
     prepare_output(resolved.output_dir, env)
+    check_report(resolved, manifest, env)
     _, splits = select_images(resolved, listed, env, saved.initial_files if saved else None)
     result, note, mistakes = _evaluate_networks(resolved, splits["val"], env, saved)
     pictures = mistakes.pictures(_source(result, saved), None) if mistakes else None
@@ -251,7 +252,7 @@ def _source(result: dict[str, Any], saved: Checkpoint | None) -> dict[str, Any]:
 
 
 def report_best(run: Run, val: Manifest) -> None:
-    """`--report` at the end of a run: evaluate best.pt once more, and write report.json and report.html.
+    """With `--report`, at the end of a run: evaluate best.pt once more, and write report.json and report.html.
 
     Collective: call on every rank, after all else, as the run's model gets other weights.
 
@@ -260,6 +261,8 @@ def report_best(run: Run, val: Manifest) -> None:
         val: its validation images.
     """
     env, config = run.env, run.config
+    if not config.report:
+        return
     with sync_errors(env):
         saved = load(config.output_dir / BEST)
     top1 = {key.removeprefix("val/"): value for key, value in saved.state.result.items()}

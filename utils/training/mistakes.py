@@ -8,11 +8,13 @@ import contextlib
 import dataclasses
 import io
 import math
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
@@ -21,9 +23,9 @@ from utils.config import ResolvedConfig
 from utils.data.manifest import Manifest
 from utils.data.sampler import shard
 from utils.data.stock_loader import stock_shard
-from utils.distributed.collectives import gather_to_rank0
+from utils.distributed.collectives import gather_to_rank0, sync_errors
 from utils.distributed.group import DistEnv
-from utils.errors import UserError
+from utils.errors import UserError, first_line, readable
 from utils.files import atomic_write_text, json_text
 from utils.network.augment import Samples
 from utils.report.output_folder import read_run
@@ -60,6 +62,7 @@ class Mistakes:
         split = stock_shard if config.loader == "stock" else shard
         self._indices = split(len(manifest), env.rank, env.world_size)
         self._manifest, self._env = manifest, env
+        self._classes = tuple(map(readable, manifest.classes))
         self._found: list[NDArray[np.int64]] = []  # targets and predictions, (2, N)
         self._done = 0
         self._worst: list[_Wrong] = []
@@ -106,7 +109,7 @@ class Mistakes:
         if ranks is None:
             return None
         labels, found = np.concatenate([each for batches, _ in ranks for each in batches], axis=1)
-        classes = self._manifest.classes
+        classes = self._classes
         counts = np.bincount(labels, minlength=len(classes))
         correct = np.bincount(labels[labels == found], minlength=len(classes))
         pairs = Counter(zip(labels[labels != found].tolist(), found[labels != found].tolist(), strict=True))
@@ -126,13 +129,13 @@ class Mistakes:
         )
 
     def _class(self, label: int) -> str:
-        names = self._manifest.classes
+        names = self._classes
         return names[label] if label < len(names) else f"output {label}"  # of a head with more of them
 
     def _describe(self, wrong: _Wrong) -> dict[str, Any]:
         return {
-            "path": self._manifest.name(wrong.position) if self._manifest.images is not None else "",
-            "target": self._manifest.classes[wrong.target],
+            "path": readable(self._manifest.name(wrong.position)) if self._manifest.images is not None else "",
+            "target": self._classes[wrong.target],
             "predicted": self._class(wrong.predicted),
             "probability": round(wrong.probability, 4),
             "target_probability": round(wrong.target_probability, 4),
@@ -164,25 +167,75 @@ def _encode(image: Tensor) -> str:
     return base64.b64encode(content.getvalue()).decode()
 
 
+def check_report(config: ResolvedConfig, manifest: Manifest, env: DistEnv) -> None:
+    """With `--report`, make a page without results in a temporary folder. Collective: call on every rank.
+
+    What the end of a run needs is tried at its start: the template, its packages, the names, the pictures.
+
+    Args:
+        config: of the run.
+        manifest: images with the classes of the run.
+        env: this process.
+
+    Raises:
+        UserError: on all ranks: the page cannot be made, or not be written.
+    """
+    with sync_errors(env):
+        if not env.is_main or not config.report:
+            return
+        for name in (PAGE, PICTURES):
+            if (config.output_dir / name).is_dir():
+                raise UserError(f"--report: {config.output_dir / name} is a folder, not a file to replace; move it")
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                config.save(Path(folder, "config.json"))
+                _write_page(Path(folder), _empty_pictures(manifest))
+        except OSError as error:  # jinja2's, of a template that is missing, is one
+            raise UserError(
+                f"--report: no page can be made ({error.strerror or first_line(error)}); restore utils/report/, make "
+                f"room in {tempfile.gettempdir()}, or leave --report out"
+            ) from error
+
+
+def _empty_pictures(manifest: Manifest) -> Pictures:
+    """Of no evaluation: the classes, and one image that is black."""
+    names = tuple(map(readable, manifest.classes))
+    jpeg = _encode(torch.zeros(3, 8, 8, dtype=torch.uint8))
+    path = readable(manifest.name(0)) if manifest.images is not None else ""
+    wrong = {"path": path, "target": names[0], "predicted": names[-1], "probability": 0.0, "target_probability": 0.0}
+    return Pictures(
+        source={},
+        classes=[{"name": name, "count": 0, "correct": 0} for name in names],
+        confused=[{"target": names[0], "predicted": names[-1], "count": 0}],
+        worst=[wrong | {"jpeg": jpeg}],
+        samples=[{"before": jpeg, "after": jpeg, "target": names[0], "mixed": []}],
+    )
+
+
 def write_page(output_dir: Path, pictures: Pictures) -> str:
     """Write report.json, and report.html where the folder holds a run; returns a line for the user.
 
     Training images that are there already are kept where `pictures` has none, as of an evaluation.
     """
-    written = [PICTURES]
     with contextlib.suppress(UserError):  # of a broken one
         if not pictures.samples and (earlier := read_pictures(output_dir)) is not None:
             pictures = dataclasses.replace(pictures, samples=earlier.samples)
     try:
-        atomic_write_text(output_dir / PICTURES, json_text(dataclasses.asdict(pictures)) + "\n")
-        run = read_run(output_dir)
-        if run is not None:
-            page = render([dataclasses.replace(run, is_locked=False)])  # the lock is this process's
-            atomic_write_text(output_dir / PAGE, page)
-            written.insert(0, PAGE)
+        written = _write_page(output_dir, pictures)
     except OSError as error:
-        return f"warning: {output_dir}: no report ({error.strerror}); --evaluate --report writes it again"
+        reason = error.strerror or first_line(error)
+        return f"warning: {output_dir}: no report ({reason}); --evaluate --report writes it again"
     return f"{output_dir}: {', '.join(written)}"
+
+
+def _write_page(output_dir: Path, pictures: Pictures) -> list[str]:
+    """Write both files, or one; returns their names."""
+    atomic_write_text(output_dir / PICTURES, json_text(dataclasses.asdict(pictures)) + "\n")
+    run = read_run(output_dir)
+    if run is None:
+        return [PICTURES]
+    atomic_write_text(output_dir / PAGE, render([dataclasses.replace(run, is_locked=False)]))  # the lock is ours
+    return [PAGE, PICTURES]
 
 
 def better_network(result: dict[str, Any]) -> str:

@@ -24,7 +24,7 @@ from utils.data.inputs import NO_TARGET, files_manifest, list_inputs, shards_man
 from utils.data.manifest import Manifest, describe_counts
 from utils.distributed.collectives import all_gather_object, broadcast, gather_to_rank0, sync_errors
 from utils.distributed.group import DistEnv
-from utils.errors import UserError, first_line
+from utils.errors import UserError, first_line, readable
 from utils.files import temporary_of
 from utils.log import emit
 from utils.network.augment import Normalize
@@ -42,7 +42,6 @@ from utils.training.predictions import (
     PredictionsFile,
     PredictOptions,
     Rows,
-    readable,
 )
 from utils.training.readable_batches import ReadableBatches
 from utils.training.resume import settings_of_checkpoint

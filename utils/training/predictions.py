@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from utils.data.inputs import NO_TARGET
-from utils.errors import UserError
+from utils.errors import UserError, readable
 from utils.files import atomic_write_text, json_text, rename, temporary_of
 
 Format = Literal["csv", "jsonl", "parquet"]
@@ -169,11 +169,6 @@ def _suffix(k: int) -> str:
 
 def _where(known: Sequence[bool], values: Sequence[Any]) -> list[Any]:
     return [value if is_known else None for is_known, value in zip(known, values, strict=True)]
-
-
-def readable(text: str) -> str:
-    """A name of a file, which need not be UTF-8, as text that all formats can hold."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 def _spell(values: Sequence[Any]) -> list[Any]:

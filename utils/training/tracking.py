@@ -19,7 +19,7 @@ from types import FrameType
 from typing import IO, Any
 
 from utils.config import CHOSEN, ResolvedConfig
-from utils.errors import EXIT_DONE, EXIT_FAILED, escape_control_chars, first_line
+from utils.errors import EXIT_DONE, EXIT_FAILED, escape_control_chars, first_line, readable
 from utils.files import json_text, write_json
 from utils.log import EVENTS, METRICS, SUMMARY, Log
 from utils.report.output_folder import read_lines, read_object
@@ -173,10 +173,11 @@ class Sender:
     def _open(self) -> Tracker:
         if self._tracker is None:
             tracker = self._create_tracker()
-            name, number = self._folder.absolute().name, self._state["number"]
+            name, number = readable(self._folder.absolute().name), self._state["number"]
             config = {key: value for key, value in read_object(self._folder / "config.json").items() if key != CHOSEN}
+            flags = {key: readable(value) if isinstance(value, str) else value for key, value in config.items()}
             self._state["run_id"] = tracker.open(
-                self._state["run_id"], name if number == 1 else f"{name}-{number}", config
+                self._state["run_id"], name if number == 1 else f"{name}-{number}", flags
             )
             with contextlib.suppress(OSError):  # a full disk
                 write_json(self._folder / TRACKING, self._states | {self._name: self._state})

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from utils.data.formats.naming import find_shards, split_of
+from utils.data.formats.naming import find_shards, read_names, split_of
 from utils.errors import UserError
 
 
@@ -149,3 +149,12 @@ def test_doubtful_series(tmp_path: Path, names: list[str], message: str | None) 
         find_shards(tmp_path, is_tar)
     assert message in str(raised.value)
     assert str(raised.value).startswith(f"{tmp_path}")
+
+
+def test_a_list_of_classes_from_windows(tmp_path: Path) -> None:
+    path = tmp_path / "classes.txt"
+    path.write_bytes("\ufeffcaf\u00e9\r\nred\r\n".encode())
+    assert read_names(path) == ("caf\u00e9", "red")
+    path.write_bytes("caf\u00e9\n".encode("latin-1"))
+    with pytest.raises(UserError, match=r"classes.txt: not UTF-8 from byte 3 on; save it as UTF-8"):
+        read_names(path)

@@ -110,7 +110,7 @@ def read_given_names(file: Path) -> tuple[str, ...]:
         UserError: it cannot be read, or names a class twice or none.
     """
     try:
-        names = tuple(line.strip() for line in file.read_text().splitlines())
+        names = tuple(line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines())
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
         raise UserError(f"--class-names {file}: cannot be read ({reason}); give a file with a name a line") from None
