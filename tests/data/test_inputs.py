@@ -38,6 +38,12 @@ def test_the_order_is_that_of_the_sources_and_of_a_training_split(
     assert names_of("val/*/*.jpg", "z.jpg") == ["val/a/2.jpg", "val/a-b/3.jpg", "z.jpg"]
     assert names_of("z.jpg", "z.jpg") == ["z.jpg", "z.jpg"]
     assert list_inputs(["val"]).ignored == {".md": 1}
+    write(
+        tmp_path, "val/a/@eaDir/1.jpg/THUMB.jpg", "val/__MACOSX/a/._1.jpg", "val/__MACOSX/a/5.jpg"
+    )  # of a NAS, of macOS
+    assert names_of("val") == in_val
+    assert names_of("val/**/*.jpg") == ["val/a/2.jpg", "val/a-b/3.jpg"]
+    assert names_of("val/__MACOSX/**/*.jpg") == ["val/__MACOSX/a/5.jpg"]
     write(tmp_path, "a[1].jpg")
     assert names_of("a[1].jpg") == ["a[1].jpg"]  # a file of that name is no pattern
 

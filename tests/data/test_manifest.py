@@ -14,8 +14,10 @@ from torchvision.datasets import ImageFolder
 
 import pipelines
 from tests.conftest import resolved
+from utils.config import TrainConfig
 from utils.data.cache import decoded_bytes
-from utils.data.formats.folder import scan, scan_splits
+from utils.data.formats.folder import check_folders, list_images, scan, scan_splits
+from utils.data.formats.naming import SYSTEM_NAMES
 from utils.data.manifest import FileEntry, Manifest, describe, describe_ignored, stat_file, synthetic
 from utils.data.reader import read_image
 from utils.distributed.group import DistEnv
@@ -123,6 +125,31 @@ def test_hidden_entries_and_other_files_are_ignored(small: Path) -> None:
     assert after.names() == before.names() == ["a/1.jpg", "a/2.jpg", "b/1.jpg", "b/2.jpg"]
     assert after.classes == before.classes == ("a", "b")
     assert after.fingerprint == before.fingerprint
+
+
+@pytest.mark.parametrize(
+    "name", sorted({*SYSTEM_NAMES, "@eaDir", "__MACOSX", "Thumbs.db", "._x", ".ipynb_checkpoints"})
+)
+def test_what_a_system_puts_beside_the_data_is_ignored(small: Path, name: str) -> None:
+    """Wherever it lies, and whether it is a file or a folder: thumbnails of a NAS are no training images."""
+    before = scan_splits(small)
+    for folder in (small, small / "train", small / "val", small / "train" / "a", small / "val" / "b"):
+        (folder / name / "1.jpg").mkdir(parents=True)
+        (folder / name / "1.jpg" / "SYNOPHOTO_THUMB_M.jpg").write_bytes(b"x")
+        (folder / name / "2.jpg").write_bytes(b"x")
+    (small / "train" / "b" / name).write_bytes(b"x")
+    after = scan_splits(small)
+    assert [each.names() for each in after] == [each.names() for each in before]
+    assert [each.ignored for each in after] == [{}, {}]
+    assert [entry.name for entry in list_images(small)[0]] == [
+        f"{split}/{path}" for split in ("train", "val") for path in ("a/1.jpg", "a/2.jpg", "b/1.jpg", "b/2.jpg")
+    ]
+    shutil.rmtree(small / "val")
+    with pytest.raises(UserError, match="has no val/ folder; it must hold"):
+        check_folders(TrainConfig(data_dir=small))
+    shutil.move(small / "train", small / "other")
+    with pytest.raises(UserError, match="has no train/ folder; it must hold"):  # no image lies there
+        check_folders(TrainConfig(data_dir=small))
 
 
 def test_what_is_ignored_is_counted_and_described(small: Path) -> None:

@@ -137,7 +137,11 @@ FOLDERS: list[tuple[str, str, tuple[str, ...]]] = [
     ("train val", "--val-split dev", ("has no dev/ folder, but val/; give --val-split val",)),
     ("train", "--val-split dev", ("it must hold train/ and dev/, or --val-fraction 0.1 holds out a tenth of train/",)),
     ("train/blue valid", "--val-split valid", ("2 classes of valid/", "missing in train/", "'green', 'red'")),
-    ("train valid/blue/deep", "--val-split valid", ("nested deeper than valid/CLASS/IMAGE", "below valid/ is the")),
+    (
+        "train valid/blue/deep",
+        "--val-split valid",
+        ("nested deeper than valid/CLASS/IMAGE", "below valid/ is the class"),
+    ),
     ("train val", "--val-fraction 0.1", ("has val/, which would not be used; leave --val-fraction out, or move val/",)),
     ("train valid", "--val-fraction 0.1", ("has valid/", "leave --val-fraction out and give --val-split valid, or")),
     ("train", "--val-fraction 0.1 --val-split dev", ("--val-split dev with --val-fraction 0.1:", "give one of them")),

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from utils.data.formats.base import Record, ShardFormat
 from utils.data.formats.folder import file_record, list_images
-from utils.data.formats.naming import split_of
+from utils.data.formats.naming import SYSTEM_NAMES, is_hidden, split_of
 from utils.data.formats.refused import describe_refused, refuse_unreadable
 from utils.data.formats.shards import Shards, ShardTable
 from utils.data.formats.sources import FORMATS
@@ -69,7 +69,7 @@ def expand_sources(sources: Sequence[str]) -> list[str]:
     """
     paths: list[str] = []
     for source in sources:
-        found = [source] if os.path.lexists(source) else sorted(glob.glob(source, recursive=True), key=_parts)
+        found = [source] if os.path.lexists(source) else _matching(source)
         if not found:
             what = "no file of that name" if glob.has_magic(source) else "no such file or folder"
             raise UserError(f"{source!r}: {what}; {_REMEDY}")
@@ -78,6 +78,13 @@ def expand_sources(sources: Sequence[str]) -> list[str]:
                 raise UserError(reason)
         paths += found
     return paths
+
+
+def _matching(pattern: str) -> list[str]:
+    """The paths that match, sorted; not those that a system made, unless the pattern names their folder."""
+    left_out = SYSTEM_NAMES.difference(map(str.lower, _parts(pattern)))
+    found = glob.glob(pattern, recursive=True)  # without those that begin with a dot
+    return sorted((path for path in found if left_out.isdisjoint(map(str.lower, _parts(path)))), key=_parts)
 
 
 def list_inputs(sources: Sequence[str]) -> Inputs:
@@ -128,10 +135,10 @@ def _shards_below(folder: str) -> list[Path]:
         status = os.stat(parent)
         is_new = (status.st_dev, status.st_ino) not in seen
         seen.add((status.st_dev, status.st_ino))
-        folders[:] = sorted(name for name in folders if is_new and not name.startswith("."))
+        folders[:] = sorted(name for name in folders if is_new and not is_hidden(name))
         if not is_new:  # links may form a circle
             continue
-        paths = [os.path.join(parent, name) for name in sorted(names) if not name.startswith(".")]
+        paths = [os.path.join(parent, name) for name in sorted(names) if not is_hidden(name)]
         found += [Path(path) for path in paths if _format_of(path) is not None]
     if not found:
         refuse_unreadable(Path(folder))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from utils.data.formats.naming import is_hidden
 from utils.data.staged_files import StoredObject
 from utils.errors import UserError, first_line
 from utils.store_url import split_url
@@ -245,7 +246,7 @@ class ObjectStore:
 def _is_excluded(name: str) -> bool:
     # Brisk makes the index anew, as the times of the staged shards are others.
     # A name with an empty part or with `..` could lead out of the folder.
-    return name.endswith(".index.npz") or any(not part or part.startswith(".") for part in name.split("/"))
+    return name.endswith(".index.npz") or any(not part or is_hidden(part) for part in name.split("/"))
 
 
 def _reason(error: Exception) -> str:

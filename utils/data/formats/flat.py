@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from utils.data.codecs import is_image
+from utils.data.formats.naming import is_hidden
 from utils.errors import UserError, first_line
 
 CLS_LOC = ("", "CLS-LOC", "Data/CLS-LOC", "ILSVRC/Data/CLS-LOC")  # in what Kaggle's archive unpacks to
@@ -62,7 +63,7 @@ def label_flat(split_folder: Path, classes: tuple[str, ...]) -> Labels | None:
 def _images(folder: Path) -> list[str]:
     """Names of the images, sorted; none if there is a folder among them, which would be a class."""
     with os.scandir(folder) as entries:
-        visible = [entry for entry in entries if not entry.name.startswith(".")]
+        visible = [entry for entry in entries if not is_hidden(entry.name)]
     if any(entry.is_dir() for entry in visible):
         return []
     return sorted(entry.name for entry in visible if is_image(entry.name))

@@ -15,7 +15,7 @@ from utils.config import TrainConfig
 from utils.data.codecs import IMAGE_SUFFIXES, is_image
 from utils.data.formats.base import Record
 from utils.data.formats.flat import label_flat
-from utils.data.formats.naming import VAL_NAMES
+from utils.data.formats.naming import VAL_NAMES, is_hidden
 from utils.data.formats.refused import refuse_unreadable
 from utils.data.manifest import (
     NO_CLASS,
@@ -96,7 +96,7 @@ def list_images(root: Path, stopped_by: Callable[[], str] = str) -> tuple[list[F
             with os.scandir(path) as found:
                 for entry in found:
                     name = os.path.join(folder, entry.name)
-                    if entry.name.startswith("."):
+                    if is_hidden(entry.name):
                         continue
                     if is_folder(entry):
                         folders.append(name)
@@ -299,17 +299,18 @@ def _refuse_broken_links(entries: Iterable[os.DirEntry[str]]) -> None:
 
 def _refuse_nested(folder: Path) -> None:
     split = folder.parent.parent.name
-    for parent, _, names in os.walk(folder):
-        if any(map(is_image, names)):
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not is_hidden(name)]
+        if any(is_image(name) and not is_hidden(name) for name in names):
             raise UserError(
-                f"{parent}: images nested deeper than {split}/CLASS/IMAGE; move them up, the folder below {split}/ is "
-                "the class"
+                f"{parent}: images nested deeper than {split}/CLASS/IMAGE; the folder below {split}/ "
+                "is the class: move them up, or away if they are not of it"
             )
 
 
 def _visible(folder: Path) -> list[os.DirEntry[str]]:
     with os.scandir(folder) as entries:
-        return [entry for entry in entries if not entry.name.startswith(".")]
+        return [entry for entry in entries if not is_hidden(entry.name)]
 
 
 def class_folders(root: Path) -> tuple[str, ...]:

@@ -14,10 +14,27 @@ from utils.errors import UserError
 
 VAL_NAMES = ("val", "valid", "validation", "test")  # the first that has shards is the split "val"
 SPLIT_NAMES = ("train", *VAL_NAMES)
+# What others put beside the data, in lower case: a NAS (Synology, QNAP, NetApp), macOS, Windows, a file system.
+SYSTEM_NAMES = frozenset(
+    {
+        "@eadir", "@tmp", "@sharesnap", "@recycle", "@recently-snapshot", "#recycle", "#snapshot", "~snapshot",
+        "__macosx", "network trash folder", "temporary items", "thevolumesettingsfolder", "icon\r",
+        "$recycle.bin", "system volume information", "thumbs.db", "ehthumbs.db", "desktop.ini",
+        "lost+found", "__pycache__",
+    }
+)  # fmt: skip
 # The hub of `datasets` has names with a hash, another one in each: train-00000-of-00002-3f2a09b74b3ef9c3.parquet.
 NUMBERED = re.compile(
     r"(?P<before>.*)-(?P<number>\d+)-of-(?P<count>\d+)(?P<hash>-[0-9a-f]{8}[0-9a-f-]*)?(?P<after>.*)", re.DOTALL
 )
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a file or folder of this name, without its folder, is no data: it begins with a dot, or a system made it.
+
+    Such are `._0.jpg`, `.ipynb_checkpoints`, `@eaDir` with a NAS's thumbnails, and `__MACOSX` of an archive.
+    """
+    return name.startswith(".") or name.lower() in SYSTEM_NAMES
 
 
 def split_of(name: str) -> str | None:
@@ -107,7 +124,7 @@ def _list_shards(folder: Path, is_shard: Callable[[str], bool]) -> list[Path]:
             names = [
                 entry.name
                 for entry in entries
-                if not entry.name.startswith(".") and is_shard(entry.name) and not os.path.isdir(entry.path)
+                if not is_hidden(entry.name) and is_shard(entry.name) and not os.path.isdir(entry.path)
             ]
     except (FileNotFoundError, NotADirectoryError):
         return []

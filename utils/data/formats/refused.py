@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from utils.data.formats.naming import SPLIT_NAMES, split_of
+from utils.data.formats.naming import SPLIT_NAMES, is_hidden, split_of
 from utils.errors import UserError
 
 FOLDERS = ("", *SPLIT_NAMES, "data")  # where data sets keep their files; the hub of `datasets` uses data/
@@ -72,7 +72,7 @@ def describe_refused(path: Path, data_dir: Path | None = None) -> str:
 def _file_names(folder: Path) -> list[str]:
     """Sorted; none if the folder is missing or cannot be read."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        return sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_file())
+        return sorted(entry.name for entry in entries if not is_hidden(entry.name) and entry.is_file())
     return []
 
 

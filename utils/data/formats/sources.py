@@ -12,7 +12,7 @@ from utils.config import TrainConfig
 from utils.data.formats import arrow_cache, folder, ilsvrc, lmdb_database, recordio, tfrecord, webdataset
 from utils.data.formats.base import ShardFormat
 from utils.data.formats.flat import find_cls_loc
-from utils.data.formats.naming import VAL_NAMES
+from utils.data.formats.naming import VAL_NAMES, is_hidden
 from utils.data.formats.shards import ClassNames
 from utils.errors import UserError
 from utils.store_url import store_url
@@ -98,7 +98,7 @@ def has_class_folders(data_dir: Path, val_split: str) -> bool:
     """Whether train/ or the folder of the validation images holds folders."""
     for root in (data_dir / "train", data_dir / val_split):
         with contextlib.suppress(OSError), os.scandir(root) as entries:  # the listing explains an error
-            if any(folder.is_folder(entry) for entry in entries if not entry.name.startswith(".")):
+            if any(folder.is_folder(entry) for entry in entries if not is_hidden(entry.name)):
                 return True
     return False
 
