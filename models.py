@@ -21,6 +21,7 @@ from utils.network.head import head_tensors
 from utils.network.variants import prepare_training
 from utils.network.weight_files import Normalization, Weights, published_weights, read_weights
 from utils.network.weight_names import match_weights
+from utils.text import describe_alike
 
 
 def check_arch(arch: str) -> None:
@@ -128,7 +129,8 @@ def choose_head(
         return HeadChoice(True, f"kept ({num_classes:,} classes, which the file does not name)")
     if weights.classes == tuple(classes):
         return HeadChoice(True, f"kept (the same {len(classes):,} classes)")
-    return HeadChoice(False, "new (other class names; --pretrained-head keep keeps it)")
+    alike = describe_alike(classes, weights.classes)
+    return HeadChoice(False, f"new (other class names{alike and f': {alike}'}; --pretrained-head keep keeps it)")
 
 
 def check_head(weights: Weights, model: nn.Module, num_classes: int, classes: Sequence[str]) -> str:
@@ -149,7 +151,7 @@ def check_head(weights: Weights, model: nn.Module, num_classes: int, classes: Se
     if weights.classes is not None and weights.tensors is not None:
         raise UserError(
             f"--evaluate --pretrained: the classes of {weights.source} are not those of the data, labels would mean "
-            "something else; give the data set that it was trained on"
+            f"something else; {describe_alike(classes, weights.classes) or 'give the data set that it was trained on'}"
         )
     return f"the class names of {weights.source} are not known to be those of the data; labels must be in its order"
 

@@ -69,9 +69,22 @@ def folders(*splits: str, change: Make | None = None) -> Make:
     return make
 
 
-def flat(name: str = "", labels: bytes | str = "", images: Sequence[str] = ("a.jpg", "b.jpg", "c.jpg")) -> Make:
-    """Class folders in train/, three images in val/, and a file of their labels."""
+def renamed(train: str, val: str) -> Make:
+    """Class folders whose class red has other names."""
+
+    def change(root: Path) -> None:
+        (root / "train" / "red").rename(root / "train" / train)
+        (root / "val" / "red").rename(root / "val" / val)
+
+    return folders(change=change)
+
+
+def flat(
+    name: str = "", labels: bytes | str = "", images: Sequence[str] = ("a.jpg", "b.jpg", "c.jpg"), more: str = ""
+) -> Make:
+    """Class folders in train/, `more` is another, three images in val/, and a file of their labels."""
     contents: dict[str, bytes | str] = {f"val/{image}": JPEG for image in images}
+    contents |= {f"train/{more}/0.jpg": JPEG} if more else {}
     return folders("train", change=files(contents | ({name: labels} if name else {})))
 
 
@@ -105,6 +118,10 @@ FOLDERS = [
     Case("class folders", "no class in train/", files({"train/x.jpg": JPEG, "val/red/x.jpg": JPEG})),
     Case("class folders", "a class of train/ alone", folders(change=lambda root: shutil.rmtree(root / "val/red"))),
     Case("class folders", "a class of val/ alone", folders(change=lambda root: shutil.rmtree(root / "train/red"))),
+    Case("class folders", "two Unicode forms of a class", renamed("caf\u00e9", "cafe\u0301")),
+    Case("class folders", "upper case in val/", renamed("red", "Red")),
+    Case("class folders", "a space in val/", renamed("red", "red ")),
+    Case("class folders", "a class in Latin-1 in val/", renamed("caf\u00e9", os.fsdecode(b"caf\xe9"))),
     Case("class folders", "images one folder deeper", folders(change=files({"train/blue/dark/x.jpg": JPEG}))),
     Case("class folders", "a class without images", folders(change=files({"train/grey/x.gif": JPEG}))),
     Case("class folders", "an empty file", folders(change=files({"train/red/x.jpg": ""}))),
@@ -121,6 +138,7 @@ FOLDERS = [
     Case("flat val/", "an image without a label", flat("val.csv", CSV)),
     Case("flat val/", "the label of no image", flat("val.csv", f"{CSV}c.jpg,red\nd.jpg,red\n")),
     Case("flat val/", "a label that is no class", flat("val.csv", f"{CSV}c.jpg,grey\n")),
+    Case("flat val/", "a label in another Unicode form", flat("val.csv", f"{CSV}c.jpg,ble\u0301\n", more="bl\u00e9")),
     Case("flat val/", "numbers from 0 or from 1", flat("val.csv", "a.jpg,1\nb.jpg,2\nc.jpg,1\n")),
     Case("flat val/", "an image labelled twice", flat("val.csv", f"{CSV}c.jpg,red\na.jpg,blue\n")),
     Case("flat val/", "three columns", flat("val.csv", f"{CSV}c.jpg,red,1\n")),

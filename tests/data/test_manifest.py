@@ -338,7 +338,7 @@ def test_splits_share_their_classes(small: Path) -> None:
     assert (train.root, val.root) == (small / "train", small / "val")
     (small / "val" / "c").mkdir()
     (small / "val" / "c" / "1.jpg").write_bytes(b"x")
-    with pytest.raises(UserError, match=r"1 classes of val/ are missing in train/ \('c'\)"):
+    with pytest.raises(UserError, match=r"1 class of val/ is missing in train/ \('c'\)"):
         scan_splits(small)
 
 

@@ -4,6 +4,7 @@ import csv
 import html
 import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -116,3 +117,32 @@ def test_what_the_end_needs_is_tried_at_the_start(
     assert not other.exists()
     monkeypatch.setattr("utils.report.page.TEMPLATES", tmp_path)  # an installation without page.html
     refused(*flags, "--report")("--report: no page can be made ('page.html' not found", "restore utils/report/,")
+
+
+def test_a_class_in_another_unicode_form(
+    data: Path, tmp_path: Path, refused: Refused, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Data of a checkpoint that were copied from a Mac: each use says why names that look the same are not."""
+    root, run = tmp_path / "data", tmp_path / "run"
+    shutil.copytree(data, root)
+    forms = ("caf\u00e9", "cafe\u0301")
+    differ = "'cafe\\u0301' and 'caf\\xe9' differ in their Unicode form alone"
+    for split in ("train", "val"):
+        (root / split / "green").rename(root / split / forms[0])
+    flags = ("--data-dir", root, "--output-dir", run, *FLAGS)
+    assert call_main(train.main, flags, capsys).status == 0
+    for split in ("train", "val"):
+        (root / split / forms[0]).rename(root / split / forms[1])
+    refused(*flags, "--epochs", 2)(
+        "train/ has 14 files more", "'cafe\\u0301/green-000.jpg' and 'caf\\xe9/green-000.jpg'"
+    )
+    refused("--evaluate", *flags)("its classes are not those of", differ)
+    done = call_main(scripts.predict.main, (run, root / "val", "--output-dir", run / "out", "--device", "cpu"), capsys)
+    assert done.status == 0
+    assert f"note: the true class of some images is not known: {differ}, a folder's name and a class\n" in done.out
+    weights = call_main(train.main, (*flags, "--output-dir", tmp_path / "new", "--pretrained", run / "best.pt"), capsys)
+    assert f"head new (other class names: {differ}; --pretrained-head keep keeps it)" in weights.out
+    shutil.copytree(root / "train" / forms[1], root / "train" / forms[0])
+    shutil.copytree(root / "val" / forms[1], root / "val" / forms[0])
+    both = call_main(train.main, (*flags, "--output-dir", tmp_path / "both"), capsys)
+    assert f"warning: two classes look the same: {differ}\n" in both.out

@@ -32,6 +32,7 @@ from utils.data.splits import read_data
 from utils.data.staging import stage
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
+from utils.text import describe_alike
 
 
 class BaseFeed:
@@ -277,8 +278,9 @@ def _list_images(config: TrainConfig, split: str, classes: Sequence[str] | None)
         source = find_source(config, [split])
         expected, whose = class_folders(source.data_dir / "train") if source.format is None else (), "of train"
     if expected and tuple(expected) != manifest.classes:
+        alike = describe_alike(manifest.classes, expected)
         raise UserError(
-            f"classes: the {len(manifest.classes)} of {split} are not the {len(expected)} {whose}; both splits must "
-            "have the same class folders, or every label would be shifted"
+            f"classes: the {len(manifest.classes)} of {split} are not the {len(expected)} {whose}; "
+            f"{alike or 'both splits must have the same class folders, or every label would be shifted'}"
         )
     return manifest

@@ -9,8 +9,10 @@ import numpy as np
 
 from utils.data.manifest import Manifest
 from utils.files import rename, write_temporary
+from utils.text import count, describe_alike
 
 LISTING = "listing.zip"
+COMPARED = 1000  # names that are looked at for those that look the same
 
 
 def save_listing(folder: Path, splits: Mapping[str, Manifest]) -> None:
@@ -53,10 +55,12 @@ def describe_difference(before: Mapping[str, int], now: Manifest) -> str:
     if not before:
         return ""
     sizes = dict(zip(now.names(), now.sizes.tolist(), strict=True))
+    more, fewer = ([name for name in one if name not in other] for one, other in ((sizes, before), (before, sizes)))
     parts = (
-        _count([name for name in sizes if name not in before], "more"),
-        _count([name for name in before if name not in sizes], "fewer"),
+        _count(more, "more"),
+        _count(fewer, "fewer"),
         _count([name for name, size in sizes.items() if before.get(name, size) != size], "of another size"),
+        describe_alike(more[:COMPARED], fewer[:COMPARED]),
     )
     return ", ".join(filter(None, parts))
 
@@ -65,4 +69,4 @@ def _count(names: Sequence[str], what: str) -> str:
     if not names:
         return ""
     shown = names[0] + (", ..." if len(names) > 1 else "")
-    return f"{len(names):,} file{'s' if len(names) > 1 else ''} {what} ({shown})"
+    return f"{count(len(names), 'file')} {what} ({shown})"

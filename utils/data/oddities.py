@@ -10,6 +10,7 @@ from utils.data.decode_pool import content_digest
 from utils.data.manifest import Manifest
 from utils.data.reader import read_image
 from utils.data.splits import Splits
+from utils.text import count, describe_alike
 
 FEW_STEPS = 10  # in an epoch
 SAMPLE = 200  # validation images that are looked for in train/
@@ -29,9 +30,11 @@ def describe_oddities(splits: Splits, steps_per_epoch: int) -> list[str]:
         lines.append(f"one class alone ({train.classes[0]}): every network has 100 % there, and learns nothing")
     elif len(train.classes) <= 5:
         lines.append(f"{len(train.classes)} classes: top-5 is 100 % whatever the network says; look at top-1")
+    if alike := describe_alike(train.classes, train.classes):
+        lines.append(f"two classes look the same: {alike}")
     if steps_per_epoch < FEW_STEPS:
-        steps = f"{steps_per_epoch} step{'s' if steps_per_epoch > 1 else ''}"
-        lines.append(f"{steps} per epoch, as train/ has {len(train):,} images: a smaller --batch-size gives more")
+        steps, images = count(steps_per_epoch, "step"), count(len(train), "image")
+        lines.append(f"{steps} per epoch, as train/ has {images}: a smaller --batch-size gives more")
     copies = [] if val.held_out else list(find_copies(train, val))  # which `--val-fraction` keeps together
     if copies:
         (first, same), more = copies[0], f", and {len(copies) - 1} more" if len(copies) > 1 else ""

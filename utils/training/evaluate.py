@@ -25,6 +25,7 @@ from utils.network.augment import Normalize
 from utils.network.gradients import AMP_DTYPES
 from utils.network.weight_files import read_weights
 from utils.progress import show_status, with_bar
+from utils.text import describe_alike
 from utils.training.autotune import choose_common_loader_settings, resolve
 from utils.training.checkpoint import BEST, Checkpoint, load
 from utils.training.mistakes import Mistakes, better_network, check_report, write_page
@@ -196,7 +197,7 @@ def _evaluate_networks(
     if saved and saved.record.classes != val.classes:
         raise UserError(
             f"--data-dir {config.data_dir}: its classes are not those of {saved.path}, labels would mean something "
-            "else; give the data set that it was trained on",
+            f"else; {describe_alike(val.classes, saved.record.classes) or 'give the data set that it was trained on'}",
             on_all_ranks=True,
         )
     network = models.create_network(config, env, val.classes, saved.record.normalization if saved else None)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import models
 from utils.config import ResolvedConfig, TrainConfig
 from utils.data.formats.index import read_shards
-from utils.data.inputs import NO_TARGET, files_manifest, list_inputs, shards_manifest, split_shards
+from utils.data.inputs import NO_TARGET, PathTable, files_manifest, list_inputs, shards_manifest, split_shards
 from utils.data.manifest import Manifest, describe_counts
 from utils.distributed.collectives import all_gather_object, broadcast, gather_to_rank0, sync_errors
 from utils.distributed.group import DistEnv
@@ -30,6 +30,7 @@ from utils.log import emit
 from utils.network.augment import Normalize
 from utils.network.gradients import AMP_DTYPES
 from utils.progress import end_status, show_status, with_bar
+from utils.text import describe_alike
 from utils.training.autotune import choose_common_loader_settings, resolve
 from utils.training.checkpoint import Checkpoint, load_newest
 from utils.training.evaluate import FlipAverage, compute_logits, describe_result, load_network, start_evaluation
@@ -70,6 +71,8 @@ def predict(options: PredictOptions, env: DistEnv, stack: contextlib.ExitStack) 
         average += ", with mirror images" if config.eval_flip else ""
         size = f"{config.val_image_size} px of {config.val_resize}"
         emit(f"{saved.path}: {config.arch}{average}, {size}, amp {config.amp}")
+        if isinstance(manifest.images, PathTable) and (note := _describe_folders(manifest)):
+            emit(note)
         if ignored:
             emit(f"not predicted, as no image is named so: {describe_counts(ignored)}")
     _write(predictor, options, env, stack)
@@ -108,6 +111,14 @@ def _list_images(options: PredictOptions, classes: tuple[str, ...], env: DistEnv
     with sync_errors(env):
         manifest = shards_manifest(groups, classes)
     return manifest, inputs.ignored
+
+
+def _describe_folders(manifest: Manifest) -> str:
+    """A note on folders whose names are not a class, but look like one; "" for none."""
+    unknown = np.flatnonzero(manifest.labels == NO_TARGET).tolist()
+    folders = {os.path.basename(os.path.dirname(manifest.record(index).name)) for index in unknown}
+    alike = describe_alike(folders, manifest.classes)
+    return f"note: the true class of some images is not known: {alike}, a folder's name and a class" if alike else ""
 
 
 def _resolve(options: PredictOptions, saved: Checkpoint, manifest: Manifest, env: DistEnv) -> ResolvedConfig:

@@ -9,6 +9,7 @@ from pathlib import Path
 from utils.data.codecs import is_image
 from utils.data.formats.naming import is_hidden
 from utils.errors import UserError, first_line
+from utils.text import count, describe_alike
 
 CLS_LOC = ("", "CLS-LOC", "Data/CLS-LOC", "ILSVRC/Data/CLS-LOC")  # in what Kaggle's archive unpacks to
 _SOLUTION = "LOC_val_solution.csv"
@@ -183,9 +184,11 @@ def _check_classes(path: Path, labels: list[tuple[int, str]], classes: tuple[str
     others = {label: line for line, label in reversed(labels) if label not in known}  # with the first line of each
     if others:
         label, line = min(others.items(), key=lambda item: item[1])
+        alike, such = describe_alike(others, classes), count(len(others), "such label")
         raise UserError(
-            f"{path}: line {line} has the label {label!r}, which is none of the {len(classes):,} classes of train/ "
-            f"({_shown(list(classes))}); {len(others):,} such labels: correct them, or add the classes to train/"
+            f"{path}: line {line} has the label {label!r}, which is none of the {count(len(classes), 'class')} of "
+            f"train/ ({_shown(list(classes))}); {f'{alike}; ' if alike else ''}correct {such}, or add what "
+            "is missing to train/"
         )
 
 
@@ -204,20 +207,16 @@ def _match(path: Path, folder: Path, images: list[str], rows: list[tuple[int, st
             found[name] = line, label
     if missing:
         raise UserError(
-            f"{path}: names {_count(missing, 'file')} missing in {folder} ({_shown(missing)}); copy the images anew, "
-            "or remove the lines"
+            f"{path}: names {count(len(missing), 'file')} missing in {folder} ({_shown(missing)}); copy the images "
+            "anew, or remove the lines"
         )
     unlabelled = [name for name in images if name not in found]
     if unlabelled:
         raise UserError(
-            f"{path}: has no label for {_count(unlabelled, 'image')} of {folder} ({_shown(unlabelled)}); add lines, or "
-            "remove the images"
+            f"{path}: has no label for {count(len(unlabelled), 'image')} of {folder} ({_shown(unlabelled)}); add "
+            "lines, or remove the images"
         )
     return [(name, found[name][1]) for name in images]
-
-
-def _count(names: list[str], noun: str) -> str:
-    return f"{len(names):,} {noun}{'s' if len(names) > 1 else ''}"
 
 
 def _shown(names: list[str]) -> str:

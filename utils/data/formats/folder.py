@@ -29,6 +29,7 @@ from utils.data.manifest import (
     stat_file,
 )
 from utils.errors import Stopped, UserError
+from utils.text import count, describe_alike
 from utils.validation import require_folder
 
 SCAN_THREADS = 16  # on a network file system a scan waits, it does not compute
@@ -168,9 +169,15 @@ def scan_splits(data_dir: Path, skip_bad: bool = False, val_split: str = "val") 
         only = sorted(set(here.classes) - set(there.classes))
         if only:
             names = ", ".join(map(repr, only[:3])) + (", ..." if len(only) > 3 else "")
+            missing = f"{count(len(only), 'class')} of {other}/ {'is' if len(only) == 1 else 'are'} missing in {split}/"
+            if alike := describe_alike(only, there.classes):
+                raise UserError(
+                    f"--data-dir {data_dir}: {missing} ({names}): {alike}, in {other}/ and {split}/; rename one as the "
+                    "other"
+                )
             raise UserError(
-                f"--data-dir {data_dir}: {len(only)} classes of {other}/ are missing in {split}/ ({names}); "
-                "both must hold the same class folders, or every label would be shifted"
+                f"--data-dir {data_dir}: {missing} ({names}); both must hold the same class folders, or every label "
+                "would be shifted"
             )
     return train, val
 

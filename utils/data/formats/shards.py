@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from utils.data.formats.base import Entry, Record, Span
 from utils.data.manifest import Manifest, describe, files_fingerprint
 from utils.errors import UserError, some
+from utils.text import count, describe_alike
 
 MANY = 100_000  # classes; a label above, and above the number of images, is no class
 
@@ -230,7 +231,9 @@ def _common_labels(splits: Sequence[Shards], names: ClassNames) -> tuple[tuple[s
     texts = sorted({text for each in splits for text in each.index.texts})
     classes = names.names or tuple(texts)
     if unknown := [text for text in texts if text not in classes]:
-        raise UserError(f"{splits[0].root}: the class {unknown[0]!r} is not in {names.origin}; add it there")
+        alike = describe_alike(unknown, classes)
+        remedy = f"{alike}, write both alike" if alike else "add it there"
+        raise UserError(f"{splits[0].root}: the class {unknown[0]!r} is not in {names.origin}; {remedy}")
     return classes, {
         each.split: np.array([classes.index(text) for text in each.index.texts], dtype=np.int64)[each.index.labels]
         for each in splits
@@ -254,11 +257,11 @@ def _common_numbers(
     reference = names.lists.get("train", next(iter(names.lists.values()), ()))
     for each in splits:
         listed = names.lists.get(each.split, reference)
-        count = len(classes) if listed == reference else min(len(listed), len(classes))
-        if (above := int(labels[each.split].max())) >= count:
+        named = len(classes) if listed == reference else min(len(listed), len(classes))
+        if (above := int(labels[each.split].max())) >= named:
             raise UserError(
-                f"{each.root}: label {first + above}, but {names.origin} has {count} classes; give it a name for each "
-                "label"
+                f"{each.root}: label {first + above}, but {names.origin} has {count(named, 'class')}; give it a name "
+                "for each label"
             )
         if listed != reference:
             labels[each.split] = _renumber(each, labels[each.split], listed, reference)
@@ -277,9 +280,10 @@ def _renumber(
     used = np.unique(labels).tolist()
     for name in (listed[label] for label in used):
         if listed.count(name) > 1 or reference.count(name) != 1:
+            alike = describe_alike([name], reference)
             raise UserError(
                 f"{shards.root}: the lists of classes of train and val differ, and {name!r} of {shards.split} is not "
-                "exactly once in each; give both the same names, in any order"
+                f"exactly once in each; {f'{alike}, ' if alike else ''}give both the same names, in any order"
             )
     numbers = np.zeros(len(listed), dtype=np.int64)
     numbers[used] = [reference.index(listed[label]) for label in used]
@@ -290,10 +294,13 @@ def _require_all_classes(shards: Shards, classes: tuple[str, ...], labels: NDArr
     """Raise UserError for a class without images."""
     missing = np.flatnonzero(np.bincount(labels, minlength=len(classes)) == 0)
     if len(missing):
+        absent = [classes[label] for label in missing.tolist()]
+        have = "has" if len(missing) == 1 else "have"
+        alike = describe_alike(absent, classes)
         raise UserError(
-            f"{shards.root}: {len(missing):,} of {len(classes):,} classes have no image in {shards.split} "
-            f"({some([classes[label] for label in missing.tolist()])}); both splits must have images of the same "
-            "classes"
+            f"{shards.root}: {len(missing):,} of {count(len(classes), 'class')} {have} no "
+            f"image in {shards.split} ({some(absent)}); "
+            f"{f'{alike}, write both alike' if alike else 'both splits must have images of the same classes'}"
         )
 
 
