@@ -30,9 +30,8 @@ from utils.cli import TRAIN
 from utils.config import ResolvedConfig, TrainConfig
 from utils.data.sampler import create_sampler
 from utils.data.settings import LoaderSettings, keeps_val_batches, with_val_batch
-from utils.data.splits import Splits, check_files, initial_manifest, read_data, select_images
+from utils.data.splits import Splits, initial_manifest, read_data, select_images
 from utils.data.staging import stage
-from utils.data.user_code import check_user_code
 from utils.distributed.collectives import sync_errors
 from utils.distributed.elastic import report_status
 from utils.distributed.group import DistEnv, process_group
@@ -55,9 +54,10 @@ from utils.training.checkpoint_writer import CheckpointWriter
 from utils.training.compatibility import check_fingerprint, create_record, resume_warnings
 from utils.training.evaluate import evaluate, evaluate_checkpoint, report_best
 from utils.training.lr_schedule import create_schedule
-from utils.training.mistakes import NUM_SAMPLES, check_report
+from utils.training.mistakes import NUM_SAMPLES
 from utils.training.optim import check_optimizer
 from utils.training.output import lock_output, prepare_output
+from utils.training.preflight import check_start
 from utils.training.preprocessing import fill_preprocessing
 from utils.training.resume import files_to_replace, inherit_start, metrics_resume_point, open_checkpoint, restore
 from utils.training.run import Run
@@ -176,10 +176,8 @@ def open_output(
     settings = choose_common_loader_settings(given, env, saved, listed["train"])
     settings = dataclasses.replace(settings, reasons=settings.reasons | by_weights)
     config = resolve(given, listed["train"].classes, env, settings, saved, len(listed["train"]))
-    check_files(listed, config.data_dir, env)
-    check_user_code(config, env)
+    check_start(config, listed, env)
     prepare_output(config.output_dir, env, stack)
-    check_report(config, listed["train"], env)
     if not locked:
         lock_output(config.output_dir, env, stack)
     return config, settings, saved

@@ -1,8 +1,10 @@
 """Command line of train.py and of every script: Typer options, YAML recipes, error messages and exit statuses."""
 
+import copy
 import dataclasses
 import functools
 import inspect
+import os
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +33,7 @@ from utils.validation import find_weights, require_source, require_tracker, requ
 # typer carries click under a private name; BadParameter is the public way to click's common base class.
 _USAGE_ERROR: Any = typer.BadParameter.__mro__[2]
 _GIVEN = ("COMMANDLINE", "DEFAULT_MAP")  # click's names of where a value came from; the second is a recipe's
+_OPTION = type(typer.Option())
 REQUIRED = inspect.Parameter.empty  # as the default of an option
 Options = TypeVar("Options")
 
@@ -62,7 +65,8 @@ class Program(Generic[Options]):
         def read(*values: Any, version: bool, **named: Any) -> Options:
             return self.read_options(*values, **named)
 
-        _sign(read, [*inspect.signature(self.read_options, eval_str=True).parameters.values(), self._version_option()])
+        options = inspect.signature(self.read_options, eval_str=True).parameters.values()
+        _sign(read, [*map(_reads_paths, options), self._version_option()])
         app.command(help=self.help or inspect.getdoc(self.read_options), context_settings=settings)(read)
         return typer.main.get_command(app)
 
@@ -246,7 +250,9 @@ def _reader(field: dataclasses.Field[Any], info: FlagInfo) -> dict[str, Any]:
         return number_option(kind)
     if names := choices(field.name):
         return {"parser": functools.partial(_choice, names), "metavar": "NAME"}
-    return {"parser": _path, "metavar": "PATH"} if kind is Path else {"metavar": info.metavar or "NAME"}
+    if kind is Path:
+        return {"parser": _path, "metavar": "PATH"}
+    return {"metavar": info.metavar or "NAME"} | ({"parser": os.path.expanduser} if info.is_path else {})
 
 
 def _choice(names: tuple[str, ...], text: str) -> str:
@@ -256,9 +262,27 @@ def _choice(names: tuple[str, ...], text: str) -> str:
 
 
 def _path(text: str) -> Path:
+    """A path, with `~/` as the home folder, which a shell replaces neither behind `=` nor in a recipe."""
     if not text:
         raise typer.BadParameter("'' is no path")  # an empty shell variable, which would mean this folder
-    return Path(text)
+    return Path(os.path.expanduser(text))
+
+
+def _reads_paths(parameter: inspect.Parameter) -> inspect.Parameter:
+    """The parameter, read by `_path` if its type is Path, one or several, and nothing else reads it."""
+    kind, *infos = typing.get_args(parameter.annotation) or (None,)
+    if not infos or Path not in (kind, *typing.get_args(kind), *map(_first_argument, typing.get_args(kind))):
+        return parameter
+    info = copy.copy(infos[0])
+    if info.parser is None:
+        info.parser = _path
+        if info.metavar is None and isinstance(info, _OPTION):  # an argument shows its name
+            info.metavar = "PATH"
+    return parameter.replace(annotation=Annotated[kind, info])
+
+
+def _first_argument(kind: Any) -> Any:
+    return next(iter(typing.get_args(kind)), None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

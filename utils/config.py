@@ -105,9 +105,11 @@ class TrainConfig:
     val_split: str = _flag(
         "val", DATA, "Folder of the validation images, beside train/.", role="logged", from_checkpoint=True
     )
-    train_data: str | None = _flag(None, DATA, "Training shards, below --data-dir.", shown="found", metavar="GLOB")
+    train_data: str | None = _flag(
+        None, DATA, "Training shards, below --data-dir.", shown="found", metavar="GLOB", is_path=True
+    )
     val_data: str | None = _flag(
-        None, DATA, "Validation shards, likewise.", shown="found", metavar="GLOB",
+        None, DATA, "Validation shards, likewise.", shown="found", metavar="GLOB", is_path=True,
         from_checkpoint=True,
     )  # fmt: skip
     class_names: Path | None = _flag(
@@ -140,10 +142,10 @@ class TrainConfig:
         shown="1, off", role="fixed",
     )  # fmt: skip
     transform: str | None = _flag(
-        None, AUGMENTATION, "Your DALI graph, before --augment.", shown="off", metavar="FILE.py:NAME"
+        None, AUGMENTATION, "Your DALI graph, before --augment.", shown="off", metavar="FILE.py:NAME", is_path=True
     )
     dali_plugin: str | None = _flag(
-        None, AUGMENTATION, "Compiled operators for --transform.", shown="off", metavar="LIB.so"
+        None, AUGMENTATION, "Compiled operators for --transform.", shown="off", metavar="LIB.so", is_path=True
     )
     resize_schedule: str = _flag(
         "", AUGMENTATION, "Training sizes from epochs on, as 0:128,10:192.",
@@ -162,7 +164,9 @@ class TrainConfig:
     mixup_off_epoch: int = _flag(0, AUGMENTATION, "Epochs with both; 0: all.", MIN_0, unit="epochs", role="logged")
     random_erase: float = _flag(0.0, AUGMENTATION, "Probability of erasing.", _PROBABILITY, role="fixed")
 
-    pretrained: str | None = _flag(None, MODEL, "timm's weights, or those in FILE.", shown="off", metavar="[FILE]")
+    pretrained: str | None = _flag(
+        None, MODEL, "timm's weights, or those in FILE.", shown="off", metavar="[FILE]", is_path=True
+    )
     pretrained_ema: bool | None = _flag(None, MODEL, "FILE's EMA weights.", shown="if any")
     pretrained_head: Literal["auto", "keep", "new"] = _flag("auto", MODEL, "The weights' head.")
     num_classes: int | None = _flag(
@@ -250,7 +254,9 @@ class TrainConfig:
     )
     device: Literal["auto", "cuda", "cpu"] = _flag("auto", PRECISION, "Where to train.", chosen=True)
 
-    resume: str = _flag("auto", RUN, "auto: from last.pt, if there is one.", metavar="auto|none|PATH", of_launch=True)
+    resume: str = _flag(
+        "auto", RUN, "auto: from last.pt, if there is one.", metavar="auto|none|PATH", of_launch=True, is_path=True
+    )
     checkpoint_steps: int = _flag(0, RUN, "Steps between saves; 0: an epoch.", MIN_0, unit="steps")
     eval_every: int = _flag(1, RUN, "Epochs between evaluations.", MIN_1, unit="epochs", role="logged")
     patience: int = _flag(

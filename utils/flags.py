@@ -29,6 +29,7 @@ class FlagInfo:
         unit: of its value.
         limits: ranges, each with its own message, that the value must be in.
         role: what a resume with another value does.
+        is_path: whether the value can be a path, though its type is not one; then `~` stands for the home folder.
         from_checkpoint: whether `--evaluate` takes the value from the checkpoint where it is not given.
         of_launch: whether it says how one launch begins or ends, not what the run is: config.json, checkpoints and
             trackers do not have it, so that a recipe made of them cannot repeat it.
@@ -43,6 +44,7 @@ class FlagInfo:
     unit: str = ""
     limits: tuple[Limit, ...] = ()
     role: Role = "free"
+    is_path: bool = False
     from_checkpoint: bool = False
     of_launch: bool = False
     chosen: bool = False

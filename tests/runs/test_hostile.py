@@ -85,6 +85,7 @@ def test_refused_in_one_line_or_runs(
     number: int, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))  # which `--output-dir ~` is
     flags = draw(number, tmp_path)
     done = call_main(train.main, [*RUN, "--data-dir", data, "--output-dir", tmp_path / "run", *flags], capsys)
     print(flags, done.status)

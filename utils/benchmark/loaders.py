@@ -26,6 +26,7 @@ from utils.data.policies import RATIO
 from utils.data.reader import READ_THREADS, open_image, read_image
 from utils.data.sampler import Sampler
 from utils.data.settings import check_cache_fits, choose_loader_settings
+from utils.data.shared_memory import check_shared_memory
 from utils.data.workers import safe_fork
 from utils.distributed.machine import inspect_machine
 from utils.errors import UserError
@@ -242,10 +243,14 @@ def open_loaders(
         stack: closes all.
 
     Raises:
-        UserError: the images do not fit where `CACHED` keeps them, or are fewer than a batch.
+        UserError: the images do not fit where `CACHED` keeps them, or are fewer than a batch; or /dev/shm is too small.
     """
     if CACHED in names:
         _check_cache(run, images)
+    if by_workers := [name for name in names if name in ("torch", "timm")]:
+        others = ",".join(name for name in TITLES if name not in ("torch", "timm", CACHED))
+        config = dataclasses.replace(run.config, loader="torch")
+        check_shared_memory(config, 0, run.env, loaders=len(by_workers), other=f"--loaders {others}")
     part, workers = run.sampler.batches_per_epoch // (len(names) + 1), run.config.workers
     readers = reading_threads(workers) if any(name.startswith("dali") for name in names) else workers
     readers = 1 if set(names) == {"stock"} else readers

@@ -21,6 +21,7 @@ from utils.data.decoding import DecodeError, ImageInfo, decoder_of
 from utils.data.formats.base import Record
 from utils.data.manifest import Manifest
 from utils.data.reader import READ_AHEAD, read_image, stat_image
+from utils.data.shared_memory import explain_full
 from utils.data.workers import process_pool
 from utils.distributed.group import DistEnv
 from utils.errors import BadFile
@@ -145,10 +146,13 @@ def identify_bad_file(
 
     Raises:
         BadFile: instead of the loader's own error.
+        UserError: there is no room for batches in /dev/shm.
     """
     try:
         yield
     except Exception as error:
+        if full := explain_full(error, config):
+            raise full from error
         ahead = itertools.islice(upcoming, 2 + READ_AHEAD + NUM_PIPELINES * config.prefetch)
         records = [manifest.record(int(index)) for indices in ahead for index in indices]
         message = str(error)

@@ -113,8 +113,9 @@ def create_config(data_dir: str | os.PathLike[str], split: str, values: Mapping[
         _check_type(name, value)
     given = {name: value for name, value in values.items() if value is not None}
     if "stage_dir" in given:
-        given["stage_dir"] = Path(given["stage_dir"])
-    config = TrainConfig(data_dir=Path(data_dir), evaluate=split == "val", given=frozenset(given), **given)
+        given["stage_dir"] = Path(os.path.expanduser(given["stage_dir"]))
+    folder = Path(os.path.expanduser(data_dir))
+    config = TrainConfig(data_dir=folder, evaluate=split == "val", given=frozenset(given), **given)
     validate(config)
     return config
 

@@ -69,6 +69,7 @@ def expand_sources(sources: Sequence[str]) -> list[str]:
     """
     paths: list[str] = []
     for source in sources:
+        source = source if os.path.lexists(source) else os.path.expanduser(source)
         found = [source] if os.path.lexists(source) else _matching(source)
         if not found:
             what = "no file of that name" if glob.has_magic(source) else "no such file or folder"

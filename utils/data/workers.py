@@ -18,6 +18,7 @@ from utils.config import ResolvedConfig
 from utils.data.batch import Batch
 from utils.data.manifest import Manifest
 from utils.data.sampler import Sampler
+from utils.data.shared_memory import explain_semaphores
 from utils.distributed.exit import install_worker_exit_handler
 from utils.distributed.group import DistEnv
 from utils.distributed.process import exit_with_parent
@@ -30,11 +31,15 @@ def safe_fork() -> Iterator[None]:
     """Around the start of worker processes: no garbage of this process may be collected in them.
 
     A worker that frees a DALI pipeline which it inherited waits for threads that it did not inherit, and aborts.
+
+    Raises:
+        UserError: as `explain_semaphores`.
     """
     gc.collect()
     gc.freeze()
     try:
-        yield
+        with explain_semaphores():
+            yield
     finally:
         gc.unfreeze()
 
@@ -99,7 +104,9 @@ def process_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
     """Processes that read or decode files. What they print on standard error goes to a file in memory of their own."""
     # Forked: a fresh interpreter would import the trainer for seconds.
     fork = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(workers, fork, _start_process, (os.getpid(),)) as pool:
+    with explain_semaphores():
+        opened = ProcessPoolExecutor(workers, fork, _start_process, (os.getpid(),))
+    with opened as pool:
         with safe_fork():
             pool.submit(os.getpid)  # all processes start with the first task
         try:

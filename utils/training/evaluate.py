@@ -13,6 +13,7 @@ import pipelines
 from utils.config import ResolvedConfig, TrainConfig
 from utils.data.manifest import Manifest
 from utils.data.settings import with_val_batch
+from utils.data.shared_memory import check_shared_memory
 from utils.data.splits import check_files, describe_exclusions, read_data, select_images
 from utils.data.staging import stage
 from utils.distributed.collectives import all_reduce_sum, sync_errors
@@ -155,6 +156,7 @@ def evaluate_checkpoint(config: TrainConfig, env: DistEnv) -> None:
     prepare_output(resolved.output_dir, env)
     check_report(resolved, manifest, env)
     _, splits = select_images(resolved, listed, env, saved.initial_files if saved else None)
+    check_shared_memory(resolved, len(splits["val"]), env)
     result, note, mistakes = _evaluate_networks(resolved, splits["val"], env, saved)
     pictures = mistakes.pictures(_source(result, saved), None) if mistakes else None
     if env.is_main:

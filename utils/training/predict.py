@@ -22,6 +22,7 @@ from utils.config import ResolvedConfig, TrainConfig
 from utils.data.formats.index import read_shards
 from utils.data.inputs import NO_TARGET, PathTable, files_manifest, list_inputs, shards_manifest, split_shards
 from utils.data.manifest import Manifest, describe_counts
+from utils.data.shared_memory import check_shared_memory
 from utils.distributed.collectives import all_gather_object, broadcast, gather_to_rank0, sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import UserError, first_line, readable
@@ -141,7 +142,9 @@ def _resolve(options: PredictOptions, saved: Checkpoint, manifest: Manifest, env
     with sync_errors(env):
         config, _ = settings_of_checkpoint(config, saved.config, saved.path or "", env)
     settings = choose_common_loader_settings(config, env, saved, manifest)
-    return resolve(config, saved.record.classes, env, settings, saved)
+    resolved = resolve(config, saved.record.classes, env, settings, saved)
+    check_shared_memory(resolved, len(manifest), env)
+    return resolved
 
 
 class _Batch(NamedTuple):

@@ -1,0 +1,111 @@
+"""`~/` is the home folder in every path of every program. A shell replaces it neither behind = nor in a recipe."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import scripts.benchmark
+import scripts.check_dataset
+import scripts.compare_caches
+import scripts.compare_formats
+import scripts.compare_recipes
+import scripts.compare_starts
+import scripts.convert_dataset
+import scripts.download
+import scripts.export
+import scripts.launcher
+import scripts.make_digits
+import scripts.performance
+import scripts.predict
+import scripts.report
+import scripts.runs
+import scripts.scaling
+import scripts.track
+import scripts.watch
+from utils.cli import TRAIN, Program
+from utils.config import TrainConfig, flag_fields
+from utils.data.feed_options import create_config
+from utils.data.inputs import expand_sources
+from utils.flags import flag, flag_info, kinds
+
+PATHS = [field for field in flag_fields() if Path in kinds(field) or flag_info(field).is_path]
+WORDS: tuple[tuple[Program[Any], str], ...] = (
+    (scripts.benchmark.PROGRAM, "--data-dir=~/x --output-dir=~/x --stage-dir=~/x"),
+    (scripts.check_dataset.PROGRAM, "~/x --output-dir=~/x --stage-dir=~/x"),
+    (scripts.compare_caches.PROGRAM, "--data-dir=~/x --output-dir=~/x"),
+    (scripts.compare_formats.PROGRAM, "~/x ~/y --output-dir=~/x"),
+    (scripts.compare_recipes.PROGRAM, "a b --data-dir=~/x --output-dir=~/x"),
+    (scripts.compare_starts.PROGRAM, "--data-dir=~/x --output-dir=~/x"),
+    (scripts.convert_dataset.PROGRAM, "~/x ~/y --class-names=~/x --stage-dir=~/x"),
+    (scripts.download.PROGRAM, "imagenette --output-dir=~/x"),
+    (scripts.export.PROGRAM, "~/x --format=timm --output-dir=~/x --check-data=~/x"),
+    (scripts.launcher.PROGRAM, "--limit=1 --terminate-after=~/x -- true"),
+    (scripts.make_digits.PROGRAM, "~/x"),
+    (scripts.performance.PROGRAM, "--data-dir=~/x --output-dir=~/x"),
+    (scripts.predict.PROGRAM, "~/x x --output-dir=~/x"),
+    (scripts.report.PROGRAM, "~/x ~/y --output=~/x"),
+    (scripts.runs.PROGRAM, "~/x ~/y"),
+    (scripts.scaling.PROGRAM, "--data-dir=~/x --output-dir=~/x"),
+    (scripts.track.PROGRAM, "~/x --track=wandb"),
+    (scripts.watch.PROGRAM, "~/x"),
+)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for name in ("x", "y"):
+        (tmp_path / name).mkdir()
+    return tmp_path
+
+
+def test_which_flags_take_paths() -> None:
+    assert {field.name for field in PATHS} == {
+        "data_dir", "output_dir", "config", "class_names", "stage_dir", "train_data", "val_data", "resume",
+        "pretrained", "transform", "dali_plugin",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("field", PATHS, ids=lambda field: field.name)
+def test_flags_and_recipes_of_train(home: Path, field: Any) -> None:
+    name = "x/f.py:name" if field.name == "transform" else "x/f"
+    (home / "x" / "f").write_text("lr: 0.5\n")
+    others = ["--data-dir", "x"] + (["--transform", "x/f.py:name"] if field.name == "dali_plugin" else [])
+
+    def check(*words: str) -> None:
+        config = TRAIN.parse([*others, *words])
+        assert str(getattr(config, field.name)) == str(home / name)
+        assert field.name != "config" or config.lr == 0.5
+
+    check(f"{flag(field.name)}=~/{name}")
+    check(flag(field.name), f"~/{name}")
+    if field.name not in ("config", "data_dir"):
+        (home / "recipe.yaml").write_text(f"{flag(field.name)[2:]}: ~/{name}\n")
+        check("--config=~/recipe.yaml")
+        (home / "recipe.yaml").write_text(f'{field.name}: "~/{name}"\n')
+        check("--config", "recipe.yaml")
+
+
+@pytest.mark.parametrize(("program", "words"), WORDS, ids=lambda value: getattr(value, "name", "words"))
+def test_scripts(home: Path, program: Program[Any], words: str) -> None:
+    options = repr(program.parse(words.split()))
+    assert "~" not in options
+    assert options.count(str(home)) >= words.count("~/")
+
+
+def test_sources_and_feeds(home: Path) -> None:
+    (home / "x" / "a.jpg").write_bytes(b"x")
+    assert expand_sources(["~/x/*.jpg", "~/y"]) == [str(home / "x" / "a.jpg"), str(home / "y")]
+    (home / "~").mkdir()
+    assert expand_sources(["~"]) == ["~"], "a folder of that name"
+    assert create_config("~/x", "train", {"stage_dir": "~/y"}).data_dir == home / "x"
+
+
+def test_what_is_no_path_stays(home: Path) -> None:
+    for words in ("--resume=auto", "--resume=none --overwrite", "--pretrained=timm"):
+        config = TRAIN.parse(["--data-dir=./~", *words.split()])
+        assert (config.data_dir, config.resume in ("auto", "none")) == (Path("./~"), True)
+    assert TRAIN.parse(["--data-dir=~nobody-has-this-name/x"]).data_dir == Path("~nobody-has-this-name/x")
+    assert TrainConfig.from_dict(TRAIN.parse(["--data-dir=~/x"]).to_dict()).data_dir == home / "x"

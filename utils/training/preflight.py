@@ -1,0 +1,17 @@
+"""What a run needs later is tried at its start: user code, room for batches, the page of `--report`."""
+
+from utils.config import ResolvedConfig
+from utils.data.shared_memory import check_shared_memory
+from utils.data.splits import Splits, check_files
+from utils.data.user_code import check_user_code
+from utils.distributed.group import DistEnv
+from utils.training.mistakes import check_report
+
+
+def check_start(config: ResolvedConfig, listed: Splits, env: DistEnv) -> None:
+    """Raise UserError on all ranks for what would end the run later. Collective: call on every rank."""
+    check_files(listed, config.data_dir, env)
+    check_user_code(config, env)
+    num_val = len(listed["val"]) if "val" in listed else round(config.val_fraction * len(listed["train"]))
+    check_shared_memory(config, num_val, env)
+    check_report(config, listed["train"], env)
