@@ -19,7 +19,7 @@ import pipelines
 from tests.conftest import resolved
 from utils.data.formats.folder import scan_splits
 from utils.data.sampler import Sampler
-from utils.distributed.exit import terminate_workers
+import utils.distributed.exit as ending
 from utils.distributed.group import DistEnv
 
 train, _ = scan_splits(Path(sys.argv[1]))
@@ -33,7 +33,8 @@ for _ in range(2):
 signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # with which torch would raise an error for the killed one
 running, stopped = multiprocessing.active_children()
 os.kill(stopped.pid, signal.SIGSTOP)
-terminate_workers()
+ending.WORKER_EXIT_TIMEOUT = 5.0  # on a busy machine
+ending.terminate_workers()
 stopped.join()
 print(running.exitcode, stopped.exitcode, flush=True)
 os._exit(0)

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +70,14 @@ def test_seconds_count_the_imports_too_and_under_torchrun_from_its_start() -> No
     code = (
         "import time; time.sleep(2)\n"
         "from utils.distributed.launcher import seconds_since_launch, seconds_since_start as start\n"
-        "print(seconds_since_launch(), start())\n"
+        "print(seconds_since_launch(), start(), seconds_since_launch())\n"
     )
-    launched, start = launch(program=code).out.split()
-    assert float(start) == pytest.approx(float(launched), abs=0.5)
-    assert 2 <= float(launched) < 20
-    launched, start = launch(program=code, torchrun=RESTARTS).out.split()
-    assert 2 <= float(launched) < float(start) - 0.5, "torch takes more than that to import"
-    assert seconds_since_start() == pytest.approx(seconds_since_launch(), abs=0.5)
+    began = time.monotonic()
+    launched, start, later = map(float, launch(program=code).out.split())
+    assert 2 <= launched <= start <= later < time.monotonic() - began + 0.1
+    launched, start, later = map(float, launch(program=code, torchrun=RESTARTS).out.split())
+    assert 2 <= launched < later < start, "torchrun was there before"
+    assert seconds_since_launch() <= seconds_since_start() <= seconds_since_launch()
 
 
 @pytest.mark.dist
@@ -132,10 +133,10 @@ def test_a_restart_goes_on_after_a_death_on_another_machine(data: Path, tmp_path
 def test_the_time_limit_ends_torchrun_too(data: Path, tmp_path: Path) -> None:
     """Otherwise torchrun would start the processes again."""
     flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--epochs", 1000, "--output-dir", tmp_path)
-    done = launch(*flags, "--time-limit", "0.5", torchrun=RESTARTS)
+    done = launch(*flags, "--time-limit", "0.001", torchrun=RESTARTS)
     assert done.status == 1, done.err
     assert done.out.count("stopped by the time limit at step ") == 1
-    assert read_checkpoint(tmp_path)["step"] <= 2
+    assert read_checkpoint(tmp_path)["step"] == 1
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from tests.conftest import TINY, assert_same_run, write_data
-from tests.harness import Finished, launch_and_end, launch_forked, read_checkpoint, read_metrics, run_train
+from tests.conftest import TINY, assert_same_run
+from tests.harness import Finished, hold_and_end, launch_forked, read_checkpoint, read_metrics, run_train
+from utils.distributed import stop as stop_module
 from utils.distributed.group import DistEnv
 from utils.distributed.stop import StopRequest
 
@@ -18,7 +19,8 @@ SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
 
 
 @pytest.mark.parametrize("name", SIGNALS)
-def test_a_signal_is_noted_and_its_repetition_ignored(cpu: DistEnv, name: str) -> None:
+def test_a_signal_is_noted_and_its_repetition_ignored(cpu: DistEnv, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(stop_module, "REPEAT_SECONDS", 600.0)
     number = signal.Signals[name]
     before = signal.getsignal(number)
     stop = StopRequest()
@@ -74,10 +76,11 @@ def test_the_first_signal_after_the_time_limit_leaves_time_to_save() -> None:
 
 def test_a_worker_that_inherited_the_handlers_ignores_signals() -> None:
     done = run_program(
+        "end, this_end = os.pipe()\n"
         "child = os.fork()\n"
-        "if child == 0: time.sleep(1); os._exit(7)\n"
-        "time.sleep(0.5)\n"
+        "if child == 0: os.close(this_end); os.read(end, 1); os._exit(7)\n"
         "for number in stop.SIGNALS: os.kill(child, number)\n"
+        "os.close(this_end)\n"
         "assert os.waitpid(child, 0)[1] == 7 << 8\n"
     )
     assert done.out == "still here\n"
@@ -131,32 +134,33 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path) -> None
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_time_limit(data: Path, tmp_path: Path, processes: int) -> None:
     flags = ("--data-dir", data, *TINY, "--epochs", 1000, "--batch-size", 4, "--output-dir", tmp_path)
-    # Over when the first step is done. And a launch as users make it, which keeps so few images decoded.
-    done = run_train(*flags, "--cache", "auto", "--time-limit", "0.5", processes=processes)
+    # Over before the first step is done. And a launch as users make it, which keeps so few images decoded.
+    done = run_train(*flags, "--cache", "auto", "--time-limit", "0.001", processes=processes)
     assert "--cache host: decoded, the training images take" in done.out
     assert "stopped by the time limit at step" in done.out or "stopped by another rank at step" in done.out
-    assert read_checkpoint(tmp_path)["step"] <= 3
+    assert read_checkpoint(tmp_path)["step"] == processes, "several agree while they do the next step"
     if processes == 1:
         assert done.status == 143
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_stop_within_the_evaluation(tmp_path: Path, processes: int) -> None:
+def test_stop_within_the_evaluation(data: Path, tmp_path: Path, processes: int) -> None:
     """The evaluation ends at once, and the resumed run evaluates all images."""
-    data = write_data(tmp_path / "data", val=(501, 500, 500))
     flags = ("--data-dir", data, *TINY, "--epochs", 1, "--batch-size", 8 // processes, "--deterministic")
     uninterrupted, cut = tmp_path / "uninterrupted", tmp_path / "cut"
     assert run_train(*flags, "--output-dir", uninterrupted, processes=processes).status == 0
     saved = (cut / "last.pt").exists  # first at the end of the epoch's training
-    status = launch_and_end(*flags, "--output-dir", cut, when=saved, number=signal.SIGTERM, processes=processes)
+    status = hold_and_end(
+        *flags, "--output-dir", cut, at="evaluation", when=saved, number=signal.SIGTERM, processes=processes
+    )
     if processes == 1:
         assert status == 143
     assert (read_checkpoint(cut)["step"], read_checkpoint(cut)["epoch"]) == (5, 0)
     assert not any("val/top1" in record for record in read_metrics(cut))
     resumed = run_train(*flags, "--output-dir", cut, processes=processes)
     assert resumed.status == 0, resumed.err
-    assert read_metrics(cut)[-1]["val/count"] == 1501
+    assert read_metrics(cut)[-1]["val/count"] == 41
     assert_same_run(uninterrupted, cut)
 
 

@@ -197,9 +197,9 @@ def test_a_stop_before_the_first_step_keeps_an_evaluation(data: Path, tmp_path: 
 @pytest.mark.slow
 def test_a_write_that_lasts_longer_than_the_timeout(data: Path, tmp_path: Path) -> None:
     """Neither the other rank nor the watchdog takes the rank that waits for its disk for one that hangs."""
-    with start_held(data, tmp_path, 2, "written in part", "--epochs", 2, "--timeout", 3, processes=2) as held:
+    with start_held(data, tmp_path, 2, "written in part", "--epochs", 2, "--timeout", 10, processes=2) as held:
         held.wait_for((tmp_path / "held").exists)
-        time.sleep(10)  # three times --timeout; the watchdog waits for twice that
+        time.sleep(30)  # three times --timeout; the watchdog waits for twice that
         (tmp_path / "release").touch()
         done = held.end()
     assert done.status == 0, done.err

@@ -144,7 +144,7 @@ class TestDeaths:
             with start(*flags, "--output-dir", tmp_path / "run", env=server.env) as run:
                 run.wait_for(lambda least=least: count() >= least)  # type: ignore[misc]
                 run.send(number, run.pid)
-                assert run.end(timeout=10).status == status
+                assert run.end().status == status
             sizes = {path.stat().st_size for path in (folder / "extra").iterdir()}
             assert sizes == {BYTES}  # no half object has its name
         there, before = count(), server.gets("sets/tiny")

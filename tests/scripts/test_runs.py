@@ -45,7 +45,8 @@ def test_runs_are_listed_with_their_state(data: Path, tmp_path: Path, capsys: py
     }  # fmt: skip
     assert {name: cells[1] for name, cells in died.items()} == running_to_died(running)
     summary = json.loads((tmp_path / "finished" / "summary.json").read_text())
-    assert died["finished"][6:8] == [f"{summary['images_per_second']:,.0f}", f"00:{int(summary['seconds']):02}"]
+    minutes, seconds = divmod(int(summary["seconds"]), 60)
+    assert died["finished"][6:8] == [f"{summary['images_per_second']:,.0f}", f"{minutes:02}:{seconds:02}"]
     assert died["finished"][2:6] == ["test_resnet", "3/3", f"{summary['best_top1']:.2f}", "%"]
     assert died["finished"][-1] == str(data)
     assert died["stopped"][2:4] == ["test_resnet", "0/2"]

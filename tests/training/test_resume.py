@@ -11,8 +11,8 @@ import pytest
 from tests.conftest import TINY, assert_same, assert_same_run
 from tests.harness import (
     assert_refused,
+    hold_and_end,
     launch,
-    launch_and_end,
     launch_series,
     read_checkpoint,
     read_losses,
@@ -69,18 +69,20 @@ def test_an_interrupted_run_ends_as_the_uninterrupted_one(
 
     # Killed in mid-epoch 1, after a checkpoint at step 3.
     mid_epoch = (*flags, "--output-dir", cut, "--checkpoint-steps", 3)
-    launch_and_end(*mid_epoch, when=(cut / "last.pt").exists, processes=processes)
+    hold_and_end(*mid_epoch, at=3, when=(cut / "last.pt").exists, processes=processes)
     assert read_checkpoint(cut)["step"] == 3
 
-    # Asked to stop in mid-epoch 2: a checkpoint at whatever step that is.
+    # Asked to stop in mid-epoch 2.
     stopped = (*flags, "--output-dir", cut)
-    status = launch_and_end(*stopped, when=steps_logged(cut, STEPS + 2), number=signal.SIGTERM, processes=processes)
+    status = hold_and_end(
+        *stopped, at=STEPS + 2, when=steps_logged(cut, STEPS + 2), number=signal.SIGTERM, processes=processes
+    )
     if processes == 1:
         assert status == 143
-    assert read_checkpoint(cut)["step"] >= STEPS + 2
+    assert read_checkpoint(cut)["step"] == STEPS + 2 + processes
 
     # Killed in epoch 4, when the last checkpoint is the end of epoch 3.
-    launch_and_end(*stopped, when=steps_logged(cut, 3 * STEPS + 2), processes=processes)
+    hold_and_end(*stopped, at=3 * STEPS + 2, when=steps_logged(cut, 3 * STEPS + 2), processes=processes)
     assert (read_checkpoint(cut)["step"], read_checkpoint(cut)["epoch"]) == (3 * STEPS, 3)
 
     done = run_train(*stopped, processes=processes)
@@ -100,10 +102,10 @@ def test_other_loaders_resume(data: Path, tmp_path: Path, loader: str) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert launch(*flags, "--output-dir", whole).status == 0
     if loader == "torch":
-        launch_and_end(*flags, "--output-dir", cut, "--checkpoint-steps", 3, when=(cut / "last.pt").exists)
+        hold_and_end(*flags, "--output-dir", cut, "--checkpoint-steps", 3, at=3, when=(cut / "last.pt").exists)
         assert read_checkpoint(cut)["step"] == 3
     else:
-        launch_and_end(*flags, "--output-dir", cut, when=steps_logged(cut, STEPS + 2))
+        hold_and_end(*flags, "--output-dir", cut, at=STEPS + 2, when=steps_logged(cut, STEPS + 2))
         assert read_checkpoint(cut)["step"] == STEPS
     done = launch(*flags, "--output-dir", cut)
     assert done.status == 0, done.err
@@ -111,7 +113,7 @@ def test_other_loaders_resume(data: Path, tmp_path: Path, loader: str) -> None:
     assert read_losses(whole) == read_losses(cut)
     if loader == "proxy":
         middle = tmp_path / "middle"
-        launch_and_end(*flags, "--output-dir", middle, "--checkpoint-steps", 3, when=(middle / "last.pt").exists)
+        hold_and_end(*flags, "--output-dir", middle, "--checkpoint-steps", 3, at=3, when=(middle / "last.pt").exists)
         assert "the proxy loader resumes its random draws at epochs only" in launch(*flags, "--output-dir", middle).out
 
 
@@ -119,7 +121,7 @@ def test_other_loaders_resume(data: Path, tmp_path: Path, loader: str) -> None:
 def test_killed_between_training_and_evaluation(data: Path, tmp_path: Path) -> None:
     """A checkpoint of an epoch's last step, not yet evaluated, goes straight to the evaluation."""
     flags = (*flags_for(data, 1, PLAIN), "--output-dir", tmp_path)
-    status = launch_and_end(*flags, when=steps_logged(tmp_path, STEPS), number=signal.SIGTERM)
+    status = hold_and_end(*flags, at="evaluation", when=steps_logged(tmp_path, STEPS), number=signal.SIGTERM)
     assert status == 143
     done = launch(*flags)
     assert done.status == 0, done.err
