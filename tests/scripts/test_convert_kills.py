@@ -16,6 +16,23 @@ from tests.scripts.test_convert_dataset import SCRIPT, convert, files_of, shards
 FORMS: dict[str, tuple[object, ...]] = {"tar": ("--shard-size", 0.05), "folder": ()}
 NUM_FINISHED = {"tar": 75, "folder": 690}
 
+# convert_dataset.py that gives the file HELD no final name until there is a file RELEASE.
+HOLDS = """
+import os, sys, time
+from pathlib import Path
+from scripts import convert_dataset
+from utils.data import conversion
+
+def hold(temporary, path, rename=conversion.rename):
+    while path.name == os.environ["HELD"] and not Path(os.environ["RELEASE"]).exists():
+        time.sleep(0.01)
+    rename(temporary, path)
+
+conversion.rename = hold
+sys.exit(convert_dataset.main(sys.argv[1:]))
+"""
+HELD = {"tar": "train-0050.tar", "folder": "green-150.jpg"}
+
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -46,8 +63,9 @@ def kill_and_repeat(source: Path, target: Path, to: str, kills: int) -> int:
     unfinished = 0
     for _ in range(kills):
         more = finished(target, to) + draw.randrange(40)
-        with harness.start(*flags, program=SCRIPT) as started:
-            started.reaches(lambda more=more: finished(target, to) > more)  # type: ignore[misc]
+        held = {"HELD": HELD[to], "RELEASE": target / "never"}
+        with harness.start(*flags, program=HOLDS, env=held) as started:
+            started.wait_for(lambda more=more: finished(target, to) > min(more, 65))  # type: ignore[misc]
             time.sleep(draw.random() / 200)
             started.kill()
         unfinished += 0 < finished(target, to) < NUM_FINISHED[to]
@@ -94,10 +112,12 @@ def test_a_killed_conversion_of_parquet(tmp_path: Path) -> None:
 
 def test_a_signal_ends_it_with_what_is_finished(many: Path, whole: dict[str, dict[str, bytes]], tmp_path: Path) -> None:
     flags = (many, tmp_path / "out", *FORMS["tar"], "--workers", 1)
-    with harness.start(*flags, program=SCRIPT) as started:
-        started.wait_for(lambda: (tmp_path / "out" / "train-0000.tar").exists())
+    held = {"HELD": "train-0003.tar", "RELEASE": tmp_path / "release"}
+    with harness.start(*flags, program=HOLDS, env=held) as started:
+        started.wait_for(lambda: (tmp_path / "out" / "train-0002.tar").exists())
         started.send(signal.SIGTERM, started.pid)
-        done = started.end(60)
+        (tmp_path / "release").touch()
+        done = started.end()
     assert (done.status, done.out) == (143, "")
     assert done.err == "convert_dataset.py: stopped by SIGTERM; the same command goes on from there\n"
     convert(*flags)
