@@ -15,7 +15,7 @@ import pytest
 from tests.conftest import resolved
 from tests.harness import ROOT, launch
 from utils.cli import parse
-from utils.config import ResolvedConfig, TrainConfig, evaluation_flags, flag_fields, flags_with, flags_with_role
+from utils.config import ResolvedConfig, TrainConfig, flag_fields, flags_with
 from utils.errors import UserError
 from utils.flags import FIRST, flag, flag_info
 from utils.limits import Limit
@@ -372,12 +372,12 @@ def test_a_limit_names_its_bounds(limit: Limit, value: float, message: str) -> N
 
 
 def test_roles_name_flags_in_the_order_of_the_fields() -> None:
-    assert flags_with_role("fixed")[:4] == ("arch", "loader", "image_size", "val_resize")
-    assert flags_with_role("logged")[:4] == ("epochs", "lr", "val_split", "resize_schedule")
-    assert flags_with_role("logged_if_several") == ("grad_exchange", "grad_compression", "sync_bn")
-    assert "overwrite" in flags_with_role("free")
+    assert flags_with(role="fixed")[:4] == ("arch", "loader", "image_size", "val_resize")
+    assert flags_with(role="logged")[:4] == ("epochs", "lr", "val_split", "resize_schedule")
+    assert flags_with(role="logged_if_several") == ("grad_exchange", "grad_compression", "sync_bn")
+    assert "overwrite" in flags_with(role="free")
     assert flags_with(of_launch=True) == (*OF_LAUNCH, "config")
-    assert evaluation_flags()[-2:] == ("drop_path", "amp")
+    assert flags_with(from_checkpoint=True)[-2:] == ("drop_path", "amp")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)

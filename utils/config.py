@@ -21,7 +21,6 @@ from utils.flags import (
     PRECISION,
     RUN,
     SWITCHES,
-    Role,
     flag,
     flag_info,
     kinds,
@@ -316,9 +315,8 @@ class TrainConfig:
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Undo of `to_dict`: unknown names are ignored, absent ones get their defaults."""
         known = {field.name: value for field in flag_fields() if (value := values.get(field.name)) is not None}
-        paths = known.keys() & {"data_dir", "output_dir", "class_names", "stage_dir"}
-        known |= {name: Path(known[name]) for name in paths}
-        return cls(**known)
+        paths = {"data_dir", "output_dir", "class_names", "stage_dir"} & known.keys()
+        return cls(**known | {name: Path(known[name]) for name in paths})
 
     def save(self, path: Path) -> None:
         """Write the flags of the run as JSON; the file is itself a valid `--config`."""
@@ -388,16 +386,6 @@ def choices(name: str) -> tuple[str, ...]:
     """The words that a field admits, if it names them; () if not."""
     found = (typing.get_args(kind) for kind in kinds(TrainConfig.__dataclass_fields__[name]))
     return next((words for words in found if words), ())
-
-
-def flags_with_role(role: Role) -> tuple[str, ...]:
-    """Names of the fields with this role on a resume."""
-    return flags_with(role=role)
-
-
-def evaluation_flags() -> tuple[str, ...]:
-    """Names of the fields that an evaluation takes from the checkpoint."""
-    return flags_with(from_checkpoint=True)
 
 
 def flags_with(**facts: Any) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from utils.config import flags_with_role
+from utils.config import flags_with
 from utils.data.sampler import Sampler
 from utils.data.splits import SPLITS
 from utils.errors import START_ANEW, UserError
@@ -36,7 +36,7 @@ def changed_names(saved: Checkpoint, fingerprint: dict[str, Any]) -> list[str]:
 
 def fingerprint_of(saved: Checkpoint) -> dict[str, Any]:
     """The `run_fingerprint` of a checkpoint; one that does not know a flag was trained with its default."""
-    return {flag(name): getattr(saved.config, name) for name in flags_with_role("fixed")} | saved.record.fingerprint
+    return {flag(name): getattr(saved.config, name) for name in flags_with(role="fixed")} | saved.record.fingerprint
 
 
 def is_fixed(names: Sequence[str]) -> bool:

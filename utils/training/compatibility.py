@@ -11,7 +11,7 @@ import torch
 import torchvision
 from torch import Tensor
 
-from utils.config import ResolvedConfig, flags_with_role
+from utils.config import ResolvedConfig, flags_with
 from utils.data.dali import DALI_VERSION
 from utils.data.listing import describe_difference, load_listing
 from utils.data.sampler import Sampler
@@ -45,7 +45,7 @@ LR_JUMP = 0.01  # share of the learning rate by which a resume may change it wit
 def run_fingerprint(config: ResolvedConfig, splits: Splits, env: DistEnv) -> dict[str, Any]:
     """What must be the same for a resume to be exact, each under the name that a refusal gives it."""
     uses_dali = config.loader in BY_DALI
-    flags = {flag(name): getattr(config, name) for name in flags_with_role("fixed")}
+    flags = {flag(name): getattr(config, name) for name in flags_with(role="fixed")}
     flags |= code_identity(config)
     return flags | {
         "--decode": config.decode if uses_dali else None,
@@ -168,9 +168,9 @@ def resume_warnings(
 
 def changed_flags(before: ResolvedConfig, config: ResolvedConfig, world_size: int = 1) -> list[str]:
     """Flags that decide what is computed, and that this resume changes, as `--lr 0.5 -> 0.1`."""
-    names = flags_with_role("logged")
+    names = flags_with(role="logged")
     if world_size > 1 and before.grad_exchange != "auto":
-        names += flags_with_role("logged_if_several")
+        names += flags_with(role="logged_if_several")
     values = [(name, getattr(before, name), getattr(config, name)) for name in names]
     return [f"{flag(name)} {format_change(old, new)}" for name, old, new in values if old != new]
 

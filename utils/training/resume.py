@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 import models
-from utils.config import ResolvedConfig, TrainConfig, evaluation_flags
+from utils.config import ResolvedConfig, TrainConfig, flags_with
 from utils.data.sampler import Sampler
 from utils.data.scheduled_loader import config_of_epoch, schedules_agree
 from utils.distributed.collectives import all_gather_object, broadcast, sync_errors
@@ -97,7 +97,8 @@ def settings_of_checkpoint(
     """
     if "arch" in config.given and models.base_arch(config.arch) != models.base_arch(before.arch):
         raise UserError(f"--arch {config.arch}: {source} holds {before.arch}, another architecture; leave --arch out")
-    values: dict[str, Any] = {name: getattr(before, name) for name in evaluation_flags() if name not in config.given}
+    inherited = flags_with(from_checkpoint=True)
+    values: dict[str, Any] = {name: getattr(before, name) for name in inherited if name not in config.given}
     if "val_fraction" in config.given and config.val_fraction:
         values.pop("val_split", None)
     elif _names_val_folder(config, values):
@@ -117,7 +118,7 @@ def settings_of_checkpoint(
     now, then = config.to_dict(), before.to_dict()
     notes = [
         f"{flag(name)} {now[name]}, its run had {then[name]}"
-        for name in evaluation_flags()
+        for name in inherited
         if name not in ("data_dir", "stage_dir", "batch_size", "hw_decoder_load") and now[name] != then[name]
     ]
     return config, notes
