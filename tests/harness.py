@@ -221,42 +221,6 @@ def launch_and_end(
         return started.process.wait(200)
 
 
-# train.py that has done HOLD_AT steps and takes the next when it is asked to stop; or has evaluated two batches.
-HOLDS = """
-import os, sys, time
-import train
-
-def wait(run):
-    while not run.stop.by_signal:
-        time.sleep(0.01)
-
-def hold_step(run, step=train.train_step):
-    if str(run.state.step) == os.environ["HOLD_AT"]:
-        wait(run)
-    step(run)
-
-def hold_evaluation(run, batches=train.Run.val_batches):
-    for number, batch in enumerate(batches(run)):
-        yield batch
-        if number == 1 and os.environ["HOLD_AT"] == "evaluation":
-            wait(run)
-
-train.train_step, train.Run.val_batches = hold_step, hold_evaluation
-sys.exit(train.main(sys.argv[1:]))
-"""
-
-
-def hold_and_end(*flags: object, at: int | str, when: Callable[[], bool], **options: Any) -> int:
-    """`launch_and_end` of a train.py that goes no further: whatever the speed of the machine, it is ended there.
-
-    Args:
-        at: after this step, or "evaluation" for two batches of each evaluation. A signal that asks to stop lets all
-            processes which get it go on.
-        when: no later than that.
-    """
-    return launch_and_end(*flags, when=when, program=HOLDS, env={"HOLD_AT": at}, **options)
-
-
 def launch_forked(
     *flags: object, program: str, env: Mapping[str, object] | None = None, timeout: float = 200
 ) -> Finished:

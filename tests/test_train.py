@@ -19,7 +19,6 @@ from tests.contract import assert_keys
 from tests.harness import (
     Finished,
     assert_refused,
-    hold_and_end,
     launch,
     launch_and_end,
     launch_series,
@@ -28,6 +27,7 @@ from tests.harness import (
     read_metrics,
     start,
 )
+from tests.held import hold_and_end
 from tests.processes import free_port
 from tests.training.test_resume import EVERYTHING, PLAIN, flags_for, steps_logged
 from utils.training.state import mean_buffers

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ pytestmark = [pytest.mark.network, pytest.mark.dist, pytest.mark.timeout(900)]
 
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000  # <linux/if_tun.h>
 HOSTS = ("10.77.0.1", "10.77.0.2")
-TIMEOUT = 15
+TIMEOUT, JOIN_SECONDS = 15, 45
 EPOCHS = 12
 FLAGS = (*TINY, "--batch-size", "4", "--deterministic", "--augment", "trivialaugment", "--mixup", "0.2")
 RESUME_HINT = "the same command goes on from the last checkpoint (with --resume auto, as by default)"
@@ -111,8 +112,11 @@ class Wire:
 class Run:
     """The same command on both machines, by a torchrun each."""
 
-    def __init__(self, wire: Wire, folder: Path, data: Path, *flags: object) -> None:
+    def __init__(
+        self, wire: Wire, folder: Path, data: Path, *flags: object, rendezvous: str = "c10d", restarts: int = 0
+    ) -> None:
         self.wire, self.folder, self.data = wire, folder, data
+        self._rendezvous, self._restarts = rendezvous, restarts
         self._flags = ("--data-dir", data, *FLAGS, "--output-dir", folder / "run", *flags)
         (folder / "run").mkdir(parents=True, exist_ok=True)
         self.torchruns = [self._start(side) for side in (0, 1)]
@@ -121,10 +125,13 @@ class Run:
         name = self.wire.names[side]
         (temporary := self.folder / name).mkdir(exist_ok=True)
         machine = ("ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', name)
-        rendezvous = ("--rdzv_backend=c10d", f"--rdzv_endpoint={HOSTS[0]}:29400", f"--local_addr={HOSTS[side]}")
-        is_host = f"--rdzv_conf=is_host={'true' if side == 0 else 'false'}"
+        rendezvous: tuple[str, ...] = (f"--node_rank={side}", f"--master_addr={HOSTS[0]}", "--master_port=29400")
+        if self._rendezvous == "c10d":
+            rendezvous = ("--rdzv_backend=c10d", f"--rdzv_endpoint={HOSTS[0]}:29400", f"--local_addr={HOSTS[side]}")
+            is_host = "true" if side == 0 else "false"
+            rendezvous += (f"--rdzv_conf=is_host={is_host},join_timeout={JOIN_SECONDS}",)
         return harness.start(
-            *self._flags, torchrun=("--nnodes=2", *rendezvous, is_host), prefix=machine,
+            *self._flags, torchrun=("--nnodes=2", *rendezvous, f"--max-restarts={self._restarts}"), prefix=machine,
             env={"GLOO_SOCKET_IFNAME": name, "TMPDIR": temporary},
         )  # fmt: skip
 
@@ -151,7 +158,7 @@ class Run:
             assert torchrun.end(seconds).status == 0, self.lines(0) + self.lines(1)
 
     def ends_cut_off(self) -> tuple[str, str]:
-        """Each machine's processes end, whatever torchrun does, and leave nothing; returns the line of each."""
+        """Each machine's processes end, then its torchrun, and leave nothing; returns the line of each machine."""
         began = time.monotonic()
         processes = [identify(torchrun.descendants()) for torchrun in self.torchruns]  # without torchrun itself
         seconds: dict[int, float] = {}
@@ -159,12 +166,22 @@ class Run:
             for side in {0, 1} - seconds.keys():
                 if not alive(processes[side]):
                     seconds[side] = time.monotonic() - began
-            assert time.monotonic() < began + 3 * TIMEOUT + 30, [processes, self.lines(0), self.lines(1)]
+            assert time.monotonic() < began + 200, [processes, self.lines(0), self.lines(1)]
             time.sleep(0.05)
         print(f"rank 0 ended after {seconds[0]:.1f} s, rank 1 after {seconds[1]:.1f} s")
         (first,), (second,) = self.lines(0), self.lines(1)
         print(first, second, sep="\n")
+        self.end()
         return first, second
+
+    def end(self) -> None:
+        """Both torchruns end, with a failure. The one that waits for the other machine is killed."""
+        statuses = [torchrun.end(200).status for torchrun in self.torchruns]
+        print("torchrun:", statuses)
+        assert statuses[0] == 1
+        assert statuses[1] in (1, -signal.SIGKILL)
+        for torchrun in self.torchruns:
+            torchrun.check_nothing_left()
 
     def kill(self) -> None:
         for torchrun in self.torchruns:
@@ -186,8 +203,8 @@ def start(wire: Wire, tmp_path: Path, data: Path) -> Iterator[Starter]:
     shm_before = set(os.listdir("/dev/shm"))
     with contextlib.ExitStack() as stack:
 
-        def start(*flags: object, data: Path = data, epochs: int = EPOCHS, timeout: int = TIMEOUT) -> Run:
-            run = Run(wire, tmp_path, data, "--epochs", epochs, "--timeout", timeout, *flags)
+        def start(*flags: object, data: Path = data, epochs: int = EPOCHS, timeout: int = TIMEOUT, **how: Any) -> Run:
+            run = Run(wire, tmp_path, data, "--epochs", epochs, "--timeout", timeout, *flags, **how)
             for torchrun in run.torchruns:
                 stack.enter_context(torchrun)
             return run
@@ -245,6 +262,35 @@ def test_cut_in_mid_epoch(start: Starter, wire: Wire, how: str, loader: str) -> 
     cut(wire, how)
     assert_named(run.ends_cut_off(), wire.names)
     assert_resumes(start, run, "--loader", loader)
+
+
+def test_cut_under_a_static_rendezvous(start: Starter, wire: Wire) -> None:
+    run = start(rendezvous="static")
+    run.wait_for(run.trains)
+    cut(wire, "wire")
+    assert_named(run.ends_cut_off(), wire.names)
+
+
+@pytest.mark.parametrize("rendezvous", ["c10d", "static"])
+def test_restarts_end_where_the_network_stays_cut(start: Starter, wire: Wire, rendezvous: str) -> None:
+    run = start(rendezvous=rendezvous, restarts=2)
+    run.wait_for(run.trains)
+    cut(wire, "wire")
+    run.end()
+
+
+def test_a_restart_goes_on_where_the_network_comes_back(start: Starter, wire: Wire) -> None:
+    """After the processes have ended, and before torchrun gives up."""
+    run = start(restarts=2)
+    run.wait_for(run.trains)
+    processes = identify(pid for torchrun in run.torchruns for pid in torchrun.ranks().values())
+    assert len(processes) == 2
+    cut(wire, "wire")
+    run.wait_for(lambda: not alive(processes))
+    mend(wire)
+    run.finish()
+    assert "resumed at epoch" in run.out
+    assert_same_as_on_one_machine(run, EPOCHS)
 
 
 def test_a_torchrun_that_is_asked_to_end_while_it_is_cut_off(start: Starter, wire: Wire) -> None:

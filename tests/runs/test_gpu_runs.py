@@ -16,13 +16,13 @@ from tests.contract import assert_keys
 from tests.harness import (
     Finished,
     error_line,
-    hold_and_end,
     launch,
     launch_forked,
     read_checkpoint,
     read_losses,
     read_metrics,
 )
+from tests.held import hold_and_end
 from utils.distributed.machine import nvlink_between
 
 pytestmark = pytest.mark.gpu

@@ -11,7 +11,6 @@ import pytest
 from tests.conftest import TINY, assert_same, assert_same_run
 from tests.harness import (
     assert_refused,
-    hold_and_end,
     launch,
     launch_series,
     read_checkpoint,
@@ -19,6 +18,7 @@ from tests.harness import (
     read_metrics,
     run_train,
 )
+from tests.held import hold_and_end
 
 EPOCHS, STEPS = 4, 5  # 41 images, a global batch of 8
 PLAIN: tuple[str, ...] = ("--workers", "2")

@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from utils.distributed.crash import trace_crashes
 from utils.distributed.device import check_devices, describe_device
-from utils.distributed.launcher import read_launch, rendezvous_url
+from utils.distributed.launcher import end_idle_torchrun, read_launch, rendezvous_url
 from utils.distributed.monitor import RankMonitor
 from utils.distributed.store import CALL_TIMEOUT, WAIT_INTERVAL, BoundedStore, NoAnswer, call_with_timeout
 from utils.errors import RunFailed, first_line
@@ -91,7 +91,12 @@ def _joined(env: DistEnv, timeout: float, print_error: Callable[[str], None] | N
         yield env
         return
     limit = datetime.timedelta(seconds=timeout)
-    torch_store, store, monitor = _rendezvous(env, limit)
+    try:
+        torch_store, store, monitor = _rendezvous(env, limit)
+    except RunFailed:
+        if print_error is not None:
+            end_idle_torchrun()
+        raise
     watch: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     guard: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if print_error is not None:

@@ -13,7 +13,10 @@ from collections.abc import Mapping
 from utils.distributed.process import exit_with_parent, read_stat
 from utils.errors import UserError, escape_control_chars
 
+IDLE_SECONDS = 30.0  # of a torchrun that does not notice the end of its processes, until it is ended
+RESTART_SECONDS = 60.0  # the same with restarts left: after that time without an answer torchrun gives up, too
 _PARENT = os.getppid()  # while it lives; then the system adopts this process
+_started: list[object] = []  # processes that outlive this one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +90,20 @@ def terminate_torchrun() -> None:
     restarts_left = _restarts("TORCHELASTIC_MAX_RESTARTS") - _restarts("TORCHELASTIC_RESTART_COUNT")
     if _by_torchrun() and restarts_left > 0 and os.getppid() == _PARENT:
         os.kill(_PARENT, signal.SIGTERM)
+
+
+def end_idle_torchrun() -> None:
+    """Let torchrun end, as the store does not answer this process, which is about to end.
+
+    torchrun may wait for the same store, and nothing else would end it. With restarts left it has longer: the network
+    may come back.
+    """
+    restarts_left = _restarts("TORCHELASTIC_MAX_RESTARTS") - _restarts("TORCHELASTIC_RESTART_COUNT")
+    if _by_torchrun() and os.getppid() == _PARENT:
+        from utils.distributed.torchrun_end import end_when_idle  # here, as most programs never need it
+
+        with contextlib.suppress(OSError):
+            _started.append(end_when_idle(_PARENT, RESTART_SECONDS if restarts_left > 0 else IDLE_SECONDS))
 
 
 def record_error(text: str) -> None:

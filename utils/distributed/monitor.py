@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from utils.distributed.exit import exit_lock, hard_exit
-from utils.distributed.launcher import terminate_torchrun
+from utils.distributed.launcher import end_idle_torchrun, terminate_torchrun
 from utils.distributed.process import read_stat
 from utils.distributed.store import CALL_TIMEOUT, BoundedStore, NoAnswer
 from utils.errors import EXIT_FAILED, EXIT_STOPPED, RunFailed, Stopped
@@ -115,6 +115,7 @@ class RankMonitor:
             f"rank {self.rank}: the store of the process group at {self._store.address} {symptom}: the network or the "
             f"machine of rank 0 is down, or its launcher has ended or hangs; {RESUME_HINT}"
         )
+        end_idle_torchrun()
 
     def has_lost_rank(self) -> bool:
         """Whether a rank failed, or one of this machine died; then also those on other machines will know.
