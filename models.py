@@ -21,7 +21,7 @@ from utils.network.head import head_tensors
 from utils.network.variants import prepare_training
 from utils.network.weight_files import Normalization, Weights, published_weights, read_weights
 from utils.network.weight_names import match_weights
-from utils.text import describe_alike
+from utils.text import count, describe_alike
 
 
 def check_arch(arch: str) -> None:
@@ -117,18 +117,19 @@ def choose_head(
     outputs = _num_outputs(weights, model, num_classes)
     if outputs != num_classes:
         if choice == "keep":
-            held = "there is no head in" if outputs is None else f"a head of {outputs:,} classes is in"
+            held = "there is no head in" if outputs is None else f"a head of {count(outputs, 'class')} is in"
             raise UserError(
-                f"--pretrained-head keep: {held} {weights.source}, the run has {num_classes:,} classes; leave it out"
+                f"--pretrained-head keep: {held} {weights.source}, the run has {count(num_classes, 'class')}; leave it "
+                "out"
             )
-        had = "no head in the file" if outputs is None else f"{num_classes:,} classes instead of {outputs:,}"
+        had = "no head in the file" if outputs is None else f"{count(num_classes, 'class')} instead of {outputs:,}"
         return HeadChoice(False, f"new ({had})")
     if choice != "auto":
         return HeadChoice(choice == "keep", f"{'kept' if choice == 'keep' else 'new'} (--pretrained-head {choice})")
     if weights.classes is None:
-        return HeadChoice(True, f"kept ({num_classes:,} classes, which the file does not name)")
+        return HeadChoice(True, f"kept ({count(num_classes, 'class')}, which the file does not name)")
     if weights.classes == tuple(classes):
-        return HeadChoice(True, f"kept (the same {len(classes):,} classes)")
+        return HeadChoice(True, f"kept (the same {count(len(classes), 'class')})")
     alike = describe_alike(classes, weights.classes)
     return HeadChoice(False, f"new (other class names{alike and f': {alike}'}; --pretrained-head keep keeps it)")
 
@@ -141,10 +142,10 @@ def check_head(weights: Weights, model: nn.Module, num_classes: int, classes: Se
     """
     outputs = _num_outputs(weights, model, num_classes)
     if outputs != num_classes:
-        held = "no head" if outputs is None else f"a head of {outputs:,} classes"
+        held = "no head" if outputs is None else f"a head of {count(outputs, 'class')}"
         raise UserError(
-            f"--evaluate --pretrained: {weights.source} has {held}, the data {num_classes:,} classes; give the data "
-            "set that it was trained on, or --resume PATH of a run on this one"
+            f"--evaluate --pretrained: {weights.source} has {held}, the data {count(num_classes, 'class')}; give the "
+            "data set that it was trained on, or --resume PATH of a run on this one"
         )
     if weights.classes == tuple(classes):
         return ""

@@ -3,7 +3,7 @@
 
     scripts/check_dataset.py DIR --output-dir OUT
 
-DIR is a data set in any form that train.py reads, also an URL with --stage-dir, or any tree of images. Every image is
+DIR is a data set in any form that train.py reads, also a URL with --stage-dir, or any tree of images. Every image is
 decoded once by the libraries of DALI's CPU decoder. Prints a table and writes to OUT: manifest.json, the facts about
 each image, and bad_files.json, a list of {"path", "reason"} with paths below DIR. Images that have not changed since
 the last time (size, time of change) are not decoded again, also if that was killed. train.py --bad-files skip
@@ -40,6 +40,7 @@ from utils.errors import EXIT_DONE, EXIT_FAILED, Stopped, UserError, escape_cont
 from utils.files import check_writable
 from utils.limits import MIN_1
 from utils.store_url import require_store, store_url
+from utils.text import count
 
 WHOLE = number_option(int)
 SIGNAL_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
@@ -79,7 +80,7 @@ def table(title: str, reasons: Mapping[str, str], rows: int, where: Path) -> lis
 
 
 def local_folder(config: TrainConfig, stopped_by: Callable[[], str]) -> Path:
-    """The data's folder; of an URL that of its copy, which is made.
+    """The data's folder; of a URL that of its copy, which is made.
 
     Raises:
         UserError: the URL cannot be copied.
@@ -136,7 +137,8 @@ def check(stopped_by: Callable[[], str], config: TrainConfig, rows: int) -> int:
         *table("suspicious, but DALI decodes them", unusual, rows, output_dir / MANIFEST),
         "",
         *([f"not decoded, as no image is named so: {describe_counts(others)}"] if others else []),
-        f"{len(known):,} files: {len(bad):,} bad, {len(unusual):,} suspicious; {output_dir}: {MANIFEST}, {BAD_FILES}",
+        f"{count(len(known), 'file')}: {len(bad):,} bad, {len(unusual):,} suspicious; {output_dir}: {MANIFEST}, "
+        f"{BAD_FILES}",
     ]
     print("\n".join(lines).lstrip("\n"), flush=True)
     return EXIT_FAILED if bad else EXIT_DONE

@@ -31,6 +31,7 @@ from utils.errors import UserError
 from utils.files import write_json
 from utils.limits import ABOVE_0, MIN_1, MIN_8
 from utils.progress import end_status, start_status
+from utils.text import count
 from utils.validation import require_folder, validate
 
 if TYPE_CHECKING:
@@ -145,7 +146,10 @@ def compare(options: Options) -> None:
         images = read_images(options.data_dir or work, output_dir, env)
         batch_size = options.config.batch_size or (256 if env.device.type == "cuda" else 32)
         if len(images) < batch_size:
-            raise UserError(f"--batch-size {batch_size}: there are {len(images):,} images; lower it")
+            raise UserError(
+                f"--batch-size {batch_size}: there {'is' if len(images) == 1 else 'are'} "
+                f"{count(len(images), 'image')}; lower it"
+            )
         config = dataclasses.replace(options.config, batch_size=batch_size)
         run, _ = open_run(config, images, env, work / "run", stack, build)
         loaders = open_loaders(run, images, stack)

@@ -26,6 +26,7 @@ from utils.errors import UserError
 from utils.files import write_json
 from utils.limits import ABOVE_0
 from utils.progress import end_status, start_status
+from utils.text import count
 from utils.validation import require_folder, validate
 
 MIN_WINDOWS = 5
@@ -91,10 +92,10 @@ def compare(options: Options) -> None:
     with comparison(options.config) as (env, stack, work):
         forms = {folder: read_images(folder, output_dir, env) for folder in options.folders}
         for folder, images in forms.items():
-            first, count = next((folder, len(images)) for folder, images in forms.items())
-            if len(images) != count:
+            first, wanted = next((folder, len(images)) for folder, images in forms.items())
+            if len(images) != wanted:
                 raise UserError(
-                    f"{folder}: has {len(images):,} images, but {first} has {count:,}; give the same images"
+                    f"{folder}: has {count(len(images), 'image')}, but {first} has {wanted:,}; give the same images"
                 )
         batch_size = options.config.batch_size or (256 if env.device.type == "cuda" else 32)
         config = dataclasses.replace(options.config, batch_size=batch_size)

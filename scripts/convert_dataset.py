@@ -43,6 +43,7 @@ from utils.files import atomic_write_text, temporary_of
 from utils.limits import ABOVE_0, MIN_1, Limit
 from utils.log import emit
 from utils.store_url import refuse_url, require_store, store_url
+from utils.text import count
 
 PLAN, CLASSES, STAGE = "convert.json", "classes.txt", ".arrow"  # in DST
 SHARD_MB, QUALITY = 256.0, 90
@@ -212,7 +213,7 @@ def copy_parquet(shards: Mapping[str, Sequence[Path]], target: Path, stopped_by:
         if reason := stopped_by():
             raise Stopped(reason)
 
-    emit(f"copying {sum(map(len, shards.values()))} parquet files to {target / STAGE}")
+    emit(f"copying {count(sum(map(len, shards.values())), 'parquet file')} to {target / STAGE}")
     parquet.copy_as_arrow(shards, target / STAGE, check)
 
 
@@ -287,8 +288,8 @@ def write_splits(options: Options, config: TrainConfig, has_fingerprint: bool, s
         assert len(written[split]) == len(manifest), f"{split}: not all images are read back"
     if written[splits[0]].classes != classes:
         emit("the classes of folders are sorted by name, so the labels are not those of the source")
-    counts = ", ".join(f"{len(manifest):,} images of {split}" for split, manifest in listed.items())
-    emit(f"{target}: {counts}" + (f" in {sum(map(len, parts.values())):,} shards" if is_tar else ""))
+    counts = ", ".join(f"{count(len(manifest), 'image')} of {split}" for split, manifest in listed.items())
+    emit(f"{target}: {counts}" + (f" in {count(sum(map(len, parts.values())), 'shard')}" if is_tar else ""))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ import typer
 from utils.cli import REQUIRED, Program, choice_option, train_flag, with_train_flags
 from utils.errors import RunFailed, UserError, first_line, readable
 from utils.log import emit
+from utils.text import count
 
 FormatName = Literal["timm", "onnx", "torchscript", "pt2"]
 InputName = Literal["float", "uint8"]
@@ -78,7 +79,10 @@ def export(options: Options) -> None:
     weights = "EMA weights" if trained.weights == EMA else "weights"
     accuracy = "not evaluated" if trained.top1 is None else f"top-1 {trained.top1:.2f} %"
     with staged(options.output_dir, (LABELS, *files)) as folder:
-        emit(f"{trained.path}: {trained.config.arch}, {trained.config.num_classes:,} classes, {weights}, {accuracy}")
+        emit(
+            f"{trained.path}: {trained.config.arch}, {count(trained.config.num_classes, 'class')}, {weights}, "
+            f"{accuracy}"
+        )
         (folder / LABELS).write_bytes(labels.encode())
         try:
             compared = write_and_compare(

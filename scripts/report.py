@@ -25,6 +25,7 @@ from utils.files import atomic_write_text
 from utils.log import emit
 from utils.report.output_folder import open_run
 from utils.report.page import render
+from utils.text import count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +60,7 @@ def write_report(options: ReportOptions) -> None:
         atomic_write_text(options.output, page, concurrent=True)
     except OSError as error:
         raise UserError(f"--output {options.output}: cannot be written ({error.strerror}); give another file") from None
-    emit(f"{options.output}: {len(options.runs)} run{'s' if len(options.runs) > 1 else ''}, {len(page) / 1000:,.0f} KB")
+    emit(f"{options.output}: {count(len(options.runs), 'run')}, {len(page) / 1000:,.0f} KB")
 
 
 PROGRAM = Program("report.py", read_options)

@@ -1,10 +1,16 @@
 """Counts with their nouns, and names that look the same."""
 
+import ast
+import itertools
 import os
+import re
 import unicodedata
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.harness import ROOT, tracked_files
 from utils.text import count, describe_alike
 
 
@@ -45,3 +51,48 @@ def test_names_that_look_the_same(name: str, other: str, what: str) -> None:
 def test_names_that_differ() -> None:
     assert describe_alike(["cat", "caf\u00e9"], ["cat", "dog", "cafe", "cats"]) == ""
     assert describe_alike([], ["cat"]) == ""
+
+
+NOUNS = (
+    "batches", "checkpoints", "classes", "epochs", "evaluations", "files", "folders", "GPUs", "images", "intervals",
+    "labels", "lines", "objects", "processes", "records", "shards", "steps", "threads", "values", "weights",
+)  # fmt: skip
+PLURAL = re.compile(rf" (?:[\w/]+ )?(?:{'|'.join(NOUNS)})\b(?!/s)")
+# Expressions in front of a plural that are never 1, or not a number.
+NEVER_1 = {
+    "MIN_IMAGES", "NUM_TRAIN", "NUM_VAL", "all_epochs", "batch_size", "by_other.median", "config.cooldown_epochs",
+    "config.freeze_epochs", "config.grad_accum_steps", "decay_epochs(config)", "facts['windows']", "kind.lower()",
+    "launch.local_world_size", "len(paths)", "len(sample)", "len(train.classes)", "line", "number", "num_labels",
+    "run.config.epochs", "self.grad_accum_steps", "state.epoch", "world_size", "counts[label]", "config.num_classes",
+    "self._steps", "num_images", "val.title", "config.data_dir", "config.loader", "count", "int(count)",
+    "run.config.get('epochs')",
+}  # fmt: skip
+
+
+def plurals(source: str) -> Iterator[str]:
+    """Expressions of f-strings in front of a plural, such as `len(images)` of f"{len(images)} images"."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.JoinedStr):
+            for value, text in itertools.pairwise(node.values):
+                if isinstance(value, ast.FormattedValue) and isinstance(text, ast.Constant):
+                    called = value.value.func if isinstance(value.value, ast.Call) else None
+                    is_count = isinstance(called, ast.Name) and called.id == "count"
+                    if PLURAL.match(str(text.value)) and not is_count:
+                        yield ast.unparse(value.value)
+
+
+MESSAGES = [path for path in tracked_files("*.py") if ROOT / "tests" not in path.parents]
+
+
+@pytest.mark.parametrize("path", MESSAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_message_says_1_files(path: Path) -> None:
+    source = path.read_text(encoding="utf-8")
+    assert set(plurals(source)) <= NEVER_1, "use utils.text.count"
+    assert path.name == "text.py" or not re.search(r"""(['"])e?s\1 if """, source), "use utils.text.count"
+
+
+def test_a_plural_is_found() -> None:
+    for found in ("{len(images):,} images", "{n} training images; {x}"):
+        assert list(plurals(f'f"{found}"')), found
+    for text in ("{count(n, 'image')} of it", "{rate:,.0f} images/s", "{n} image"):
+        assert not list(plurals(f'f"{text}"')), text

@@ -101,6 +101,7 @@ PHRASES = {
     r"\b[Uu]ndisturbed\b": "uninterrupted run",
     r"\bWhat comes out\b": "Outputs",
     r"\bin turns\b": "interleaved",
+    r"\b[Aa]n URL\b": "a URL",
     r"\bbrings? a run back after\b": "restarts after a worker failure",
     r"\b(is|are) told\b": "is logged",
     r"\bWhat feeds the network\b": "Data-loading backend",

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from utils.errors import UserError, escape_control_chars, first_line, readable
 from utils.files import atomic_write_text, json_text
 from utils.progress import EpochBar, end_status, fit_terminal, is_terminal, wrap_for_terminal
+from utils.text import count
 
 METRICS, EVENTS, SUMMARY = "metrics.jsonl", "events.jsonl", "summary.json"
 
@@ -230,7 +231,7 @@ class Log:
         if self._interval:  # on a terminal: what is left out of one line is in metrics.jsonl
             self.info(fit_terminal([*facts, *ema, *self._interval]))
         else:
-            self.info("  ".join([*facts, f"on {values['val/count']:,} images", *ema]))
+            self.info("  ".join([*facts, f"on {count(values['val/count'], 'image')}", *ema]))
         self._interval = []
 
     def epoch_without_evaluation(self, epoch: int) -> None:

@@ -25,16 +25,16 @@ def split_url(url: str) -> tuple[str, str, str]:
 
 
 def stage_folder(url: str, stage_dir: Path) -> Path:
-    """Where the objects of an URL lie on this machine: `STAGE_DIR/BUCKET/PREFIX`."""
+    """Where the objects of a URL lie on this machine: `STAGE_DIR/BUCKET/PREFIX`."""
     _, bucket, prefix = split_url(url)
     return (stage_dir / bucket / prefix).absolute()
 
 
 def require_store(data_dir: Path, stage_dir: Path | None, flag: str = "--data-dir ") -> None:
-    """Raise UserError unless an URL can be staged, as far as the command line alone says so.
+    """Raise UserError unless a URL can be staged, as far as the command line alone says so.
 
     Args:
-        data_dir: an URL.
+        data_dir: a URL.
         stage_dir: as given.
         flag: in front of the URL, in messages.
     """
@@ -55,6 +55,6 @@ def require_store(data_dir: Path, stage_dir: Path | None, flag: str = "--data-di
 
 
 def refuse_url(path: Path | str, flag: str) -> None:
-    """Raise UserError for an URL where a folder is needed."""
+    """Raise UserError for a URL where a folder is needed."""
     if url := store_url(path):
         raise UserError(f"{flag}{url}: must be a folder; train.py --data-dir {url} --stage-dir DIR copies it to one")

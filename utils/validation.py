@@ -260,7 +260,7 @@ def require_user_code(config: TrainConfig) -> None:
 
 
 def require_source(data_dir: Path, stage_dir: Path | None) -> None:
-    """Raise UserError unless there is such a folder, or an URL that can be staged."""
+    """Raise UserError unless there is such a folder, or a URL that can be staged."""
     if store_url(data_dir):
         require_store(data_dir, stage_dir)
     else:

@@ -324,7 +324,7 @@ def test_replacements_keep_the_order(small: Path) -> None:
 def test_a_class_of_bad_files_alone_is_refused(small: Path) -> None:
     (small / "train" / "a" / "1.jpg").write_bytes(b"")
     listed = scan(small, "train", skip_bad=True)
-    with pytest.raises(UserError, match=r"train/a: a class without a readable image, its 1 files are bad"):
+    with pytest.raises(UserError, match=r"train/a: a class without a readable image, its 1 file is bad"):
         listed.without({"a/2.jpg": "damaged"})
     (small / "train" / "a" / "2.jpg").write_bytes(b"")
     with pytest.raises(UserError, match=r"train/a: a class without a readable image, its 2 files are bad"):

@@ -32,7 +32,7 @@ large = ["--image-size", "224", "--val-resize", "256", "--batch-size", "16"]
 print("= train", train.main([*flags, *large]), Path(run).exists())
 print("= train", train.main([*flags, "--batch-size", "2"]), Path(run, "best.pt").exists())
 words = [run, data + "/val", "--output-dir", out, "--device", "cpu"]
-print("= predict", scripts.predict.main([*words, "--batch-size", "41", "--workers", "9"]), Path(out).exists())
+print("= predict", scripts.predict.main([*words, "--batch-size", "41", "--workers", "30"]), Path(out).exists())
 env = DistEnv(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
 config = resolved(loader="torch", batch_size=16, image_size=224)
 manifest = scan(Path(data), "train")

@@ -54,7 +54,7 @@ def test_torchrun_more_processes_than_images(tmp_path: Path) -> None:
         Image.new("RGB", (40, 40)).save(tmp_path / split / "only" / "one.jpg")
     flags = (*TINY, "--batch-size", "1", "--data-dir", tmp_path, "--output-dir", tmp_path / "run")
     done = launch(*flags, processes=2, timeout=60)
-    assert_refused(done, f"--data-dir {tmp_path}:", "1 training images for 2 processes", "start at most 1", processes=2)
+    assert_refused(done, f"--data-dir {tmp_path}:", "1 training image for 2 processes", "start at most 1", processes=2)
 
 
 @pytest.mark.dist

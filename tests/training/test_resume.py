@@ -138,7 +138,7 @@ def test_a_finished_run_is_left_as_it_is(data: Path, tmp_path: Path) -> None:
     flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--output-dir", tmp_path, "--epochs")
     first, finished, more = launch_series((*flags, 1), (*flags, 1, "--lr", 9), (*flags, 2))
     assert [run.status for run in (first, finished, more)] == [0, 0, 0], (first, finished, more)
-    assert "All 1 epochs are done" in finished.out
+    assert "The epoch is done" in finished.out
     assert finished.written == frozenset()
     assert read_checkpoint(tmp_path)["epoch"] == 2
 

@@ -25,10 +25,10 @@ def read_images(data_dir: Path, output_dir: Path, env: DistEnv, stage_dir: Path 
     """The training images of `data_dir`, or those of its own class folders; without the bad files.
 
     Args:
-        data_dir: a data set, or class folders; or an URL of either.
+        data_dir: a data set, or class folders; or a URL of either.
         output_dir: where an index of shards is saved if it cannot be saved beside them.
         env: this process.
-        stage_dir: where an URL is copied to.
+        stage_dir: where a URL is copied to.
 
     Raises:
         UserError: as `read_data`.

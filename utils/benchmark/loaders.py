@@ -32,6 +32,7 @@ from utils.distributed.machine import inspect_machine
 from utils.errors import UserError
 from utils.network.augment import BatchAugment
 from utils.network.gradients import AMP_DTYPES
+from utils.text import count
 from utils.training.run import Run
 
 TrainStep = Callable[[Run], None]  # of train.py
@@ -266,7 +267,10 @@ def open_loaders(
 
 def _check_cache(run: Run, images: Manifest) -> None:
     if len(images) < run.config.batch_size:
-        raise UserError(f"--batch-size {run.config.batch_size}: there are {len(images):,} images; lower it")
+        raise UserError(
+            f"--batch-size {run.config.batch_size}: there {'is' if len(images) == 1 else 'are'} "
+            f"{count(len(images), 'image')}; lower it"
+        )
     others = ",".join(name for name in TITLES if name != CACHED)
     mean, machine = mean_decoded_bytes(images), inspect_machine(run.env)
     cache = config_of_loader(CACHED, run, mean).cache

@@ -31,6 +31,7 @@ from matplotlib.figure import Figure
 
 from utils.benchmark.verdict import CACHED, FLAGS, SYNTHETIC, TITLES, Measurements, Rate, Verdict, show_share
 from utils.files import atomic_write_bytes
+from utils.text import count
 
 LABELS_AT = 1.2  # right end of the numbers in the chart, in parts of the longest bar
 COLOURS = {  # Okabe and Ito's
@@ -42,7 +43,8 @@ COLOURS = {  # Okabe and Ito's
 def introduction(facts: dict[str, Any]) -> str:
     """What is going to be measured, in three lines."""
     images = (
-        f"{facts['num_images']:,} images{', generated' if facts['generated'] else ''}, {facts['num_classes']} classes, "
+        f"{count(facts['num_images'], 'image')}{', generated' if facts['generated'] else ''}, "
+        f"{count(facts['num_classes'], 'class')}, "
         f"mean {facts['image_width']:.0f} x {facts['image_height']:.0f} px, {facts['image_bytes'] / 1000:.0f} KB"
     )
     return f"{_headline(facts)}\n{facts['device_name']}, CPU threads per loader: {facts['workers']}\n{images}"

@@ -33,6 +33,8 @@ import statistics
 from collections.abc import Iterator
 from typing import Literal
 
+from utils.text import count
+
 Bound = Literal["input", "compute", "balanced"]
 Limit = Literal["decoder", "cpu threads", "disk", "gpu", "contention"]
 COMPUTE_BOUND_SHARE = 0.98  # of the synthetic rate
@@ -265,7 +267,8 @@ def _evidence(
     if bound == "input":
         yield f"Training would be {1 / share:.2f} x as fast with a loader that is never late."
         if limit != "disk":
-            yield f"The loader alone keeps {loader.cores_busy:.1f} of {_usable(measurements)} CPU threads busy."
+            threads = count(_usable(measurements), "CPU thread")
+            yield f"The loader alone keeps {loader.cores_busy:.1f} of {threads} busy."
         if limit in ("disk", "decoder"):
             yield f"The files can be read, not decoded, at {measurements.files.median:,.0f} a second."
         if limit == "contention":
@@ -305,7 +308,7 @@ def _input_remedies(measurements: Measurements, loader: LoaderMeasurement, limit
     if limit == "disk":
         yield "Copy the images to a local disk, or into memory (/dev/shm) if they fit."
     if limit == "cpu threads" and not _all_threads_busy(measurements, loader):
-        yield f"Give --workers more than {workers}: the process may run on {cores} CPU threads."
+        yield f"Give --workers more than {workers}: the process may run on {count(cores, 'CPU thread')}."
     elif limit == "cpu threads":
         yield f"Give the process more CPU threads, if the machine has more: all {cores} are in use."
     if min(measurements.image_width, measurements.image_height) > 1.5 * measurements.image_size:
@@ -362,7 +365,8 @@ def _claims(dali: LoaderMeasurement, loaders: tuple[LoaderMeasurement, ...]) -> 
 
 def _warnings(measurements: Measurements, loader: LoaderMeasurement) -> Iterator[str]:
     if measurements.num_images < MIN_IMAGES:
-        yield f"Only {measurements.num_images} images: the measurements mean little; give {MIN_IMAGES} or more."
+        images = count(measurements.num_images, "image")
+        yield f"Only {images}: the measurements mean little; give {MIN_IMAGES} or more."
     if measurements.would_cache and all(loader.name != CACHED for loader in measurements.loaders):
         yield f"train.py would keep these images decoded in memory (--cache auto): add --loaders {CACHED}."
     if measurements.generated:

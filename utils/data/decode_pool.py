@@ -25,6 +25,7 @@ from utils.data.shared_memory import explain_full
 from utils.data.workers import process_pool
 from utils.distributed.group import DistEnv
 from utils.errors import BadFile
+from utils.text import count
 
 CHUNK = 8  # images that a process gets at once
 # A summary, and what a decoder prints that passes an image on to the next one.
@@ -164,6 +165,8 @@ def identify_bad_file(
                 if report.bad is not None:
                     raise BadFile(records[position].name, report.bad, env.rank, config.evaluate) from error
                 if time.monotonic() > deadline:
-                    error.add_note(f"not the first of {len(records):,} images; scripts/check_dataset.py decodes all")
+                    error.add_note(
+                        f"not the first of {count(len(records), 'image')}; scripts/check_dataset.py decodes all"
+                    )
                     break
         raise

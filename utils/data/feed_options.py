@@ -22,6 +22,7 @@ from utils.distributed.launcher import read_launch
 from utils.distributed.machine import inspect_machine
 from utils.errors import BadFile, UserError
 from utils.flags import flag, kinds
+from utils.text import count
 from utils.validation import validate
 
 STATE_FORMAT = 1
@@ -159,12 +160,15 @@ def _choose_device(choice: str | torch.device) -> torch.device:
         raise UserError(f"device {choice}: must be auto, cpu, cuda or cuda:N")
     if device.type == "cpu" or not torch.cuda.is_available():
         return choose_device(device.type, read_launch())  # refuses cuda
-    count = torch.cuda.device_count()
+    gpus = torch.cuda.device_count()
     if device.index is None:
         current = torch.cuda.current_device()
-        return torch.device("cuda", current) if current or count == 1 else choose_device("cuda", read_launch())
-    if device.index >= count:
-        raise UserError(f"device {device}: there are {count} GPUs here; give one from cuda:0 to cuda:{count - 1}")
+        return torch.device("cuda", current) if current or gpus == 1 else choose_device("cuda", read_launch())
+    if device.index >= gpus:
+        raise UserError(
+            f"device {device}: there {'is' if gpus == 1 else 'are'} {count(gpus, 'GPU')} here; give "
+            f"cuda:0{f' to cuda:{gpus - 1}' if gpus > 1 else ''}"
+        )
     return device
 
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from utils.data.formats.base import ImageTable, Record
 from utils.errors import START_ANEW, UserError, escape_control_chars, some
+from utils.text import count
 
 SUFFIXES = 5  # of other files that one line names
 NO_CLASS, NO_SUFFIX = "without a class folder", "without a suffix"
@@ -149,10 +150,11 @@ class Manifest:
             return self
         empty = set(range(len(self.classes))) - set(np.unique(self.labels[~is_bad]).tolist())
         if empty:
-            count = (self.labels == min(empty)).sum()
+            files = int((self.labels == min(empty)).sum())
+            are, them = ("is", "it") if files == 1 else ("are", "them")
             raise UserError(
-                f"{self.root}/{self.classes[min(empty)]}: a class without a readable image, its {count:,} files are "
-                "bad; replace them or remove the folder"
+                f"{self.root}/{self.classes[min(empty)]}: a class without a readable image, its {count(files, 'file')} "
+                f"{are} bad; replace {them} or remove the folder"
             )
         good = self.select(np.flatnonzero(~is_bad))
         excluded = [self.name(index) for index in np.flatnonzero(is_bad).tolist()]
@@ -218,11 +220,11 @@ def describe_ignored(manifest: Manifest) -> str:
 
 def describe_counts(ignored: Mapping[str, int]) -> str:
     """`Manifest.ignored` as a clause, which names the `SUFFIXES` most frequent and counts the rest."""
-    files = sorted((-count, kind) for kind, count in ignored.items() if kind != NO_CLASS)
-    parts = [(-count, "file", f" {escape_control_chars(kind)}") for count, kind in files[:SUFFIXES]]
-    parts.append((-sum(count for count, _ in files[SUFFIXES:]), "more file", ""))
+    files = sorted((-number, kind) for kind, number in ignored.items() if kind != NO_CLASS)
+    parts = [(-number, "file", f" {escape_control_chars(kind)}") for number, kind in files[:SUFFIXES]]
+    parts.append((-sum(number for number, _ in files[SUFFIXES:]), "more file", ""))
     parts.append((ignored.get(NO_CLASS, 0), "image", f" {NO_CLASS}"))
-    return ", ".join(f"{count:,} {noun}{'s' if count > 1 else ''}{kind}" for count, noun, kind in parts if count)
+    return ", ".join(f"{count(number, noun)}{kind}" for number, noun, kind in parts if number)
 
 
 def synthetic(num_images: int, num_classes: int) -> Manifest:

@@ -90,7 +90,7 @@ class Outage:
 
 
 class ObjectStore:
-    """The objects below an URL.
+    """The objects below a URL.
 
     Args:
         url: `s3://BUCKET/PREFIX` or `gs://BUCKET/PREFIX`.

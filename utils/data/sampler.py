@@ -14,6 +14,7 @@ from utils.config import ResolvedConfig
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
 from utils.seed import Stream, seed_sequence
+from utils.text import count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,18 +115,19 @@ def create_sampler(config: ResolvedConfig, num_images: int, env: DistEnv) -> Sam
     )
     if num_images < env.world_size:
         raise UserError(
-            f"--data-dir {config.data_dir}: {num_images} training images for {env.world_size} processes; "
+            f"--data-dir {config.data_dir}: {count(num_images, 'training image')} for "
+            f"{count(env.world_size, 'process')}; "
             f"start at most {num_images}",
             on_all_ranks=True,
         )
     if sampler.steps_per_epoch == 0:
-        processes = f"{env.world_size} process{'es' if env.world_size > 1 else ''}"
+        processes, images = count(env.world_size, "process"), count(config.batch_size, "image")
         accumulated = f" x {config.grad_accum_steps} batches" if config.grad_accum_steps > 1 else ""
         most = num_images // (env.world_size * config.grad_accum_steps)
         remedy = f"give at most {most}; {max(1, most // 10)} makes about ten steps per epoch" if most else "lower it"
         raise UserError(
-            f"--batch-size {config.batch_size}: {processes} x {config.batch_size} images{accumulated} is a global "
-            f"batch of {sampler.global_batch_size}, more than the {num_images} training images; {remedy}",
+            f"--batch-size {config.batch_size}: {processes} x {images}{accumulated} is a global "
+            f"batch of {sampler.global_batch_size}, more than the {count(num_images, 'training image')}; {remedy}",
             on_all_ranks=True,
         )
     return sampler

@@ -23,6 +23,7 @@ from utils.data.verification import BAD_FILES, bad_files, verify_dataset
 from utils.distributed.collectives import all_gather_object, broadcast, sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
+from utils.text import count
 
 SPLITS = ("train", "val")
 SYNTHETIC_TRAIN, SYNTHETIC_VAL, SYNTHETIC_CLASSES = 128_000, 5_000, 1_000  # of --loader synthetic without --data-dir
@@ -268,7 +269,7 @@ def describe_exclusions(splits: Splits, output_dir: Path) -> str:
             classes = collections.Counter(name.split("/")[0] for name in manifest.bad)
             counts = ", ".join(f"{name} {count:,}" for name, count in sorted(classes.items()))
             files = len(manifest) - len(manifest.replacements) + len(manifest.bad)
-            parts.append(f"{len(manifest.bad):,} of {files:,} {manifest.kind} files ({counts})")
+            parts.append(f"{len(manifest.bad):,} of {count(files, f'{manifest.kind} file')} ({counts})")
         if manifest.replacements:
             bad, instead = next(iter(manifest.replacements.items()))
             parts.append(

@@ -25,6 +25,7 @@ from utils.errors import Stopped, UserError
 from utils.log import emit
 from utils.progress import end_status, is_terminal, show_status
 from utils.store_url import require_store, stage_folder, store_url
+from utils.text import count
 
 REQUESTS = 16  # at a time
 RANGE_BYTES = 64 << 20  # of an object that one request reads
@@ -53,13 +54,13 @@ class Progress(NamedTuple):
 
 
 def stage(config: TrainConfig, env: DistEnv, stopped_by: Callable[[], str] = str) -> TrainConfig:
-    """Copy the objects of an URL to this machine. Collective: call on every rank.
+    """Copy the objects of a URL to this machine. Collective: call on every rank.
 
     One rank of each machine copies; the others wait, for any time. What is there already, and is the same in the
     store, is not copied again. Does nothing for a folder.
 
     Args:
-        config: whose `data_dir` may be an URL.
+        config: whose `data_dir` may be a URL.
         env: this process.
         stopped_by: names a signal that has come, "" before.
 
@@ -73,7 +74,7 @@ def stage(config: TrainConfig, env: DistEnv, stopped_by: Callable[[], str] = str
     url = store_url(config.data_dir)
     if not url:
         return config
-    assert config.data_dir is not None, "it is an URL"
+    assert config.data_dir is not None, "it is a URL"
     error = None
     try:
         require_store(config.data_dir, config.stage_dir)
@@ -157,7 +158,7 @@ class _Target:
 
 
 class Staging:
-    """Copies the objects of an URL to a folder in threads of its own, from the start on.
+    """Copies the objects of a URL to a folder in threads of its own, from the start on.
 
     Args:
         url: of the objects.
@@ -249,14 +250,14 @@ class Staging:
             thread.join()
         if self._unverified and self._error is None:
             self._notes.put(
-                f"{self._url}: {self._unverified:,} objects came twice with the same bytes, whose MD5 is not the "
-                "ETag (as with encryption by KMS); their size alone is checked"
+                f"{self._url}: {count(self._unverified, 'object')} came twice with the same bytes, whose MD5 is not "
+                "the ETag (as with encryption by KMS); their size alone is checked"
             )
         files.close()
         self.finished.set()
 
-    def _note_start(self, count: int, pending: list[StoredObject], removed: int) -> None:
-        facts = f"{count - len(pending):,} of {count:,} objects are there"
+    def _note_start(self, total: int, pending: list[StoredObject], removed: int) -> None:
+        facts = f"{total - len(pending):,} of {count(total, 'object')} {'is' if total == 1 else 'are'} there"
         facts += f", {removed:,} that the store no longer has are deleted" if removed else ""
         facts += f", {_size(self._bytes_total)} to copy" if pending else ""
         self._notes.put(f"staging {self._url} to {self._folder}: {facts}")

@@ -32,6 +32,7 @@ from utils.data.sampler import Sampler
 from utils.distributed.group import DistEnv
 from utils.errors import UserError, escape_control_chars
 from utils.seed import Stream, derive_seed
+from utils.text import count
 
 NOTED = 10_000  # images that a search after a crash can look at
 READER = "Reader"  # name of the reader in the graph, by which the iterator learns the length of an epoch
@@ -76,7 +77,8 @@ class StockTrainLoader:
         if self._origin % sampler.batches_per_epoch:
             raise UserError(
                 f"--loader stock: cannot begin within an epoch, and step {first_batch // sampler.batches_per_step} is "
-                f"not a multiple of {sampler.steps_per_epoch} steps; go on without the changes, or with --loader dali",
+                f"not a multiple of {count(sampler.steps_per_epoch, 'step')}; go on without the changes, or with "
+                "--loader dali",
                 on_all_ranks=True,
             )
         self._identify_bad_file = functools.partial(identify_bad_file, config, manifest, env)

@@ -9,6 +9,7 @@ from utils.distributed.gpu_start import visible_device_for_rank
 from utils.distributed.launcher import Launch
 from utils.distributed.store import BoundedStore
 from utils.errors import UserError
+from utils.text import count
 
 
 def choose_device(choice: str, launch: Launch) -> torch.device:
@@ -30,8 +31,8 @@ def choose_device(choice: str, launch: Launch) -> torch.device:
         return torch.device("cuda", 0)  # Slurm can show each task its own GPU alone
     if launch.local_rank >= gpus:
         raise UserError(
-            f"{launch.local_world_size} processes on this machine, but {gpus} GPUs; start one process per GPU "
-            "(torchrun --nproc_per_node, srun --ntasks-per-node)"
+            f"{launch.local_world_size} processes on this machine, but {count(gpus, 'GPU')}; start one process per "
+            "GPU (torchrun --nproc_per_node, srun --ntasks-per-node)"
         )
     return torch.device("cuda", launch.local_rank)
 

@@ -147,7 +147,7 @@ def _rendezvous(env: DistEnv, limit: datetime.timedelta) -> tuple[Store, Bounded
 
 
 def _host_and_port(url: str) -> str:
-    """Of an URL that `rendezvous_url` gives."""
+    """Of a URL that `rendezvous_url` gives."""
     return "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ) if url == "env://" else url.partition("//")[2]
 
 

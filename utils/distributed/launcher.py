@@ -59,7 +59,7 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
 
 
 def rendezvous_url(environ: Mapping[str, str]) -> tuple[str, str]:
-    """Where the processes meet, as an URL for torch's `rendezvous`, and a prefix for their keys in the store there.
+    """Where the processes meet, as a URL for torch's `rendezvous`, and a prefix for their keys in the store there.
 
     That is torchrun's store, or one on the first host of a Slurm step. Steps of one job may run at the same time, so
     each has a port and a prefix of its own. The port is below those that Linux gives out.

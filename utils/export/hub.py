@@ -8,6 +8,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from utils.errors import RunFailed, UserError, first_line
 from utils.export.trained import Trained
+from utils.text import count
 
 CARD = "README.md"
 
@@ -33,7 +34,7 @@ def push(folder: Path, files: Sequence[str], repo: str, trained: Trained) -> str
         operations = [CommitOperationAdd(name, folder / name) for name in files]
         if not api.file_exists(repo, CARD):
             operations.append(CommitOperationAdd(CARD, model_card(trained).encode()))
-        message = f"{trained.config.arch}, {trained.config.num_classes} classes"
+        message = f"{trained.config.arch}, {count(trained.config.num_classes, 'class')}"
         return str(api.create_commit(repo, operations, commit_message=message).commit_url)
     except HFValidationError as error:
         raise UserError(f"--push {repo}: {first_line(error, 200)}") from None
@@ -57,6 +58,6 @@ def model_card(trained: Trained) -> str:
     accuracy = "" if trained.top1 is None else f" Top-1 on its validation images: {trained.top1:.2f} %."
     return (
         "---\nlibrary_name: timm\ntags:\n- image-classification\n- timm\n---\n"
-        f"{config.arch} of timm with {config.num_classes:,} classes, trained with Brisk at {config.image_size} px."
-        f"{accuracy}\n"
+        f"{config.arch} of timm with {count(config.num_classes, 'class')}, trained with Brisk at {config.image_size} "
+        f"px.{accuracy}\n"
     )

@@ -12,6 +12,7 @@ from utils.arguments import model_options
 from utils.config import ResolvedConfig
 from utils.errors import UserError, readable
 from utils.network.weight_files import Normalization
+from utils.text import count
 from utils.training.checkpoint import load
 from utils.training.preprocessing import crop_pct
 from utils.training.state import NETWORKS
@@ -88,7 +89,8 @@ def load_trained(path: Path, ema: bool | None = None) -> Trained:
         model.load_state_dict(tensors)
     except RuntimeError:
         raise UserError(
-            f"{saved.path}: its weights do not fit {config.arch} with {config.num_classes} classes; give another file"
+            f"{saved.path}: its weights do not fit {config.arch} with {count(config.num_classes, 'class')}; give "
+            "another file"
         ) from None
     top1 = saved.state.own_result.get("val/top1" if weights == MODEL else "val/ema_top1")
     return Trained(

@@ -16,6 +16,7 @@ from utils.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Chart, 
 from utils.report.output_folder import RunInfo, number
 from utils.report.pictures import Pictures, read_pictures
 from utils.report.run_story import PARTS, marks, notes, points, steps_before, steps_per_epoch, time_parts, wait_verdict
+from utils.text import count
 
 PAGE = "report.html"  # of `train.py --report`, in the output folder
 TEMPLATES = Path(__file__).parent
@@ -93,7 +94,7 @@ class Story:
         """One line for each start."""
         starts = [event for event in self.run.events if event.get("event") == "started"]
         return [
-            f"{_date(event)}: {event.get('processes')} process{'es' if event.get('processes') != 1 else ''} on "
+            f"{_date(event)}: {count(int(number(event, 'processes') or 0), 'process')} on "
             f"{event.get('host')}, first step {steps_before(event) + 1}"
             for event in starts
         ]

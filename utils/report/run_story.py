@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from utils.report.charts import Mark, Point
 from utils.report.output_folder import DATA_WAIT_WARNING, RunInfo, number
+from utils.text import count
 
 PARTS = {  # of a run's time: name, which is also the class in page.css, and meaning
     "start": "from the start of the process to the end of the first step, of every launch",
@@ -76,8 +77,8 @@ def notes(run: RunInfo) -> list[str]:
     lost = [record["step"] for record in run.intervals if number(record, "train/loss") is None]
     if lost:
         found.append(
-            f"The loss was not finite in {len(lost)} of {len(run.intervals)} log intervals, the first up to step "
-            f"{lost[0]}: lower --lr, set --clip-grad 1, or warm up longer."
+            f"The loss was not finite in {len(lost)} of {count(len(run.intervals), 'log interval')}, the first up to "
+            f"step {lost[0]}: lower --lr, set --clip-grad 1, or warm up longer."
         )
     if run.state == "died":
         found.append(

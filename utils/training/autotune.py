@@ -15,6 +15,7 @@ from utils.distributed.collectives import all_gather_object, raise_on_all_ranks,
 from utils.distributed.group import DistEnv
 from utils.distributed.machine import all_pairs_nvlink, inspect_machine
 from utils.errors import START_ANEW, UserError
+from utils.text import count
 from utils.training.batch_layout import choose_batch_size, describe_processes
 from utils.training.checkpoint import Checkpoint
 from utils.training.optim import resolve_optimizer
@@ -149,7 +150,8 @@ def _check_fits(config: TrainConfig, num_classes: int, on_cuda: bool, saved: Che
         raise UserError("--sync-bn without a GPU: torch has it on GPUs alone; leave it out", on_all_ranks=True)
     if config.num_classes is not None and config.num_classes < num_classes:
         raise UserError(
-            f"--num-classes {config.num_classes}: fewer than the {num_classes} class folders; leave it out or raise it",
+            f"--num-classes {config.num_classes}: fewer than the {count(num_classes, 'class folder')}; leave it out "
+            "or raise it",
             on_all_ranks=True,
         )
 

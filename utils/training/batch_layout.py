@@ -5,6 +5,7 @@ import dataclasses
 from utils.config import BATCH_SIZE, ResolvedConfig, TrainConfig
 from utils.distributed.group import DistEnv
 from utils.errors import START_ANEW, UserError
+from utils.text import count
 from utils.training.checkpoint import Checkpoint
 
 
@@ -29,11 +30,7 @@ class Layout:
 
     def __str__(self) -> str:
         accumulated = f" x {self.grad_accum_steps} batches" if self.grad_accum_steps > 1 else ""
-        return f"{_processes(self.world_size)} x {self.batch_size} images{accumulated}"
-
-
-def _processes(number: int) -> str:
-    return f"{number} process{'es' if number > 1 else ''}"
+        return f"{count(self.world_size, 'process')} x {count(self.batch_size, 'image')}{accumulated}"
 
 
 def layout_of(config: ResolvedConfig, world_size: int) -> Layout:
@@ -61,8 +58,8 @@ def describe_processes(config: TrainConfig, world_size: int) -> str:
     if config.batch_size is None:
         return text
     text += (
-        f": the global batch is {now.global_batch_size:,} images instead of {before.global_batch_size:,}, and the "
-        "learning rate in force follows it"
+        f": the global batch is {count(now.global_batch_size, 'image')} instead of {before.global_batch_size:,}, and "
+        "the learning rate in force follows it"
     )
     same, rest = divmod(batch_size * int(given), world_size)
     return text if rest else f"{text}; --batch-size {same} keeps both"
@@ -99,12 +96,12 @@ def choose_batch_size(config: TrainConfig, env: DistEnv, saved: Checkpoint | Non
         return given
     origin = f"the checkpoint was saved by {before}, a global batch of {total}"
     anew = f"go on with it by --resume {saved.path} --accept-changes, or {START_ANEW}"
-    now = _processes(env.world_size) + (f" x --grad-accum-steps {accumulated}" if accumulated > 1 else "")
+    now = count(env.world_size, "process") + (f" x --grad-accum-steps {accumulated}" if accumulated > 1 else "")
     if (rest or not same_total) and config.accept_changes:
         return saved.config.batch_size
     if rest or not same_total:
         fewer = [number for number in range(1, env.world_size) if total % (number * accumulated) == 0]
-        remedy = f"start {_processes(fewer[-1])}" if fewer else "lower --grad-accum-steps"
+        remedy = f"start {count(fewer[-1], 'process')}" if fewer else "lower --grad-accum-steps"
         raise UserError(f"{now}: cannot share a step evenly, {origin}; {remedy}, {anew}", on_all_ranks=True)
     if given is not None:
         raise UserError(

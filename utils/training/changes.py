@@ -10,6 +10,7 @@ from utils.data.sampler import Sampler
 from utils.data.splits import SPLITS
 from utils.errors import START_ANEW, UserError
 from utils.flags import flag
+from utils.text import count
 from utils.training.batch_layout import saved_layout
 from utils.training.checkpoint import Checkpoint
 from utils.training.state import NETWORKS, RankState, ReplicatedState, TrainState
@@ -71,8 +72,8 @@ def require_other_folder(saved: Checkpoint, output_dir: os.PathLike[str], steps_
     before = steps_before(saved)
     if before != steps_per_epoch and saved.path and os.path.realpath(saved.path.parent) == os.path.realpath(output_dir):
         raise UserError(
-            f"--accept-changes: an epoch has {steps_per_epoch} steps instead of {before}, and metrics.jsonl in "
-            f"--output-dir {output_dir} counts the latter; give --name NEW or --output-dir NEW, or {START_ANEW}",
+            f"--accept-changes: an epoch has {count(steps_per_epoch, 'step')} instead of {before}, and metrics.jsonl "
+            f"in --output-dir {output_dir} counts the latter; give --name NEW or --output-dir NEW, or {START_ANEW}",
             on_all_ranks=True,
         )
 
@@ -133,7 +134,7 @@ def describe_consequences(saved: Checkpoint, state: TrainState, names: Sequence[
     parts = ["random draws begin anew"]
     if before != sampler.steps_per_epoch:
         anew = ", and the epoch under way begins anew" if saved.state.step % before else ""
-        parts.append(f"an epoch has {sampler.steps_per_epoch} steps instead of {before}{anew}")
+        parts.append(f"an epoch has {count(sampler.steps_per_epoch, 'step')} instead of {before}{anew}")
     elif _reorders(saved, names) and state.step > start:
         parts.append("the epoch under way goes on in another order, with some images twice and others not at all")
     if _begins_anew(saved.state.optimizer, state.optimizer.state_dict(), names):

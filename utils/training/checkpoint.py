@@ -206,7 +206,8 @@ def load_newest(paths: Sequence[Path], flag: str = "--resume") -> tuple[Checkpoi
         whole.append((path, found.saved_at, found.record.run))
     if not whole:
         remedy = START_ANEW if flag == "--resume" else "give another run"
-        raise UserError(f"{paths[0].parent}: none of its {len(paths)} checkpoints is whole; {remedy}")
+        none = f"none of its {len(paths)} checkpoints is whole" if len(paths) > 1 else "its checkpoint is not whole"
+        raise UserError(f"{paths[0].parent}: {none}; {remedy}")
     _, _, newest_run = max(whole, key=lambda candidate: candidate[1])
     skipped += [f"skipped: {path}: a checkpoint of another run" for path, _, run in whole if run != newest_run]
     return load(next(path for path, _, run in whole if run == newest_run)), skipped

@@ -24,6 +24,7 @@ from utils.distributed.collectives import broadcast, sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import START_ANEW, UserError
 from utils.flags import flag
+from utils.text import count
 from utils.training.batch_layout import layout_of
 from utils.training.changes import (
     changed_names,
@@ -238,7 +239,7 @@ def describe_files(
                 digests = np.where((digests == 0) & (before["mtimes"] == begun.mtimes), before["digests"], digests)
                 if len(unsure):
                     lines.append(
-                        f"{len(unsure):,} {manifest.kind} file{'s' if len(unsure) > 1 else ''} changed since the "
+                        f"{count(len(unsure), f'{manifest.kind} file')} changed since the "
                         "checkpoint, by time, not by size "
                         f"({begun.name(unsure[0])}{', ...' if len(unsure) > 1 else ''})"
                     )

@@ -26,7 +26,7 @@ from utils.network.augment import Normalize
 from utils.network.gradients import AMP_DTYPES
 from utils.network.weight_files import read_weights
 from utils.progress import show_status, with_bar
-from utils.text import describe_alike
+from utils.text import count, describe_alike
 from utils.training.autotune import choose_common_loader_settings, resolve
 from utils.training.checkpoint import BEST, Checkpoint, load
 from utils.training.mistakes import Mistakes, better_network, check_report, write_page
@@ -235,12 +235,13 @@ def load_network(model: nn.Module, saved: Checkpoint, name: str, config: Resolve
     except RuntimeError:
         if config.num_classes == saved.config.num_classes:
             raise UserError(
-                f"{saved.path}: its weights do not fit {config.arch} with {config.num_classes} classes; give another "
-                "file",
+                f"{saved.path}: its weights do not fit {config.arch} with {count(config.num_classes, 'class')}; give "
+                "another file",
                 on_all_ranks=True,
             ) from None
         raise UserError(
-            f"--num-classes {config.num_classes}: the checkpoint's head has {saved.config.num_classes} classes; leave "
+            f"--num-classes {config.num_classes}: the checkpoint's head has "
+            f"{count(saved.config.num_classes, 'class')}; leave "
             "--num-classes out",
             on_all_ranks=True,
         ) from None

@@ -20,6 +20,7 @@ from utils.config import ResolvedConfig, TrainConfig
 from utils.errors import UserError, first_line
 from utils.flags import flag
 from utils.network.head import head_parameters
+from utils.text import count
 
 LR_BATCH = 256  # images for which --lr is given, as in Goyal et al. 2017, arXiv:1706.02677, section 2.1
 Scaling = Literal["linear", "sqrt", "none"]
@@ -298,5 +299,5 @@ def describe_ema(ema: ModelEmaV3, total_steps: int) -> str:
     """When its decay is the one that was asked for, or which it ends with."""
     last = ema.get_decay(total_steps - 1)
     if last < ema.decay:
-        return f"decay grows to {last:.5g} in the {total_steps:,} steps of the run, too few for {ema.decay:g}"
-    return f"decay grows to {ema.decay:g} in the first {round(9 / (1 - ema.decay)) - 8:,} steps"
+        return f"decay grows to {last:.5g} in the {count(total_steps, 'step')} of the run, too few for {ema.decay:g}"
+    return f"decay grows to {ema.decay:g} in the first {count(round(9 / (1 - ema.decay)) - 8, 'step')}"

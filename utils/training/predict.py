@@ -31,7 +31,7 @@ from utils.log import emit
 from utils.network.augment import Normalize
 from utils.network.gradients import AMP_DTYPES
 from utils.progress import end_status, show_status, with_bar
-from utils.text import describe_alike
+from utils.text import count, describe_alike
 from utils.training.autotune import choose_common_loader_settings, resolve
 from utils.training.checkpoint import Checkpoint, load_newest
 from utils.training.evaluate import FlipAverage, compute_logits, describe_result, load_network, start_evaluation
@@ -311,7 +311,7 @@ def _finish(file: PredictionsFile, counts: ClassCounts, columns: Columns, option
 
 def _print_summary(images: int, bad: int, counts: ClassCounts, options: PredictOptions) -> None:
     unread = f", {bad:,} of them cannot be read (column error)" if bad else ""
-    emit(f"{predictions_path(options)}: {images:,} image{'s' if images > 1 else ''}{unread}")
+    emit(f"{predictions_path(options)}: {count(images, 'image')}{unread}")
     if summary := counts.summary():
         emit(describe_result(summary))
 

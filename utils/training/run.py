@@ -27,6 +27,7 @@ from utils.log import SUMMARY, Log
 from utils.network.augment import BatchAugment
 from utils.network.freezing import AnyForwardBackward
 from utils.progress import with_bar
+from utils.text import count
 from utils.training.checkpoint import RunRecord, create_checkpoint
 from utils.training.checkpoint_writer import CheckpointWriter, may_queue
 from utils.training.integrity import nonfinite_reason, require_finite_statistics, require_same_weights
@@ -231,7 +232,9 @@ class Run:
         remedy = "lower --lr, set --clip-grad 1, or warm up longer; the last good checkpoint is kept"
         if 0 < max_bad_steps <= interval.bad_steps:
             self.finish_write()
-            raise RunFailed(f"{where}: the loss has not been finite for {interval.bad_steps} steps in a row; {remedy}")
+            raise RunFailed(
+                f"{where}: the loss has not been finite for {count(interval.bad_steps, 'step')} in a row; {remedy}"
+            )
         if max_bad_steps and state.scaler.is_enabled() and state.scaler.get_scale() < MIN_LOSS_SCALE:
             self.finish_write()
             raise RunFailed(f"{where}: fp16 gradients overflow at any scale of the loss; use --amp bf16, or {remedy}")

@@ -23,6 +23,7 @@ from utils.flags import flag
 from utils.log import SUMMARY
 from utils.report.output_folder import DATA_WAIT_WARNING, read_run
 from utils.report.terminal import epoch_table
+from utils.text import count
 from utils.training.batch_layout import layout_of, saved_layout
 from utils.training.checkpoint import BEST, Checkpoint
 from utils.training.compatibility import changed_flags, format_change
@@ -49,8 +50,8 @@ def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: C
         "data": _describe_data(splits),
         "images": f"{len(splits['train']):,} train, {_describe_val(splits['val'])}, {_describe_sizes(config)}",
         "pixels": _describe_pixels(run, "the checkpoint" if saved else settings.reasons.get("pretrained", "")),
-        "batch": f"{images} = {config.batch_size} images x {env.world_size} processes"
-        f" x {config.grad_accum_steps}; {run.sampler.steps_per_epoch} steps per epoch",
+        "batch": f"{images} = {count(config.batch_size, 'image')} x {count(env.world_size, 'process')}"
+        f" x {config.grad_accum_steps}; {count(run.sampler.steps_per_epoch, 'step')} per epoch",
         "lr": f"{describe_lr(config.lr, config.lr_scaling, images)}, {_describe_optimizer(run)}",
         "device": _describe_device(run),
         "loader": _describe_loader(config),
@@ -113,9 +114,10 @@ def _describe_data(splits: Splits) -> str:
     """Format, shards and classes."""
     train, val = splits["train"], splits["val"]
     tables = [each.images for each in (train, val) if isinstance(each.images, ShardTable)]
-    counts = [f"{len(table.shards):,}" for table in tables]
-    shards = f", {' + '.join(counts[:1] if val.held_out else counts)} shards" if counts else ""
-    return f"{train.source}{shards}, {len(train.classes):,} classes"
+    numbers = [len(table.shards) for table in (tables[:1] if val.held_out else tables)]
+    counts = [*(f"{number:,}" for number in numbers[:-1]), *(count(number, "shard") for number in numbers[-1:])]
+    shards = f", {' + '.join(counts)}" if counts else ""
+    return f"{train.source}{shards}, {count(len(train.classes), 'class')}"
 
 
 def _describe_val(val: Manifest) -> str:
@@ -164,7 +166,7 @@ def _describe_model(run: Run) -> str:
         compiled += ", not compiled: that takes longer than it saves in a run of so few images"
     epochs = f"{config.freeze_epochs} epochs" if config.freeze_epochs > 1 else "epoch"
     head = f", the head alone in the first {epochs}" if config.freeze_epochs else ""
-    return f"{config.arch}, {parameters / 1e6:.2f} M parameters, {config.num_classes} classes{head}{compiled}"
+    return f"{config.arch}, {parameters / 1e6:.2f} M parameters, {count(config.num_classes, 'class')}{head}{compiled}"
 
 
 def _describe_device(run: Run) -> str:
@@ -182,13 +184,14 @@ def _describe_loader(config: ResolvedConfig) -> str:
         loader = f"{loader}, images cached (gpu), a kernel makes each batch of them"
     elif config.loader in BY_DALI:
         how = f"images cached ({config.cache})" if config.cache in CACHED else f"{config.decode} decode"
-        loader = f"{loader}, {how}, {config.prefetch} batches ahead"
-    return f"{loader}, {config.workers} CPU threads per process"
+        loader = f"{loader}, {how}, {count(config.prefetch, 'batch')} ahead"
+    return f"{loader}, {count(config.workers, 'CPU thread')} per process"
 
 
 def _describe_start(run: Run, saved: Checkpoint) -> str:
     config, state = run.config, run.state
-    position = f"after all {state.epoch} epochs" if state.epoch >= config.epochs else f"at epoch {state.epoch + 1}"
+    all_epochs = f"all {state.epoch} epochs" if state.epoch > 1 else "the epoch"
+    position = f"after {all_epochs}" if state.epoch >= config.epochs else f"at epoch {state.epoch + 1}"
     start = f"resumed {position}, step {state.step}, from {saved.path}"
     if config.loader == "proxy" and state.step % run.sampler.steps_per_epoch:
         start += "; images continue in order, but the proxy loader resumes its random draws at epochs only"
@@ -204,8 +207,9 @@ def _describe_start(run: Run, saved: Checkpoint) -> str:
 def _describe_end(run: Run) -> str:
     """What trains on a run whose epochs are done."""
     best = f", best top-1 {run.state.best.top1:.2f} %" if run.state.best else ""
+    epochs = f"All {run.config.epochs} epochs are" if run.config.epochs > 1 else "The epoch is"
     return (
-        f"All {run.config.epochs} epochs are done{best}. To train on, start a new run from its weights: --pretrained "
+        f"{epochs} done{best}. To train on, start a new run from its weights: --pretrained "
         f"{run.config.output_dir / BEST} --name NEW"
     )
 
@@ -214,8 +218,8 @@ def _describe_early_end(run: Run) -> str:
     """Why `--patience` ends a run, and what trains on."""
     state, given = run.state, run.config.patience
     best = f" than the {state.best.top1:.2f} % of epoch {state.best.epoch}" if state.best else ""
-    count = state.evaluations_since_best
-    evaluations = f"{count} evaluations" if count > 1 else "evaluation"
+    number = state.evaluations_since_best
+    evaluations = f"{number} evaluations" if number > 1 else "evaluation"
     return (
         f"ended after epoch {state.epoch} of {run.config.epochs}: the last {evaluations} brought no better top-1{best} "
         f"(--patience {given}); a higher --patience, or 0, trains on"
@@ -290,11 +294,11 @@ def describe_timed(timed: int, steps: int) -> str:
     """A line on how many of the run's steps images/s and data wait cover; nothing if all."""
     if timed == steps:
         return ""
-    covered = f"images/s and data wait cover {timed:,} of {steps:,} steps"
+    covered = f"images/s and data wait cover {timed:,} of {count(steps, 'step')}"
     return f"{covered}: without the first of each launch, in which buffers grow\n"
 
 
 def describe_overflows(state: TrainState) -> str:
     """A line on the steps that fp16 skipped; nothing if there were none."""
     skipped = state.meter.skipped_steps
-    return f"fp16 skipped {skipped:,} of {state.step:,} steps, whose gradients overflowed\n" if skipped else ""
+    return f"fp16 skipped {skipped:,} of {count(state.step, 'step')}, whose gradients overflowed\n" if skipped else ""

@@ -116,8 +116,8 @@ def devkit_labels(devkit: Path, folder: Path, images: list[str]) -> Labels:
         number = int(match[1]) if match else 0
         if not 1 <= number <= len(lines):
             raise UserError(
-                f"{folder / name}: no label, {path.name} has {len(lines):,} lines, for ILSVRC2012_val_00000001.JPEG "
-                "and so on; remove the file or give it that name"
+                f"{folder / name}: no label, {path.name} has {count(len(lines), 'line')}, for "
+                "ILSVRC2012_val_00000001.JPEG and so on; remove the file or give it that name"
             )
         try:
             found.append((name, wnids[int(lines[number - 1])]))
@@ -170,8 +170,8 @@ def _class_names(path: Path, labels: list[tuple[int, str]], classes: tuple[str, 
         first = 0 if min(numbers) == 0 else 1
         if first == 1 and max(numbers) < len(classes):
             raise UserError(
-                f"{path}: labels {min(numbers)} to {max(numbers)} of {len(classes)} classes may count from 0 or from "
-                "1; write the names of the classes instead"
+                f"{path}: labels {min(numbers)} to {max(numbers)} of {count(len(classes), 'class')} may count from 0 "
+                "or from 1; write the names of the classes instead"
             )
         if max(numbers) < len(classes) + first:
             return [classes[number - first] for number in numbers]

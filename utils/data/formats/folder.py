@@ -215,8 +215,8 @@ def _missing_split(data_dir: Path, split: str) -> UserError:
             return UserError(f"{message}; it must hold train/ and val/, or shards")
         shown = ", ".join(classes[:3]) + (", ..." if len(classes) > 3 else "")
         return UserError(
-            f"{message}, but {len(classes)} folders of images ({shown}); move them into a folder train/, and give "
-            "--val-fraction 0.1 to hold out a tenth of it for validation"
+            f"{message}, but {count(len(classes), 'folder')} of images ({shown}); move them into a folder train/, "
+            "and give --val-fraction 0.1 to hold out a tenth of it for validation"
         )
     others = [name for name in VAL_NAMES if name != split and os.path.isdir(data_dir / name)]
     if others:

@@ -15,6 +15,7 @@ import numpy as np
 from utils.data.formats.base import Entry
 from utils.data.formats.naming import SPLIT_NAMES, VAL_NAMES, find_shards, split_of
 from utils.errors import UserError, escape_control_chars
+from utils.text import count
 
 NAME = "Caffe LMDB"
 DATA = "data.mdb"  # in the folder of a database
@@ -209,4 +210,4 @@ def _varint(value: memoryview, position: int) -> tuple[int, int]:
 
 def _describe(value: memoryview) -> str:
     head = bytes(value[:_HEAD])
-    return next((name for start, name in _CONTENTS.items() if re.match(start, head)), f"{len(value):,} bytes")
+    return next((name for start, name in _CONTENTS.items() if re.match(start, head)), count(len(value), "byte"))

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from utils.errors import UserError
+from utils.text import count
 
 WINDOW_BYTES = 4096  # holds what stands before an image, and what stands between two
 COPY_AGAIN = "copy the shard anew from its source"
@@ -112,8 +113,9 @@ def check_index(index: Path, shard: Path, columns: tuple[int, ...], expected: ND
         raise UserError(f"{index}: cannot be read ({error.strerror}); delete it or check its permissions") from None
     found = np.array(values).reshape(-1, len(columns))
     if not np.array_equal(found[np.argsort(found[:, 0])], expected):
-        counts = f"{len(found)} records" if len(found) != len(expected) else "other places"
+        counts = count(len(found), "record") if len(found) != len(expected) else "other places"
         raise UserError(
-            f"{index}: is not the index of {shard} (it lists {counts}, the shard has {len(expected)} records); delete "
+            f"{index}: is not the index of {shard} (it lists {counts}, the shard has "
+            f"{count(len(expected), 'record')}); delete "
             "it or write it anew"
         )

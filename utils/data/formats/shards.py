@@ -251,7 +251,7 @@ def _common_numbers(
     highest = max(int(each.max()) for each in labels.values())
     if highest >= max(MANY, images := sum(map(len, labels.values()))):
         raise UserError(
-            f"{splits[0].root}: label {first + highest}, but {images:,} images; labels must number the classes"
+            f"{splits[0].root}: label {first + highest}, but {count(images, 'image')}; labels must number the classes"
         )
     classes = names.names or tuple(map(str, range(first, first + highest + 1)))
     reference = names.lists.get("train", next(iter(names.lists.values()), ()))

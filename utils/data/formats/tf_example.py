@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from utils.data.formats.shard_file import WINDOW_BYTES, ShardFile
+from utils.text import count
 
 IMAGE_KEYS = (b"image/encoded", b"image")  # of TF-slim and of TensorFlow Datasets
 LABEL_KEYS = (b"image/class/label", b"label")
@@ -102,7 +103,8 @@ def _single_value(
     if len(values) != 1:
         kind = "bytes" if list_type == BYTES_LIST else "an integer"
         raise file.damaged(
-            f"has {len(values)} values of {key.decode()} as {kind}", f"write the shard anew with one {name} a record"
+            f"has {count(len(values), 'value')} of {key.decode()} as {kind}",
+            f"write the shard anew with one {name} a record",
         )
     return values[0]
 
