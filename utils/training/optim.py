@@ -21,6 +21,7 @@ from utils.errors import UserError, first_line
 from utils.flags import flag
 from utils.network.head import head_parameters
 from utils.text import count
+from utils.text import count
 
 LR_BATCH = 256  # images for which --lr is given, as in Goyal et al. 2017, arXiv:1706.02677, section 2.1
 Scaling = Literal["linear", "sqrt", "none"]
@@ -141,17 +142,17 @@ def _describe_rate(config: ResolvedConfig, usual: OptimizerDefaults, global_batc
     timm's and torchvision's commands give the rate of a step, which here is far too much for a large batch.
     """
     factor = lr_factor(config.lr_scaling, global_batch_size)
-    common = usual.lr * lr_factor(usual.scaling, global_batch_size)
-    ratio = config.lr * factor / common
+    expected = usual.lr * lr_factor(usual.scaling, global_batch_size)
+    ratio = config.lr * factor / expected
     is_doubtful = {"lr"} == config.given & {"lr", "lr_scaling"} and factor >= MISREAD_FACTOR and ratio >= MISREAD
     if not (ratio >= FAR or is_doubtful or (ratio <= FAR_BELOW and config.pretrained is None)):
         return ""
     times = f"{ratio:.3g} times" if ratio > 1 else f"1/{1 / ratio:.3g} of"
-    found = f"{times} the usual {common:.3g} of {config.optimizer}"
+    found = f"{times} the usual {expected:.3g} of {config.optimizer}"
     if config.lr_scaling == "none" or factor == 1:
-        return f"--lr {config.lr:g} is {found} for {global_batch_size:,} images"
+        return f"--lr {config.lr:g} is {found} for {count(global_batch_size, 'image')}"
     return (
-        f"--lr {config.lr:g} is for {LR_BATCH} images, and {config.lr * factor:.3g} for the {global_batch_size:,} of a "
+        f"--lr {config.lr:g} is for {count(LR_BATCH, 'image')}, and {config.lr * factor:.3g} for the {global_batch_size:,} of a "
         f"step: {found}; if {config.lr:g} is the rate of a step, as in timm's and torchvision's commands, add "
         "--lr-scaling none"
     )
