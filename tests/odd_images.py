@@ -84,7 +84,25 @@ def _blocks(plane: Plane, across: int, down: int, size: tuple[int, int]) -> NDAr
     basis = np.cos((2 * sample + 1) * frequency * np.pi / 16) / 2
     basis[0] /= np.sqrt(2)
     tiles = small.reshape(rows, 8, columns, 8).swapaxes(1, 2)
-    return np.rint(basis @ tiles @ basis.T).astype(int).clip(-1023, 1023).reshape(rows, columns, 64)[..., ZIGZAG]
+    found: NDArray[np.int64] = np.rint(basis @ tiles @ basis.T).astype(int).clip(-1023, 1023)
+    return found.reshape(rows, columns, 64)[..., ZIGZAG]
+
+
+def _scan(tables: Sequence[Any], factors: Sequence[tuple[int, int]], units: tuple[int, int], restart: int) -> bytes:
+    """Entropy-coded data of blocks in tables, one a component, for so many units across and down."""
+    parts, bits, before = [], "", [0] * len(tables)
+    for unit in range(units[0] * units[1]):
+        if restart and unit and unit % restart == 0:
+            parts.append(_packed(bits) + bytes([0xFF, 0xD0 + (unit // restart - 1) % 8]))
+            bits, before = "", [0] * len(tables)
+        row, column = divmod(unit, units[0])
+        for number, (h, v) in enumerate(factors):
+            for y in range(row * v, row * v + v):
+                for x in range(column * h, column * h + h):
+                    block = tables[number][y][x]
+                    bits += _block_bits(block, before[number])
+                    before[number] = block[0]
+    return b"".join([*parts, _packed(bits)])
 
 
 def jpeg(
@@ -115,18 +133,7 @@ def jpeg(
     tables = [
         _blocks(plane, across // h, down // v, size).tolist() for plane, (h, v) in zip(planes, factors, strict=True)
     ]
-    parts, bits, before = [], "", [0] * len(planes)
-    for unit in range(units[0] * units[1]):
-        if restart and unit and unit % restart == 0:
-            parts.append(_packed(bits) + bytes([0xFF, 0xD0 + (unit // restart - 1) % 8]))
-            bits, before = "", [0] * len(planes)
-        row, column = divmod(unit, units[0])
-        for number, (h, v) in enumerate(factors):
-            for y in range(row * v, row * v + v):
-                for x in range(column * h, column * h + h):
-                    block = tables[number][y][x]
-                    bits += _block_bits(block, before[number])
-                    before[number] = block[0]
+    scan = _scan(tables, factors, units, restart)
     components = list(zip(ids, written, strict=False))
     frame = struct.pack(">BHHB", 8, height, width, len(planes))
     return b"".join(
@@ -139,9 +146,7 @@ def jpeg(
             segment(0xDD, struct.pack(">H", restart)) if restart else b"",
             b"\xff" * fill,
             segment(0xDA, bytes([len(planes)]) + b"".join(bytes([name, 0]) for name, _ in components) + b"\0\x3f\0"),
-            *parts,
-            _packed(bits),
-            b"\xff\xd9",
+            scan + b"\xff\xd9",
         ]
     )
 
@@ -212,7 +217,7 @@ def tiff(samples: NDArray[Any], photometric: int = 1, *, order: str = "<", **tag
     """An uncompressed TIFF of (H, W) or (H, W, C) samples; `tags` by number as `t338=2`, with packed rows `t258`."""
     height, width = samples.shape[:2]
     channels = samples.shape[2] if samples.ndim == 3 else 1
-    data = samples.astype(samples.dtype.newbyteorder(order)).tobytes()  # type: ignore[call-overload]
+    data = samples.astype(np.dtype(order + samples.dtype.str[1:])).tobytes()
     kinds = {"u": 1, "i": 2, "f": 3}
     values: dict[int, Any] = {
         256: width, 257: height, 258: [8 * samples.dtype.itemsize] * channels, 259: 1, 262: photometric,
@@ -227,13 +232,15 @@ def tiff(samples: NDArray[Any], photometric: int = 1, *, order: str = "<", **tag
     for tag, kind, numbers in sorted(listed):
         packed = struct.pack(f"{order}{len(numbers)}{'H' if kind == 3 else 'I'}", *numbers)
         if len(packed) > 4:
-            place = struct.pack(order + "I", offset + len(extra))
+            stored = struct.pack(order + "I", offset + len(extra))
             extra += packed
         else:
-            place = packed.ljust(4, b"\0")
-        directory.append((struct.pack(order + "HHI", tag, kind, len(numbers)), place))
+            stored = packed.ljust(4, b"\0")
+        directory.append((struct.pack(order + "HHI", tag, kind, len(numbers)), stored))
     start = struct.pack(order + "I", offset + len(extra))
-    body = b"".join(head + (start if head[:2] == struct.pack(order + "H", 273) else place) for head, place in directory)
+    body = b"".join(
+        head + (start if head[:2] == struct.pack(order + "H", 273) else stored) for head, stored in directory
+    )
     magic = b"II*\0" if order == "<" else b"MM\0*"
     return magic + struct.pack(order + "IH", 8, len(listed)) + body + bytes(4) + extra + data
 
@@ -244,7 +251,7 @@ def packed_bits(values: NDArray[Any], bits: int) -> NDArray[np.uint8]:
     return np.packbits(np.stack(columns, axis=-1).reshape(len(values), -1), axis=1)
 
 
-def tiff_of_bits(values: NDArray[Any], bits: int, photometric: int = 1, **tags: int | Sequence[int]) -> bytes:
+def tiff_of_bits(values: NDArray[Any], bits: int, photometric: int = 1, **tags: Any) -> bytes:
     """A TIFF of samples of an unusual number of bits."""
     return tiff(packed_bits(values, bits), photometric, t256=values.shape[1], t258=bits, **tags)
 
@@ -257,7 +264,7 @@ def netpbm(kind: int, maximum: int, values: Plane) -> bytes:
 
 
 def lab_tiff() -> bytes:
-    profiles = [ImageCms.createProfile(name) for name in ("sRGB", "LAB")]  # type: ignore[arg-type]
-    lab = ImageCms.profileToProfile(Image.fromarray(COLOURS), *profiles, outputMode="LAB")
-    assert lab is not None
-    return encoded(lab, "TIFF")
+    rgb, lab = ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB")
+    image = ImageCms.profileToProfile(Image.fromarray(COLOURS), rgb, lab, outputMode="LAB")
+    assert image is not None
+    return encoded(image, "TIFF")

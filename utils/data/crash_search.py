@@ -19,7 +19,7 @@ from utils.data.decode_pool import decode_files
 from utils.data.decoding import DecodeError, ImageInfo, dali_decode
 from utils.data.formats.base import Record
 from utils.data.policies import RATIO
-from utils.distributed.crash import Context
+from utils.distributed.crash import Crash
 from utils.errors import first_line
 from utils.log import print_error
 
@@ -28,10 +28,10 @@ CROPS = 8  # of each image; a crash may need that of one place
 MIN_AREA = 0.08
 
 
-def explain_crash(context: Context, cause: str, notes: Sequence[bytes]) -> None:
+def explain_crash(crash: Crash) -> None:
     """Print which image the process crashed on, or that none was found."""
-    records = noted_records(notes)
-    end = f"rank {context.rank} (process {context.pid}) crashed ({cause})"
+    context, records = crash.context, noted_records(crash.notes)
+    end = f"rank {context.rank} (process {context.pid}) crashed ({crash.cause})"
     remedy = "--bad-files skip leaves it out" if context.program == "train.py" else "replace or remove it"
     ways = [(dali_decode, len(os.sched_getaffinity(0))), (functools.partial(operator_decode, context.on_gpu), 1)]
     for decode, workers in ways:
@@ -97,8 +97,8 @@ def _operators(on_gpu: bool) -> tuple[Any, list[Any]]:
     )
     def graph() -> Any:
         source = fn.external_source(lambda: contents, batch=True, dtype=types.UINT8, ndim=1)
-        options = {"device": "mixed" if on_gpu else "cpu", "output_type": types.RGB}
-        crop = {"random_area": [MIN_AREA, 1.0], "random_aspect_ratio": list(RATIO)}
+        options: dict[str, Any] = {"device": "mixed" if on_gpu else "cpu", "output_type": types.RGB}
+        crop: dict[str, Any] = {"random_area": [MIN_AREA, 1.0], "random_aspect_ratio": list(RATIO)}
         return fn.decoders.image(source, **options), fn.decoders.image_random_crop(source, **crop, **options)
 
     pipeline = graph()

@@ -28,7 +28,7 @@ PNG_START, PNG_END = b"\x89PNG", b"IEND"
 SAME_PIXELS = ("jpeg", "png", "webp")
 TOLERANCE = 4.0  # mean difference of two decoders, of 255: one that drops the lowest bits has 3
 CONVERT = "convert it to PNG or JPEG"
-_TURNS = {
+_TRANSPOSES = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -201,7 +201,7 @@ def _upright_rgb(file: Image.Image, content: bytes) -> Image.Image:
         file.info.pop(name, None)
     is_jpeg = file.format in ("JPEG", "MPO")
     if is_jpeg or file.format in ("PNG", "WEBP"):
-        turn = _TURNS.get(orientation(content))
+        turn = _TRANSPOSES.get(orientation(content))
         image = file if turn is None else file.transpose(turn)
     else:
         image = ImageOps.exif_transpose(file)

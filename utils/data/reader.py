@@ -25,9 +25,11 @@ from utils.data.formats.shards import ShardTable
 from utils.data.manifest import FileEntry, Manifest, stat_file
 from utils.data.orientation import may_conflict
 from utils.data.shard_reader import ShardBatches, ShardFiles
+from utils.data.tiff_messages import hide_tiff_messages
 from utils.distributed.crash import is_traced, note
 
 READ_THREADS = 4  # at least, of each reader; they mostly wait for the disk
+_TIFF = b"IM"  # one of these twice begins a TIFF
 HEAD_BYTES = 4096  # that have all metadata of most JPEGs
 NOTE_IMAGES = 1024  # in one note
 READ_AHEAD = 2  # batches of files, besides those that are being decoded
@@ -152,7 +154,9 @@ def _from_files(images: Any, targets: Any, heads: Any, tails: Any) -> tuple[Any,
     if not tails.is_dense_tensor():  # an image is shorter than its tail would be
         return images, targets, range(len(images))
     starts = np.arange(len(images)) * HEAD_BYTES
-    conflict = may_conflict(heads.as_array().reshape(-1), starts, starts + HEAD_BYTES)
+    data = heads.as_array().reshape(-1)
+    _look_for_tiffs(data, starts)
+    conflict = may_conflict(data, starts, starts + HEAD_BYTES)
     return images, targets, np.flatnonzero(conflict | (tails.as_array() != tuple(END)).any(axis=1))
 
 
@@ -163,8 +167,16 @@ def _from_shards(
     indices, buffer, ends = batches.read(position)
     starts = np.concatenate([[0], ends[:-1]])
     images = [buffer[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
+    _look_for_tiffs(buffer, starts)
     has_end = (ends - starts >= len(END)) & (buffer[ends - 2] == END[0]) & (buffer[ends - 1] == END[1])
     return images, labels[indices, None], np.flatnonzero(~has_end | may_conflict(buffer, starts, ends))
+
+
+def _look_for_tiffs(data: NDArray[np.uint8], starts: NDArray[np.int64]) -> None:
+    """Before a batch with TIFFs is decoded: hide what their decoders print."""
+    first, second = data[starts], data[np.minimum(starts + 1, len(data) - 1)]
+    if ((first == second) & ((first == _TIFF[0]) | (first == _TIFF[1]))).any():
+        hide_tiff_messages()
 
 
 def encoded_images(source: Callable[[BatchInfo], Any]) -> tuple[Any, Any]:

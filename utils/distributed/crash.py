@@ -7,6 +7,7 @@ next to nothing, and thus waits until the tracer has searched and ended. Then th
 
 import contextlib
 import faulthandler
+import functools
 import mmap
 import os
 import signal
@@ -19,12 +20,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-SEARCH = "utils.data.crash_search"  # the module that the tracer runs then; this folder does not import it
+SEARCH = "utils.data.crash_search"  # the module that the tracer imports then
 SEARCH_SECONDS = 120  # after which the tracer ends in any case
 SLOTS, SLOT_BYTES = 64, 2**18
 EXIT_SECONDS = 5.0
 _HEADER = 8  # bytes of a count or a length
-_COMMAND = "import sys; sys.path[:] = {path}; from utils.distributed.crash import wait_for_crash as f; f({context})"
+_COMMAND = """
+import sys
+sys.path[:] = {path}
+from utils.distributed.crash import wait_for_crash
+crash = wait_for_crash({context})
+from {search} import explain_crash
+explain_crash(crash)
+"""
 
 
 class Context(NamedTuple):
@@ -43,6 +51,20 @@ class Context(NamedTuple):
     on_gpu: bool
     pid: int
     notes: int
+
+
+class Crash(NamedTuple):
+    """How a process ended.
+
+    Attributes:
+        context: of the process.
+        cause: what Python calls the signal, such as "Segmentation fault".
+        notes: the latest, newest first.
+    """
+
+    context: Context
+    cause: str
+    notes: list[bytes]
 
 
 class Notes:
@@ -112,6 +134,7 @@ def trace_crashes(rank: int, on_gpu: bool) -> Iterator[None]:
     except OSError:
         yield
         return
+    _watch_forks()
     _trace = _Trace(notes, ours)
     faulthandler.enable(file=ours.fileno())
     try:
@@ -137,10 +160,10 @@ def _start_tracer(rank: int, on_gpu: bool) -> tuple[socket.socket, subprocess.Po
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the kernel's least: a few short writes
         context = Context(os.path.basename(sys.argv[0]), rank, on_gpu, os.getpid(), descriptor)
         path = [str(Path(__file__).resolve().parents[2]), *sys.path]
-        command = _COMMAND.format(path=path, context=list(context))
+        command = _COMMAND.format(path=path, context=list(context), search=SEARCH)
         tracer = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", command],
-            stdin=theirs,
+            stdin=theirs.fileno(),
             stdout=subprocess.DEVNULL,
             pass_fds=(descriptor,),
             start_new_session=True,  # signals of a terminal or a launcher are not for it
@@ -151,7 +174,7 @@ def _start_tracer(rank: int, on_gpu: bool) -> tuple[socket.socket, subprocess.Po
         return ours, tracer, notes
 
 
-def _leave() -> None:
+def _stop_tracing() -> None:
     """In a process that was forked: its crashes are another's matter, and it must not keep the socket open."""
     global _trace
     if _trace is not None:
@@ -160,17 +183,19 @@ def _leave() -> None:
         _trace = None
 
 
-os.register_at_fork(after_in_child=_leave)
+@functools.cache
+def _watch_forks() -> None:
+    os.register_at_fork(after_in_child=_stop_tracing)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The tracer
 
 
-def wait_for_crash(values: list[object]) -> None:
-    """The tracer's main: wait until the process beside it has ended, well or by a crash. Does not return.
+def wait_for_crash(values: list[object]) -> Crash:
+    """What the tracer does first: wait for a crash of the process beside it. Ends with that where it ends otherwise.
 
-    What it writes when it crashes stays in the socket, so that it waits.
+    What it writes when it crashes stays in the socket, so that it waits for the end of the tracer.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
@@ -179,19 +204,8 @@ def wait_for_crash(values: list[object]) -> None:
     with contextlib.suppress(OSError):
         if beside.recv(1, socket.MSG_PEEK):
             signal.alarm(SEARCH_SECONDS)  # its default action ends this process
-            _explain(context, _cause(beside))
+            time.sleep(0.1)  # the first line comes in parts
+            line = beside.recv(200, socket.MSG_PEEK).decode(errors="replace").partition("\n")[0]
+            beside.detach()  # stays open to the end of this process
+            return Crash(context, line.removeprefix("Fatal Python error: "), Notes(context.notes).newest_first())
     os._exit(0)
-
-
-def _cause(beside: socket.socket) -> str:
-    """What faulthandler calls the signal, such as "Segmentation fault"."""
-    time.sleep(0.1)  # it writes a line in parts
-    first = beside.recv(200, socket.MSG_PEEK).decode(errors="replace").partition("\n")[0]
-    return first.removeprefix("Fatal Python error: ")
-
-
-def _explain(context: Context, cause: str) -> None:
-    import importlib  # what takes time comes after a crash
-
-    search = importlib.import_module(SEARCH)
-    search.explain_crash(context, cause, Notes(context.notes).newest_first())
