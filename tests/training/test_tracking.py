@@ -1,25 +1,22 @@
 """Runs reach a tracker once and whole, and no tracker can slow, change or end a run."""
 
 import functools
-import importlib.util
 import json
 import os
 import signal
-import sqlite3
-import struct
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from scripts import track
-from tests.conftest import TINY, Refused, assert_same_run
-from tests.harness import ROOT, Finished, Started, launch, launch_series, read_metrics, start
+from tests.conftest import TINY, Refused
+from tests.harness import Finished, Started, launch, launch_series, read_metrics, start
 from tests.tracker import FOLLOW, PARENT, SHORT, FileTracker
-from utils.training.tracking import TRACKING, Sender
+from utils.training.tracking import Sender
 
 STEPS = [{"epoch": 1, "step": step, "train/loss": 1 / step, "lr": 0.1} for step in (1, 2, 3)]
 EVALUATION = {"epoch": 1, "step": 3, "val/top1": 50.0, "val/loss": None}
@@ -363,110 +360,3 @@ def test_what_cannot_be_sent_is_refused(
     refuse(tmp_path, "--track", "trackio")(f"track.py: {tmp_path}: has no metrics.jsonl; give the output folder of a")
     (run / "tracking.log").mkdir()
     refuse(run, "--track", "trackio")(f"track.py: {run}: cannot be written (Is a directory), and the tracker's run is")
-
-
-# Each tracker's own package, in an environment of requirements-track.txt.
-
-FLAGS = (*TINY, "--batch-size", "8", "--epochs", "2", "--log-steps", "2")
-
-
-def metrics_of_trackio(folder: Path) -> list[dict[str, Any]]:
-    (database,) = (folder / "trackio").glob("brisk*.db")
-    with sqlite3.connect(database) as connection:
-        rows = connection.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id").fetchall()
-    assert len({name for name, *_ in rows}) == 1, "one tracked run"
-    return [{"step": step} | json.loads(text) for _, step, text in rows]
-
-
-def metrics_of_mlflow(folder: Path) -> list[dict[str, Any]]:
-    with sqlite3.connect(folder / "mlflow.db") as connection:
-        rows = connection.execute("SELECT run_uuid, step, key, value FROM metrics ORDER BY timestamp").fetchall()
-    assert len({run for run, *_ in rows}) == 1, "one tracked run"
-    found: dict[tuple[int, bool], dict[str, Any]] = {}
-    for _, step, key, value in rows:
-        found.setdefault((step, key.startswith("val/")), {"step": step})[key] = value
-    return list(found.values())
-
-
-def metrics_of_wandb(folder: Path) -> list[dict[str, Any]]:
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    found = []
-    files = sorted((folder / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
-    assert len({file.stem for file in files}) == 1, "one tracked run"
-    for content in records_of_wandb(files):
-        record = Record()
-        record.ParseFromString(content)
-        if (kind := record.WhichOneof("record_type")) == "history":
-            line = getattr(record, kind)
-            items = {item.key or "/".join(item.nested_key): item.value_json for item in line.item}
-            found.append({"step": line.step.num} | {name: json.loads(text) for name, text in items.items()})
-    return found
-
-
-def records_of_wandb(files: Sequence[Path]) -> Iterator[bytes]:
-    """The records of files in LevelDB's log format with a header of 7 bytes."""
-    for file in files:
-        data, at, record = file.read_bytes(), 7, b""
-        while at + 7 <= len(data):
-            if (left := 32_768 - at % 32_768) < 7:
-                at += left
-                continue
-            _, length, kind = struct.unpack_from("<IHB", data, at)
-            record += data[at + 7 : at + 7 + length]
-            at += 7 + length
-            if kind in (1, 4):  # whole, or the last part
-                yield record
-                record = b""
-
-
-TRACKED: dict[str, Callable[[Path], list[dict[str, Any]]]] = {
-    "trackio": metrics_of_trackio,
-    "wandb": metrics_of_wandb,
-    "mlflow": metrics_of_mlflow,
-}
-
-
-@pytest.mark.slow  # the trackers' packages take 1.3 GB: requirements-track.txt
-@pytest.mark.parametrize("tracker", TRACKED)
-def test_a_run_that_was_stopped_and_resumed_is_one_tracked_run(data: Path, tmp_path: Path, tracker: str) -> None:
-    assert importlib.util.find_spec(tracker), f"{tracker} is missing: pip install -r requirements-track.txt"
-    env = {
-        "TRACKIO_DIR": tmp_path / "trackio",
-        "WANDB_MODE": "offline",
-        "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db",
-        "MLFLOW_ARTIFACT_ROOT": tmp_path,
-    }
-    flags = ("--data-dir", data, *FLAGS, "--output-dir", tmp_path / "run", "--track", tracker)
-    assert launch(*flags, "--time-limit", 0.001, env=env, cwd=tmp_path).status == 143
-    done = launch(*flags, env=env, cwd=tmp_path)
-    assert done.status == 0, done.err
-    # What was left; waits for the processes of the two launches.
-    done = launch(tmp_path / "run", "--track", tracker, program=ROOT / "scripts" / "track.py", env=env, cwd=tmp_path)
-    assert done.status == 0, done.err
-    assert launch("--data-dir", data, *FLAGS, "--output-dir", tmp_path / "untracked").status == 0
-    assert_same_run(tmp_path / "run", tmp_path / "untracked")
-    values = {
-        (record["step"], name): value
-        for record in TRACKED[tracker](tmp_path)
-        for name, value in record.items()
-        if name in ("train/loss", "lr", "val/top1")
-    }
-    assert values == {
-        (record["step"], name): value
-        for record in read_metrics(tmp_path / "run")
-        for name, value in record.items()
-        if name in ("train/loss", "lr", "val/top1")
-    }
-
-
-@pytest.mark.slow  # mlflow, see above
-def test_a_tracker_that_is_down_changes_nothing(data: Path, tmp_path: Path) -> None:
-    flags = ("--data-dir", data, *FLAGS)
-    env = {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9"}
-    done = launch(*flags, "--output-dir", tmp_path / "run", "--track", "mlflow", env=env)
-    assert done.status == 0, done.err
-    assert "scripts/track.py" in done.out + done.err
-    assert launch(*flags, "--output-dir", tmp_path / "untracked").status == 0
-    assert_same_run(tmp_path / "run", tmp_path / "untracked")
-    assert not (tmp_path / "run" / TRACKING).exists()
