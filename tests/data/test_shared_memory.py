@@ -13,7 +13,7 @@ from tests.harness import launch
 from utils.data.shared_memory import batches_bytes
 from utils.distributed.group import DistEnv
 
-# In a mount namespace of its own, with 1 MB in /dev/shm. Prints an exit status or an error for each use of it.
+# In a mount namespace of its fixed, with 1 MB in /dev/shm. Prints an exit status or an error for each use of it.
 PROGRAM = """
 import sys
 from pathlib import Path
@@ -81,12 +81,12 @@ def test_one_line(data: Path, tmp_path: Path) -> None:
 
 def test_what_the_workers_need(cpu: DistEnv) -> None:
     config = resolved(loader="torch", batch_size=8, image_size=100, val_image_size=200, workers=3)
-    own = 3 * 64 * 1024
-    assert batches_bytes(config, 1000, cpu) == own + 3 * (6 * 8 * 100**2 + 3 * 8 * 200**2)
-    assert batches_bytes(config, 10, cpu) == own + 3 * (6 * 8 * 100**2 + 10 * 200**2), "no more than there are"
+    fixed = 3 * 64 * 1024
+    assert batches_bytes(config, 1000, cpu) == fixed + 3 * (6 * 8 * 100**2 + 3 * 8 * 200**2)
+    assert batches_bytes(config, 10, cpu) == fixed + 3 * (6 * 8 * 100**2 + 10 * 200**2), "no more than there are"
     grows = dataclasses.replace(config, resize_schedule="0:100,1:300")
-    assert batches_bytes(grows, 0, cpu) == own + 3 * 6 * 8 * 300**2, "of the largest size"
-    assert batches_bytes(dataclasses.replace(config, evaluate=True), 10, cpu) == own + 3 * 10 * 200**2
+    assert batches_bytes(grows, 0, cpu) == fixed + 3 * 6 * 8 * 300**2, "of the largest size"
+    assert batches_bytes(dataclasses.replace(config, evaluate=True), 10, cpu) == fixed + 3 * 10 * 200**2
     four = dataclasses.replace(cpu, world_size=8, local_world_size=4)
     assert batches_bytes(config, 80, four) == 4 * batches_bytes(config, 10, cpu)
-    assert batches_bytes(dataclasses.replace(config, loader="proxy"), 1000, cpu) == own
+    assert batches_bytes(dataclasses.replace(config, loader="proxy"), 1000, cpu) == fixed

@@ -1,19 +1,105 @@
 """`--accept-changes`: a run goes on although it differs from its checkpoint, and says what that means."""
 
+import contextlib
+import copy
+import dataclasses
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, ClassVar, cast
 
+import timm.optim
 import torch
+from torch import Tensor, nn
 
-from tests.conftest import TINY
+from tests.conftest import TINY, assert_same, resolved
 from tests.harness import assert_refused, launch_series, read_checkpoint, read_metrics
+from tests.training.checkpoints import checkpoint_of
 from utils.data.listing import load_listing
+from utils.distributed.group import DistEnv
+from utils.errors import UserError
 from utils.report.output_folder import read_run
+from utils.training.changes import adapt_optimizer
+from utils.training.optim import check_optimizer
+from utils.training.state import TrainState, create_state
 
 
 def steps(folder: Path) -> list[int]:
     return [record["step"] for record in read_metrics(folder) if "train/loss" in record]
+
+
+class Small(nn.Module):
+    """Weights of all shapes that optimizers treat differently."""
+
+    pretrained_cfg: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.scale, self.head = nn.Parameter(torch.ones(())), nn.Linear(4, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return cast(Tensor, self.head(self.norm(self.conv(images)).mean((2, 3)) * self.scale))
+
+
+def small_state(name: str, cpu: DistEnv) -> TrainState:
+    torch.manual_seed(0)
+    return create_state(resolved(optimizer=name, lr=1e-3, momentum=0.9), Small(), cpu, 256)
+
+
+def take_step(state: TrainState, number: int) -> None:
+    """The same for every optimizer with the same weights."""
+    torch.manual_seed(number)  # from which Kron draws
+    images = torch.randn(4, 3, 8, 8)
+    state.optimizer.zero_grad()
+    loss: Any = nn.functional.cross_entropy(state.model(images), torch.tensor([0, 1, 2, 0]))
+    loss.backward()
+    state.optimizer_step(0.0)
+
+
+def usable_optimizers(cpu: DistEnv) -> Iterator[str]:
+    """Those that a run can name here: others want a GPU, or second gradients."""
+    for name in timm.optim.list_optimizers():
+        with contextlib.suppress(UserError):
+            check_optimizer(name)
+            small_state(name, cpu)
+            yield name
+
+
+def added_keys(name: str, cpu: DistEnv) -> set[str]:
+    """What an optimizer has put into its groups; its next steps are those of one that has loaded its state."""
+    goes_on, changed = small_state(name, cpu), small_state(name, cpu)
+    fresh = {key for group in changed.optimizer.param_groups for key in group}
+    for number in range(3):
+        take_step(goes_on, number)
+    added = {key for group in goes_on.optimizer.param_groups for key in group} - fresh
+    saved = dataclasses.replace(checkpoint_of(resolved()), state=copy.deepcopy(goes_on.replicated_state()))
+    changed.model.load_state_dict(saved.state.networks["model"])
+    changed.optimizer.load_state_dict(adapt_optimizer(saved, changed, ["--seed"]))
+    for number in range(3, 6):
+        take_step(goes_on, number)
+        take_step(changed, number)
+    assert_same(dict(changed.model.state_dict()), dict(goes_on.model.state_dict()), name)
+    return added
+
+
+def test_every_optimizer_keeps_its_state(cpu: DistEnv) -> None:
+    """Also that of its groups, as LAMB's and Adan's count of steps, and of itself, as Kron's random numbers."""
+    with torch.compiler.set_stance("force_eager"):  # some are compiled, which takes minutes
+        added = {name: added_keys(name, cpu) for name in usable_optimizers(cpu)}
+    assert len(added) > 60
+    counting = {name: {"step"} for name in added if "lamb" in name or name.startswith(("adan", "cadan"))}
+    assert {name: keys for name, keys in added.items() if keys} == counting
+
+
+def test_settings_of_a_group_are_those_of_the_changed_run(cpu: DistEnv) -> None:
+    before, now = small_state("lamb", cpu), small_state("lamb", cpu)
+    take_step(before, 0)
+    before.optimizer.param_groups[0] |= {"lr": 7.0, "lr_scale": 0.5, "max_grad_norm": 9.0}
+    saved = dataclasses.replace(checkpoint_of(resolved()), state=before.replicated_state())
+    (group, *_) = adapt_optimizer(saved, now, ["--head-lr-scale"])["param_groups"]
+    assert group == now.optimizer.state_dict()["param_groups"][0] | {"step": torch.tensor(1.0)}
 
 
 def test_a_changed_run_goes_on(data: Path, tmp_path: Path) -> None:

@@ -83,9 +83,9 @@ def expand_sources(sources: Sequence[str]) -> list[str]:
 
 def _matching(pattern: str) -> list[str]:
     """The paths that match, sorted; not those that a system made, unless the pattern names their folder."""
-    left_out = SYSTEM_NAMES.difference(map(str.lower, _parts(pattern)))
+    ignored = SYSTEM_NAMES.difference(map(str.lower, _parts(pattern)))
     found = glob.glob(pattern, recursive=True)  # without those that begin with a dot
-    return sorted((path for path in found if left_out.isdisjoint(map(str.lower, _parts(path)))), key=_parts)
+    return sorted((path for path in found if ignored.isdisjoint(map(str.lower, _parts(path)))), key=_parts)
 
 
 def list_inputs(sources: Sequence[str]) -> Inputs:

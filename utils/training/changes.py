@@ -90,7 +90,7 @@ def adapt(
         names: as `changed_names` gives them, not empty.
         sampler: of the changed run.
     """
-    replicated = dataclasses.replace(saved.state, optimizer=_adapt_optimizer(saved, state, names))
+    replicated = dataclasses.replace(saved.state, optimizer=adapt_optimizer(saved, state, names))
     if EMA in names and AVERAGE not in replicated.networks:
         networks = replicated.networks | {AVERAGE: replicated.networks[NETWORK]}
         replicated = dataclasses.replace(replicated, networks=networks)
@@ -109,12 +109,19 @@ def adapt(
     return replicated, dataclasses.replace(rank_state, loader={}, random={})
 
 
-def _adapt_optimizer(saved: Checkpoint, state: TrainState, names: Sequence[str]) -> dict[str, Any]:
-    """The checkpoint's, with the settings of this run; this run's own where the optimizer is another."""
+def adapt_optimizer(saved: Checkpoint, state: TrainState, names: Sequence[str]) -> dict[str, Any]:
+    """The checkpoint's, with the settings of this run; this run's own where the optimizer is another.
+
+    A group of LAMB or Adan also has state, a count of steps: what a new group does not have before the first step.
+    """
     before, now = saved.state.optimizer, state.optimizer.state_dict()
     if _begins_anew(before, now, names):
         return now
-    return {"state": before["state"], "param_groups": now["param_groups"]}
+    pairs = zip(before["param_groups"], now["param_groups"], strict=True)
+    groups = [
+        {name: value for name, value in old.items() if name not in (*new, "lr_scale")} | new for old, new in pairs
+    ]
+    return before | {"param_groups": groups}
 
 
 def _begins_anew(before: dict[str, Any], now: dict[str, Any], names: Sequence[str]) -> bool:

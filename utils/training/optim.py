@@ -21,7 +21,6 @@ from utils.errors import UserError, first_line
 from utils.flags import flag
 from utils.network.head import head_parameters
 from utils.text import count
-from utils.text import count
 
 LR_BATCH = 256  # images for which --lr is given, as in Goyal et al. 2017, arXiv:1706.02677, section 2.1
 Scaling = Literal["linear", "sqrt", "none"]
@@ -152,8 +151,9 @@ def _describe_rate(config: ResolvedConfig, usual: OptimizerDefaults, global_batc
     if config.lr_scaling == "none" or factor == 1:
         return f"--lr {config.lr:g} is {found} for {count(global_batch_size, 'image')}"
     return (
-        f"--lr {config.lr:g} is for {count(LR_BATCH, 'image')}, and {config.lr * factor:.3g} for the {global_batch_size:,} of a "
-        f"step: {found}; if {config.lr:g} is the rate of a step, as in timm's and torchvision's commands, add "
+        f"--lr {config.lr:g} is for {count(LR_BATCH, 'image')}, and {config.lr * factor:.3g} for the "
+        f"{global_batch_size:,} of a step: {found}; if {config.lr:g} is the rate of a step, as in timm's and "
+        "torchvision's commands, add "
         "--lr-scaling none"
     )
 
