@@ -252,7 +252,7 @@ SHARDS = [
     Case(TARS, "names with more dots", tars({"3.05.jpg": JPEG, "3.05.cls": b"0"})),
     Case(TARS, "one key of many images", tars({f"3.{number}.jpg": JPEG for number in range(1001)})),
     Case(TARS, "a member that comes twice", tars(change=write_twice)),
-    Case(TARS, "a label without an image", tars({**GOOD, "3.gif": JPEG, "3.cls": b"0"})),
+    Case(TARS, "a label of what is no image", tars({**GOOD, "3.gif": JPEG, "3.cls": b"0"})),
     Case(TARS, "a link out of the tar", tars(change=link_outside)),
     Case(TARS, "two tars joined by cat", tars(change=join)),
     Case(TARS, "an image of no bytes", tars({**GOOD, "3.jpg": b"", "3.cls": b"0"})),

@@ -163,8 +163,10 @@ def test_a_size_in_base_256_no_magic_and_a_signed_checksum(tmp_path: Path) -> No
         ([file("1.jpg"), hard("1.cls", "gone.cls")], "1.cls: a link to gone.cls, which is not in the tar"),
         ([(member("1.jpg", kind=tarfile.FIFOTYPE), b"")], "1.jpg: a member of type '6', no file"),
         ([(member("1.jpg", b"x", b"M"), b"x")], "1.jpg: a member of type 'M', no file"),
-        ([file("1.jpg"), file("1.jpg")], "1.jpg: comes twice; write the tar again with one of the two"),
-        ([file("1.cls"), file("1.jpg"), file("1.CLS")], "1.CLS: comes twice"),
+        ([file("1.jpg"), file("1.jpg"), file("1.cls")], "1.jpg: comes twice; write the tar again with one of the two"),
+        ([file("1.cls"), file("1.jpg"), file("1.CLS")], "1.cls: comes twice"),
+        ([file("1.jpg"), file("1.cls"), file("2.jpg"), file("2.cls"), file("1.cls")], "1.cls: comes twice"),
+        ([file("1.cls"), file("1.jpg"), file("2.cls"), file("1.jpg")], "1.jpg: comes twice"),
     ],
 )
 def test_an_image_or_label_without_content_is_named(
@@ -223,6 +225,14 @@ def test_a_tar_that_is_not_as_its_writer_left_it(
         members_of(path)
     assert str(error.value).startswith(f"{path}: ")
     assert message in str(error.value)
+
+
+def test_a_key_that_begins_anew_is_another_sample(tmp_path: Path) -> None:
+    """As in two tars of equal keys that `tar --concatenate` has joined; WebDataset reads each."""
+    names = ("1.cls", "1.jpg", "3.cls", "2.cls", "2.jpg", "1.cls", "1.jpg", "1.jpg", "1.cls")
+    path = write(tmp_path / "train.tar", [file(name, b"%d" % number) for number, name in enumerate(names)])
+    expected = [("1.jpg", 0), ("2.jpg", 3), ("1.jpg", 5), ("1.jpg", 8)]
+    assert [(entry.key, entry.label) for entry in webdataset.scan(path)] == expected
 
 
 def test_zeros_behind_the_end_are_no_data(tmp_path: Path) -> None:

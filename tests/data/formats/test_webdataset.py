@@ -37,6 +37,7 @@ def test_a_library_s_shards(data: Path, tmp_path: Path) -> None:
         ({"a.jpg": b"x", "a.cls": b"1", "b.txt": b"t", "b.json": b'{"text": "t"}'}, [("a.jpg", 1)]),
         ({"b.jpg": b"x", "a.jpg": b"y", "a.cls": b"1", "b.cls": b"2"}, [("b.jpg", 2), ("a.jpg", 1)]),
         ({"a/1.jpg": b"x", "b/1.jpg": b"y", "b/1.cls": b"1", "a/1.cls": b"2"}, [("a/1.jpg", 2), ("b/1.jpg", 1)]),
+        ({"a.jpg": b"x", "a.cls": b"1", "b.cls": b"2"}, [("a.jpg", 1)]),
         ({"v1.0/1.jpg": b"x", "v1.0/1.cls": b"1", "v1.0/1.seg.npy": b"y"}, [("v1.0/1.jpg", 1)]),
     ],
 )
@@ -77,8 +78,13 @@ def cut(content: bytes) -> bytes:
             ":22: 1,001 images of one key (.0.jpg .1.jpg .10.jpg and 998 more); give each a key of its own, as "
             "WebDataset splits a name at its first dot",
         ),
-        ({"1.gif": b"x", "1.cls": b"7"}, None, ":1: a label without an image; images end in .jpg .jpeg"),
-        ({"1.gif": b"x", "1.json": b'{"label": 7}'}, None, ":1: a label without an image; images end in .jpg .jpeg"),
+        (
+            {"1.gif": b"x", "1.cls": b"7"},
+            None,
+            ":1.gif: has a label, but is no image by its name; convert it to one that",
+        ),
+        ({"1.json": b'{"label": 7}', "1.npy": b"x"}, None, ":1.npy: has a label, but is no image by its name"),
+        ({"a/1.jpg": b"x", "b/1.jpg": b"x"}, None, "the key label; if its folder is the class, unpack the tar"),
         ({"1.jpg": b"x", "1.cls": b""}, None, ":1.cls: no label in it"),
         ({"1.jpg": b"x", "1.json": b"[1"}, None, ":1.json: no label in it"),
         (

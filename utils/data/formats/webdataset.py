@@ -19,10 +19,23 @@ NAMES_FILE = "classes.txt"  # a class name a line, in label order
 
 
 class _Sample(NamedTuple):
-    """The members of a sample that matter, by their suffix."""
+    """The members of a sample, by their suffix.
 
+    Attributes:
+        key: path without the suffix.
+        images: by their suffix.
+        labels: by their suffix in lower case.
+        others: suffixes of all others.
+    """
+
+    key: str
     images: dict[str, Member]
     labels: dict[str, Member]
+    others: list[str]
+
+    def is_complete(self) -> bool:
+        """Whether it has an image and a label."""
+        return bool(self.images and self.labels)
 
 
 def is_shard(name: str) -> bool:
@@ -50,59 +63,77 @@ def scan(shard: Path) -> Iterator[Entry]:
     descriptor = os.open(shard, os.O_RDONLY)
     try:
         samples = _samples(shard, descriptor)
-        for key, sample in samples.items():
-            label = _label(shard, descriptor, key, sample)
+        for sample in samples:
+            label = _label(shard, descriptor, sample)
             if not sample.images:
-                if label is not None:
+                if label is not None and sample.others:
                     raise UserError(
-                        f"{shard}:{key}: a label without an image; images end in {' '.join(IMAGE_SUFFIXES)}, convert "
-                        "others, or remove the sample"
+                        f"{shard}:{sample.key}{sample.others[0]}: has a label, but is no image by its name; convert it "
+                        f"to one that ends in {' '.join(IMAGE_SUFFIXES)}, or remove the sample"
                     )
-                continue  # text, or what belongs to no image
+                continue  # text, or a label of what is not there
             if len(sample.images) > 1:
+                names = some(sorted(sample.images), " ")
                 raise UserError(
-                    f"{shard}:{key}: {len(sample.images):,} images of one key ({some(sorted(sample.images), ' ')}); "
-                    f"give each a key of its own{_split_at_dot(sample)}"
+                    f"{shard}:{sample.key}: {len(sample.images):,} images of one key ({names}); give each a key of its "
+                    f"own{_split_at_dot(sample)}"
                 )
             ((suffix, image),) = sample.images.items()
             if label is None:
-                has_labels = any(each.labels for each in samples.values())
-                folders = "" if has_labels or "/" not in key else "; if its folder is the class, unpack the tar"
-                raise UserError(
-                    f"{shard}:{key}{suffix}: an image without a label; it needs a file {key}.cls, or {key}.json with "
-                    f"the key label{_split_at_dot(sample)}{folders}"
-                )
-            yield Entry(key + suffix, label, ((image.offset, image.size),))
+                raise UserError(f"{shard}:{sample.key}{suffix}: {_without_label(sample, samples)}")
+            yield Entry(sample.key + suffix, label, ((image.offset, image.size),))
     finally:
         os.close(descriptor)
 
 
-def _samples(shard: Path, descriptor: int) -> dict[str, _Sample]:
-    """The members of each key.
+def _samples(shard: Path, descriptor: int) -> list[_Sample]:
+    """The samples in the order of their first members. A key that begins anew is another sample.
 
     Raises:
-        UserError: a member comes twice, or its content is not in the shard.
+        UserError: the content of a member is not in the shard, or a member comes twice in a sample.
     """
-    samples: dict[str, _Sample] = {}
+    samples: list[_Sample] = []
+    last: dict[str, _Sample] = {}  # of each key
+    again: list[_Sample] = []  # before another one of the same key
     for member in read_members(shard, descriptor):
         folder, _, file = member.name.rpartition("/")
         if file.startswith("."):  # as macOS writes them
             continue
         stem, dot, suffix = file.partition(".")
         key, suffix = f"{folder}/{stem}" if folder else stem, f"{dot}{suffix}"
-        sample = samples.setdefault(key, _Sample({}, {}))
-        if is_image(suffix):
-            members = sample.images
-        elif suffix.lower() in LABELS:
-            members, suffix = sample.labels, suffix.lower()
-        else:
+        is_label = suffix.lower() in LABELS
+        suffix = suffix.lower() if is_label else suffix
+        sample = last.get(key)
+        if sample is None or (sample.is_complete() and suffix in (sample.labels if is_label else sample.images)):
+            if sample is not None:
+                again.append(sample)
+            sample = last[key] = _Sample(key, {}, {}, [])
+            samples.append(sample)
+        if not is_label and not is_image(suffix):
+            sample.others.append(suffix)
             continue
+        members = sample.labels if is_label else sample.images
         if member.problem:
             raise UserError(f"{shard}:{member.name}: {member.problem}")
         if suffix in members:
-            raise UserError(f"{shard}:{member.name}: comes twice; write the tar again with one of the two")
+            raise _twice(shard, member.name)
         members[suffix] = member
+    for sample in (last[before.key] for before in again):
+        if not sample.is_complete():
+            raise _twice(shard, sample.key + next(iter(sample.images | sample.labels)))
     return samples
+
+
+def _twice(shard: Path, name: str) -> UserError:
+    return UserError(f"{shard}:{name}: comes twice; write the tar again with one of the two")
+
+
+def _without_label(sample: _Sample, samples: Sequence[_Sample]) -> str:
+    """What is wrong with an image that has no label."""
+    needed = f"an image without a label; it needs a file {sample.key}.cls, or {sample.key}.json with the key label"
+    if "/" in sample.key and not any(each.labels for each in samples):
+        return f"{needed}; if its folder is the class, unpack the tar"
+    return f"{needed}{_split_at_dot(sample)}"
 
 
 def _split_at_dot(sample: _Sample) -> str:
@@ -112,7 +143,7 @@ def _split_at_dot(sample: _Sample) -> str:
     return ", as WebDataset splits a name at its first dot: leave out the dots before the suffix"
 
 
-def _label(shard: Path, descriptor: int, key: str, sample: _Sample) -> int | str | None:
+def _label(shard: Path, descriptor: int, sample: _Sample) -> int | str | None:
     """The label of a sample; None if it has none, or is no image and has something else in its `.json`."""
     for suffix in LABELS:
         if suffix in sample.labels:
@@ -123,7 +154,9 @@ def _label(shard: Path, descriptor: int, key: str, sample: _Sample) -> int | str
             if label:
                 return str(label)
             if sample.images:
-                raise UserError(f"{shard}:{key}{suffix}: no label in it ({text[:40]!r}); write a number or a name")
+                raise UserError(
+                    f"{shard}:{sample.key}{suffix}: no label in it ({text[:40]!r}); write a number or a name"
+                )
     return None
 
 
