@@ -168,5 +168,6 @@ def identify_bad_file(
                     error.add_note(
                         f"not the first of {count(len(records), 'image')}; scripts/check_dataset.py decodes all"
                     )
-                    break
+                    raise
+        error.add_note(f"none of the {count(len(records), 'image')} that were being loaded is bad by itself")
         raise
