@@ -22,6 +22,7 @@ from tests.processes import alive, descendants, identify, kill_tree, ranks_among
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN = ROOT / "train.py"
+LIMIT = 600.0  # seconds: what takes longer hangs, also on a busy machine
 TEXT = "TEXT_OF_A_PROGRAM"  # variable of the environment
 
 
@@ -108,7 +109,7 @@ class Started:
         """Standard error so far."""
         return _content(self._err.fileno())
 
-    def reaches(self, when: Callable[[], bool], timeout: float = 200) -> bool:
+    def reaches(self, when: Callable[[], bool], timeout: float = LIMIT) -> bool:
         """Wait until `when()`; False if the program ends before.
 
         Raises:
@@ -122,7 +123,7 @@ class Started:
             time.sleep(0.001)
         return True
 
-    def wait_for(self, when: Callable[[], bool], timeout: float = 200) -> None:
+    def wait_for(self, when: Callable[[], bool], timeout: float = LIMIT) -> None:
         """Wait until `when()`, which must come before the program ends."""
         assert self.reaches(when, timeout), f"ended by itself with {self.process.poll()}\n{self.out}{self.err}"
 
@@ -143,7 +144,7 @@ class Started:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def end(self, timeout: float = 200) -> Finished:
+    def end(self, timeout: float = LIMIT) -> Finished:
         """Wait for the program's end.
 
         Raises:
@@ -200,7 +201,7 @@ def start(
     return Started(words, environment(env), cwd)
 
 
-def launch(*flags: object, timeout: float = 200, **options: Any) -> Finished:
+def launch(*flags: object, timeout: float = LIMIT, **options: Any) -> Finished:
     """Run a program to its end: `launch("--epochs", 2, processes=2)`. Takes what `start` takes."""
     with start(*flags, **options) as started:
         return started.end(timeout)
@@ -218,11 +219,11 @@ def launch_and_end(
             started.kill()
         else:
             started.send(number, started.pid)  # torchrun passes it on
-        return started.process.wait(200)
+        return started.process.wait(LIMIT)
 
 
 def launch_forked(
-    *flags: object, program: str, env: Mapping[str, object] | None = None, timeout: float = 200
+    *flags: object, program: str, env: Mapping[str, object] | None = None, timeout: float = LIMIT
 ) -> Finished:
     """Run the text of a Python program to its end, in a process that has already imported train.py.
 
@@ -288,7 +289,7 @@ with open(f"{folder}/results", "w") as file:
 """
 
 
-def launch_series(*commands: Sequence[object], timeout: float = 200) -> list[Finished]:
+def launch_series(*commands: Sequence[object], timeout: float = LIMIT) -> list[Finished]:
     """Run train.py once for each tuple of flags, one after the other in one process that has already imported it.
 
     For tests of what launches leave to each other. A test of the process itself needs `launch`.

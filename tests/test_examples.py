@@ -27,7 +27,7 @@ def test_the_notebook_is_committed_without_outputs() -> None:
 def test_the_notebook_runs() -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     # python3 is the kernel of ipykernel beside this interpreter
-    NotebookClient(notebook, timeout=200, kernel_name="python3", resources={"metadata": {"path": ROOT}}).execute()
+    NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": ROOT}}).execute()
     texts = [
         out.get("text", out.get("data", {}).get("text/plain"))
         for cell in notebook.cells

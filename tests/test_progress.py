@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import TINY
-from tests.harness import command, environment
+from tests.harness import LIMIT, command, environment
 
 VARIABLES = {"COLUMNS": None, "TERM": "xterm", "TQDM_MININTERVAL": 0}  # every step is drawn
 
@@ -45,7 +45,7 @@ class Terminal:
         self.states.append([line.rstrip() for line in self._lines])
 
 
-def run_on_terminal(words: list[str], columns: int, timeout: float = 200) -> tuple[int, Terminal]:
+def run_on_terminal(words: list[str], columns: int, timeout: float = LIMIT) -> tuple[int, Terminal]:
     """Run a command on a terminal; its exit status and what was seen."""
     screen, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))

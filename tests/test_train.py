@@ -126,8 +126,9 @@ def test_compressed_gradients_are_rounded(tmp_path: Path) -> None:
 @pytest.mark.parametrize("loader", ["dali", "torch"])
 def test_stop_through_torchrun(data: Path, tmp_path: Path, loader: str) -> None:
     """torchrun signals the workers of a DataLoader too; the checkpoint is written nevertheless."""
-    flags = ("--data-dir", data, *TINY, "--loader", loader, "--epochs", 100000, "--batch-size", 4, "--output-dir")
-    launch_and_end(*flags, tmp_path, when=steps_logged(tmp_path, 7), number=signal.SIGTERM, processes=2)
+    endless = ("--loader", loader, "--epochs", 100000, "--batch-size", 4)
+    flags = ("--data-dir", data, *TINY, *endless, "--output-dir", tmp_path)
+    launch_and_end(*flags, when=steps_logged(tmp_path, 7), number=signal.SIGTERM, processes=2)
     step = read_checkpoint(tmp_path)["step"]
     assert step >= 7
     mean = mean_buffers([rank["buffers"]["model"] for rank in read_checkpoint(tmp_path)["ranks"]])

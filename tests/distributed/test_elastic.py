@@ -43,7 +43,7 @@ def test_a_signal_to_it_stops_the_run(data: Path, tmp_path: Path, number: signal
     with start(*flags(data, tmp_path / "run", "--epochs", 100000, "--processes", 2)) as started:
         started.wait_for(lambda: "  step 2/" in started.out)  # so that both processes have done the first
         started.send(number, started.pid)
-        done = started.end(60)
+        done = started.end()
         started.check_nothing_left()
     assert (done.status, done.err) == (143, "")
     assert done.out.count("the same command resumes here\n") == 1
@@ -69,7 +69,7 @@ def test_a_failure_is_1_after_the_restarts(data: Path, tmp_path: Path) -> None:
         os.kill(started.ranks()[1], signal.SIGKILL)
         started.wait_for(lambda: started.out.count("first step done") == 2)
         os.kill(started.ranks()[1], signal.SIGKILL)
-        done = started.end(60)
+        done = started.end()
         started.check_nothing_left()
     assert done.status == 1
     assert "start  resumed at epoch " in done.out
@@ -110,4 +110,4 @@ def test_nohup_goes_on_when_the_terminal_is_closed(data: Path, tmp_path: Path) -
         steps = started.out.count("  step ")
         started.wait_for(lambda: started.out.count("  step ") > steps + 20)
         started.send(signal.SIGTERM, started.pid)
-        assert started.end(60).status == 143
+        assert started.end().status == 143

@@ -19,10 +19,10 @@ def handles(pid: int) -> bool:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
 def test_a_signal_during_the_imports(number: signal.Signals, data: Path, tmp_path: Path) -> None:
     with start("--data-dir", data, "--output-dir", tmp_path / "run") as started:
-        started.wait_for(lambda: handles(started.pid), timeout=60)
+        started.wait_for(lambda: handles(started.pid))
         assert "torch" not in Path(f"/proc/{started.pid}/maps").read_text(), "it is imported later"
         started.send(number, started.pid)
-        done = started.end(60)
+        done = started.end()
     assert (done.status, done.out) == (143, "")
     assert done.err == f"stopped by {number.name} before the first step; nothing is lost\n"
     assert not (tmp_path / "run").exists()

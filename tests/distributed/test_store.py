@@ -238,7 +238,7 @@ def test_a_process_that_is_cut_off_prints_it_and_ends_with_its_workers(start_ran
     rank.wait_for(lambda: rank.out.endswith("\n"))
     child = identify([int(rank.out)])
     proxy.passes.clear()
-    done = rank.end(60)
+    done = rank.end()
     line = error_line(done)
     assert (done.status, len(child), alive(child)) == (1, 1, [])
     assert f"rank 1: the store of the process group at 127.0.0.1:{proxy.port} has not answered for 10 s" in line
@@ -252,7 +252,7 @@ def test_a_bad_file_of_the_rank_that_holds_the_store_ends_the_other(start_rank: 
     """As under Slurm, where no launcher holds it: that rank has to wait until the other has read that it must end."""
     port = free_port()
     ranks = [start_rank(rank, port, 60, "bad file") for rank in (0, 1)]
-    done = [rank.end(60) for rank in ranks]
+    done = [rank.end() for rank in ranks]
     assert error_line(done[0]).startswith("train.py: rank 0: /data/one.jpg: damaged;")
     assert "train.py: " not in done[1].err
     assert [rank.status for rank in done] == [2, 2]
@@ -281,7 +281,7 @@ def test_a_process_that_is_cut_off_while_it_starts_prints_it(start_rank: StartRa
     proxy.budget = budget
     start_rank(0, port, 60, "wait")
     wait_for_server(port)
-    done = start_rank(1, proxy.port, timeout, "wait").end(60)
+    done = start_rank(1, proxy.port, timeout, "wait").end()
     line = error_line(done)
     assert done.status == 1
     where = rf"127\.0\.0\.1:{proxy.port}"

@@ -44,7 +44,7 @@ with stop.handling_signals(), process_group(torch.device("cpu"), 300, print) as 
     "case", ["saving", *(pytest.param(case, marks=pytest.mark.slow) for case in ("rank 0", "rank 2", "all"))]
 )
 def test_all_ranks_end(tmp_path: Path, case: str) -> None:
-    done = launch(case, tmp_path, program=WORKER, processes=3, timeout=100)
+    done = launch(case, tmp_path, program=WORKER, processes=3, timeout=250)
     (line,) = (line for line in done.err.splitlines() if "/data/one.jpg: damaged" in line)
     assert line.startswith("train.py: rank ")
     assert "got through" not in done.err
@@ -186,7 +186,7 @@ with (
     ],
 )
 def test_ranks_that_wait_for_a_device_end_too(tmp_path: Path, case: str, what: str) -> None:
-    done = launch(case, tmp_path, program=HANGS, processes=3, timeout=100)
+    done = launch(case, tmp_path, program=HANGS, processes=3, timeout=250)
     line = error_line(done)
     assert line.startswith("train.py: rank 1 (process ") or case == "all"
     assert what in line
@@ -224,7 +224,7 @@ with contextlib.ExitStack() as stack:
 @pytest.mark.dist
 def test_a_rank_that_is_stopped_before_its_first_step_stops_the_others() -> None:
     """Also those that have just done theirs: none of them takes it for a loss."""
-    done = launch(program=NOT_ENABLED, processes=3, timeout=100)
+    done = launch(program=NOT_ENABLED, processes=3, timeout=250)
     assert re.findall(r"exitcode +: (-?\d+)", done.err) == ["143"] * 3, done.err
     assert done.err.count("stopped by SIGTERM before the first step") == 1
     assert "train.py: rank" not in done.err
@@ -247,7 +247,7 @@ print("done", env.rank, flush=True)
 @pytest.mark.dist
 @pytest.mark.slow
 def test_a_rank_that_ends_well_is_not_lost() -> None:
-    done = launch(program=EARLY, processes=2, timeout=100)
+    done = launch(program=EARLY, processes=2, timeout=250)
     assert done.status == 0, done.err
     assert sorted(done.out.split()) == ["0", "1", "done", "done"]
     assert "is gone" not in done.err

@@ -12,7 +12,7 @@ from tests.harness import assert_refused, launch, launch_series
 def test_process(good: list[str], tmp_path: Path) -> None:
     path = tmp_path / "damaged.pt"
     path.write_bytes(b"\x80 damaged")
-    assert_refused(launch(*good, "--resume", path, timeout=60), f"--resume {path}:", "not a readable checkpoint")
+    assert_refused(launch(*good, "--resume", path, timeout=250), f"--resume {path}:", "not a readable checkpoint")
 
 
 WITHOUT_GPU: list[tuple[str, tuple[str, ...]]] = [
@@ -36,7 +36,7 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, good: list[str]) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("loader", ["proxy", "torch", "dali"])
 def test_too_long_a_path_for_the_sockets_of_workers(good: list[str], long_temporary_folder: Path, loader: str) -> None:
-    done = launch(*good, "--loader", loader, timeout=60)
+    done = launch(*good, "--loader", loader, timeout=250)
     if loader == "dali" or SOCKETS_ARE_ELSEWHERE:
         assert (done.status, done.err) == (0, "")
     else:
@@ -53,17 +53,17 @@ def test_torchrun_more_processes_than_images(tmp_path: Path) -> None:
         (tmp_path / split / "only").mkdir(parents=True)
         Image.new("RGB", (40, 40)).save(tmp_path / split / "only" / "one.jpg")
     flags = (*TINY, "--batch-size", "1", "--data-dir", tmp_path, "--output-dir", tmp_path / "run")
-    done = launch(*flags, processes=2, timeout=60)
+    done = launch(*flags, processes=2, timeout=250)
     assert_refused(done, f"--data-dir {tmp_path}:", "1 training image for 2 processes", "start at most 1", processes=2)
 
 
 @pytest.mark.dist
 def test_torchrun_where_rank_0_alone_is_refused(good: list[str]) -> None:
-    done = launch(*good, "--output-dir", "/proc/brisk", processes=2, timeout=60)
+    done = launch(*good, "--output-dir", "/proc/brisk", processes=2, timeout=250)
     assert_refused(done, "--output-dir /proc/brisk:", "cannot be written", "give another", processes=2)
 
 
 @pytest.mark.dist
 def test_torchrun_before_the_process_group(good: list[str]) -> None:
-    done = launch(*good, "--batch-size", "0", processes=2, timeout=60)
+    done = launch(*good, "--batch-size", "0", processes=2, timeout=250)
     assert_refused(done, "--batch-size 0:", "must be 1 or more", processes=2)

@@ -24,7 +24,7 @@ from utils.data.verification import load_manifest
 SCRIPT = ROOT / "scripts" / "check_dataset.py"
 
 
-def check(*words: object, timeout: float = 120) -> Finished:
+def check(*words: object, timeout: float = harness.LIMIT) -> Finished:
     """Run the script to its end."""
     return harness.launch(*words, program=SCRIPT, timeout=timeout)
 
@@ -103,7 +103,7 @@ def test_a_signal_ends_it_with_the_results_written(tmp_path: Path, number: signa
         for _ in range(2):  # as `timeout` does; a terminal signals the workers, too
             os.killpg(started.pid, number) if number == signal.SIGINT else started.send(number, started.pid)
             time.sleep(0.1)
-        done = started.end(60)
+        done = started.end()
         assert alive(workers) == []
     name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
     assert (done.status, done.out) == (143, "")

@@ -15,7 +15,7 @@ def test_failures_are_in_the_table(data: Path, tmp_path: Path) -> None:
     (tmp_path / "table.txt").write_text("an earlier call\n")
     hidden = {"CUDA_VISIBLE_DEVICES": "", "BRISK_PYTHON": sys.executable}
     tables = ("small64", "small128", "evaluations", "starts", "pauses", "recipes", "feeds")
-    done = launch(data, data / "train", tmp_path, *tables, program=SCRIPT, env=hidden, timeout=280)
+    done = launch(data, data / "train", tmp_path, *tables, program=SCRIPT, env=hidden)
     table = (tmp_path / "table.txt").read_text()
     assert done.status == 1, table
     assert "an earlier call" not in table

@@ -46,7 +46,7 @@ def test_no_process_and_no_file_remains(tmp_path: Path, temporary: Path, seconds
         started.wait_for(lambda: pid_file.exists() and pid_file.read_text().endswith("\n"))
         seen = identify([int(pid_file.read_text())])
         assert len(seen) == 1
-        assert started.end(60).status == status
+        assert started.end().status == status
         assert alive(seen) == []
     assert list(temporary.iterdir()) == []
 

@@ -110,7 +110,7 @@ def test_a_signal_ends_the_run_under_way(tmp_path: Path, number: signal.Signals,
         if window_seconds == "2.0":  # the run ignores the signal, so the user repeats it
             time.sleep(1)
             started.send(number, started.pid)
-        assert started.end(60).status == (130 if number == signal.SIGINT else 143)
+        assert started.end().status == (130 if number == signal.SIGINT else 143)
         assert len(seen) == 2
         assert alive(seen) == []
 

@@ -43,7 +43,7 @@ def test_each_round_sees_its_own_gpus(data: Path, tmp_path: Path) -> None:
         (trainer, *_) = started.descendants()
         seen = Path(f"/proc/{trainer}/environ").read_bytes().split(b"\0")
         started.send(signal.SIGTERM, started.pid)
-        assert started.end(60).status == 143
+        assert started.end().status == 143
     assert b"CUDA_VISIBLE_DEVICES=5" in seen
 
 
@@ -119,7 +119,7 @@ def test_a_signal_ends_the_run_under_way(data: Path, tmp_path: Path) -> None:
     with start(*flags, *sizes, program=SCALING) as started:
         started.wait_for(lambda: has_first_step(log))
         started.send(signal.SIGTERM, started.pid)
-        assert started.end(60).status == 143
+        assert started.end().status == 143
     assert "stopped by" in log.read_text()
 
 

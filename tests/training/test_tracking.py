@@ -298,7 +298,7 @@ def test_what_a_tracker_leaves_running_does_not_keep_others_out(run: Path) -> No
         assert first.end().status == 0
         (run / "forks").unlink()
         with follow(run) as second:
-            second.wait_for(lambda: len(calls(run, "open")) == 2, timeout=30)
+            second.wait_for(lambda: len(calls(run, "open")) == 2)
 
 
 def test_a_package_that_exits_is_a_failure(run: Path) -> None:
