@@ -3,13 +3,16 @@
 import json
 import os
 import signal
+import sys
+import threading
+import weakref
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import TINY
 from tests.harness import launch, read_checkpoint, read_losses, start
-from utils.distributed.elastic import _status_of_all
+from utils.distributed.elastic import _print_unraisable, _status_of_all
 
 pytestmark = pytest.mark.dist
 FIRST_LINES = "starting the processes\nloading torch, DALI and timm\n"
@@ -89,6 +92,24 @@ def test_auto_without_gpus_is_one_process(data: Path, tmp_path: Path) -> None:
 )
 def test_the_status_of_all(statuses: set[int], expected: int) -> None:
     assert _status_of_all(statuses) == expected
+
+
+def test_a_timer_that_ends_itself_is_not_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As torch's, where the thread of the timer is the last to use what owns it."""
+
+    class Owner:
+        pass
+
+    monkeypatch.setattr(sys, "unraisablehook", _print_unraisable)
+    for function, error in ((threading.current_thread().join, ""), ([].pop, "IndexError: pop from empty list\n")):
+        owner = Owner()
+        weakref.finalize(owner, function)
+        del owner
+        printed = capsys.readouterr().err
+        assert printed.endswith(error)
+        assert bool(printed) == bool(error)
 
 
 @pytest.mark.slow

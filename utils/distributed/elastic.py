@@ -4,16 +4,20 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from utils.distributed.launcher import read_launch, terminate_torchrun
 from utils.distributed.startup import show_first_line
 from utils.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USER_ERROR
 from utils.progress import end_status
+
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
 
 SIGNALS = "SIGTERM,SIGINT"  # on which torch's launcher ends its processes
 STATUSES = "BRISK_STATUSES"  # variable of the environment: folder with the exit status of each rank
@@ -57,6 +61,7 @@ def _run_elastic(processes: int, max_restarts: int, argv: Sequence[str]) -> int:
     from torch.distributed.run import parse_args, run
 
     logging.disable()
+    sys.unraisablehook = _print_unraisable
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun, which warns of it
     # Not SIGHUP, so that nohup works. Where this process dies of another signal, its processes save and end.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = SIGNALS
@@ -105,6 +110,12 @@ def report_status(status: int) -> int:
         if status == EXIT_USER_ERROR:
             terminate_torchrun()
     return status
+
+
+def _print_unraisable(unraisable: "UnraisableHookArgs") -> None:
+    """Python's own, but for torch's timer (2.15), whose thread joins itself if it is the last to use the rendezvous."""
+    if str(unraisable.exc_value) != "cannot join current thread":
+        sys.__unraisablehook__(unraisable)
 
 
 def _pass_on(number: int, frame: FrameType | None) -> None:
