@@ -94,7 +94,7 @@ def _samples(shard: Path, descriptor: int) -> list[_Sample]:
     """
     samples: list[_Sample] = []
     last: dict[str, _Sample] = {}  # of each key
-    again: list[_Sample] = []  # before another one of the same key
+    repeated: list[_Sample] = []  # before another one of the same key
     for member in read_members(shard, descriptor):
         folder, _, file = member.name.rpartition("/")
         if file.startswith("."):  # as macOS writes them
@@ -106,7 +106,7 @@ def _samples(shard: Path, descriptor: int) -> list[_Sample]:
         sample = last.get(key)
         if sample is None or (sample.is_complete() and suffix in (sample.labels if is_label else sample.images)):
             if sample is not None:
-                again.append(sample)
+                repeated.append(sample)
             sample = last[key] = _Sample(key, {}, {}, [])
             samples.append(sample)
         if not is_label and not is_image(suffix):
@@ -118,7 +118,7 @@ def _samples(shard: Path, descriptor: int) -> list[_Sample]:
         if suffix in members:
             raise _twice(shard, member.name)
         members[suffix] = member
-    for sample in (last[before.key] for before in again):
+    for sample in (last[before.key] for before in repeated):
         if not sample.is_complete():
             raise _twice(shard, sample.key + next(iter(sample.images | sample.labels)))
     return samples
