@@ -51,7 +51,7 @@ def conflicting(content: bytes) -> bool:
 def may_conflict(data: NDArray[np.uint8], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Which JPEGs `conflicting` must look at: those with two blocks of EXIF data, or of which too little is known.
 
-    Looks at the segments that applications write, of all images at once: 40 microseconds for a batch of 256.
+    Looks at the segments that applications write, of all images at once.
 
     Args:
         data: (P,), the first bytes of each image or more of them.
