@@ -1,4 +1,4 @@
-"""Gradients of a step over its batches and over the ranks, between real processes; tests/runs/test_gpu_step.py has more."""
+"""Gradients of a step over its batches and over the ranks, between processes; tests/runs/test_gpu_step.py has more."""
 
 from pathlib import Path
 from typing import Any

@@ -60,9 +60,9 @@ def test_what_was_chosen_follows_other_flags_and_data(data: Path, tmp_path: Path
     assert "48 px of 55" in done[1].out
     changed = config_of(other)
     names = ("val_image_size", "val_resize", "num_classes", "warmup_epochs", "lr", "weight_decay", "image_size")
-    assert [changed[name] for name in names] == [48, 55, 2, 0.4, 0.001, 0.05, 48]
+    assert [changed[name] for name in names] == [48, 55, 2, 0.4, 0.0005, 0.05, 48]
     changes = recipe_line(done[1].out)
-    expected = ("--val-resize 37 -> 55", "--num-classes 3 -> 2", "--lr 0.256 -> 0.001", "--warmup-epochs 0.1 -> 0.4")
+    expected = ("--val-resize 37 -> 55", "--num-classes 3 -> 2", "--lr 0.256 -> 0.0005", "--warmup-epochs 0.1 -> 0.4")
     assert [change for change in expected if change not in changes] == []
     assert "--image-size" not in changes, "which is given"
     assert "--output-dir" not in changes

@@ -98,7 +98,8 @@ def test_evaluations_that_end_a_run(data: Path, tmp_path: Path, capsys: pytest.C
     assert [run.status for run in (fewer, anew, elsewhere)] == [0, 0, 0], (fewer.err, anew.err, elsewhere.err)
     assert json.loads((cut / "summary.json").read_text())["epochs"] == 5
     assert read_checkpoint(cut)["step"] == 28
-    assert "ended after epoch 8 of 9: the last evaluation brought no better top-1" in anew.out
+    assert [record["epoch"] for record in read_metrics(sized) if "val/top1" in record] == [2, 4, 6, 8, 9]
+    assert read_checkpoint(sized, "best.pt")["step"] == 40, "the first evaluation on other pixels is the best"
     assert json.loads((over / "config.json").read_text())["patience"] == 2
     assert (unchanged.status, unchanged.written) == (0, frozenset())
     assert unchanged.out.count(reason) == 1

@@ -293,7 +293,8 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     whole = checkpoint_of(resolved()).to_dict()
     torch.save(whole, path)
     assert load(path).to_dict() == whole
-    lacking: list[Any] = [{name: whole[name] for name in whole if name != part} for part in whole]
+    needed = whole.keys() - {"create_model"}  # which nothing here reads, and older ones lack
+    lacking: list[Any] = [{name: whole[name] for name in whole if name != part} for part in needed]
     for content in ([whole], whole | {"format": FORMAT - 1}, *lacking):
         torch.save(content, path)
         with pytest.raises(UserError, match="not a checkpoint of this version of Brisk"):

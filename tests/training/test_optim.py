@@ -39,9 +39,7 @@ def test_optimizers_give_no_warning_of_their_own() -> None:
     ("values", "expected", "text"),
     [
         ({"optimizer": "sgd", "lr": 0.1}, 0.4, "0.4 = 0.1 x 1024 / 256"),
-        ({"optimizer": "rmsproptf", "lr": 0.1}, 0.4, "0.4 = 0.1 x 1024 / 256"),
         ({"optimizer": "adamw", "lr": 0.1}, 0.2, "0.2 = 0.1 x sqrt(1024 / 256)"),
-        ({"optimizer": "lamb", "lr": 0.1}, 0.2, "0.2 = 0.1 x sqrt(1024 / 256)"),
         ({"optimizer": "lion", "lr": 0.1}, 0.2, "0.2 = 0.1 x sqrt(1024 / 256)"),
         ({"optimizer": "adan", "lr": 0.1}, 0.2, "0.2 = 0.1 x sqrt(1024 / 256)"),  # none is usual: timm's rule
         ({"optimizer": "muon", "lr": 0.1}, 0.4, "0.4 = 0.1 x 1024 / 256"),
@@ -51,9 +49,8 @@ def test_optimizers_give_no_warning_of_their_own() -> None:
 )
 def test_lr_is_for_256_images(values: dict[str, Any], expected: float, text: str) -> None:
     config = resolved(**values | resolve_optimizer(TrainConfig(**values)))
-    optimizer = create_optimizer(config, nn.Linear(2, 2), 1024) if values["optimizer"] != "adan" else None
-    for group in optimizer.param_groups if optimizer else ():
-        assert group["lr"] == pytest.approx(expected)
+    optimizer = create_optimizer(config, nn.Linear(2, 2), 1024)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(expected)
     assert peak_lr(config, 1024) == pytest.approx(expected)
     assert describe_lr(config.lr, config.lr_scaling, 1024) == text
 
@@ -107,7 +104,6 @@ def test_an_optimizer_without_a_usual_rate_needs_one() -> None:
     [
         ({}, 2048, ""),
         ({"lr": 0.5}, 256, ""),
-        ({"lr": 0.76}, 256, ""),
         ({"lr": 0.77}, 256, "--lr 0.77 is 3.01 times the usual 0.256 of sgd for 256 images"),
         (
             {"lr": 0.5},
@@ -295,7 +291,6 @@ def test_fused_steps_are_torchs(name: str, momentum: float) -> None:
 
 
 def test_dampening_leaves_the_first_step_as_torchs() -> None:
-    """On a GPU, too: torch takes the first gradient whole as the momentum."""
     config = resolved(optimizer="momentum", lr=0.1, momentum=0.9, weight_decay=0.0, optimizer_args="dampening=0.5")
     weights, expected = (nn.Parameter(torch.ones(2, 2)) for _ in range(2))
     model = nn.Linear(2, 2, bias=False)

@@ -22,6 +22,7 @@ from utils.data.policies import RATIO
 from utils.distributed.crash import Crash
 from utils.errors import first_line
 from utils.log import print_error
+from utils.text import count
 
 SECONDS = 20.0  # for each way of decoding, from the first image on
 CROPS = 8  # of each image; a crash may need that of one place
@@ -41,7 +42,7 @@ def explain_crash(crash: Crash) -> None:
             return
     print_error(
         context.program,
-        f"{end}: no bad file was found among the {len(records):,} images that it had asked for last; "
+        f"{end}: no bad file was found among the {count(len(records), 'image')} that it had asked for last; "
         "scripts/check_dataset.py decodes all",
     )
 

@@ -28,7 +28,7 @@ from utils.validation import validate
 STATE_FORMAT = 1
 # Training settings of ResolvedConfig, which no loader reads.
 UNUSED: dict[str, Any] = {
-    "compile": False, "fused_layers": False, "cuda_graph": False, "warmup_epochs": 0.0,
+    "compile": False, "fused_layers": False, "cuda_graph": False, "warmup_epochs": 0.0, "lr_scaling": "none",
     "lr": 0.0, "momentum": 0.0, "weight_decay": 0.0, "amp": "none",
 }  # fmt: skip
 # What decides the batches, besides the images and the processes.

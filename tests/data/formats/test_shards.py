@@ -175,11 +175,11 @@ def test_shards_of_one_split_with_two_lists(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("labels", "split", "expected"),
     [
-        ({"train": [0, 1, 2], "val": [1, 2]}, "val", "1 of 3 classes have no image in val (0); both splits must have"),
+        ({"train": [0, 1, 2], "val": [1, 2]}, "val", "1 of 3 classes has no image in val (0); both splits must have"),
         ({"train": [0, 1, 2], "val": [1, 2]}, "train", [0, 1, 2]),
-        ({"train": [1, 2], "val": [0, 1, 2]}, "train", "1 of 3 classes have no image in train (0); both splits must"),
+        ({"train": [1, 2], "val": [0, 1, 2]}, "train", "1 of 3 classes has no image in train (0); both splits must"),
         ({"train": [1, 2], "val": [0, 1, 2]}, "val", [0, 1, 2]),
-        ({"train": [1, 2, 3], "val": [2, 3]}, "val", "1 of 3 classes have no image in val (1); both splits must have"),
+        ({"train": [1, 2, 3], "val": [2, 3]}, "val", "1 of 3 classes has no image in val (1); both splits must have"),
         ({"train": [1, 2, 3], "val": [1, 2, 3]}, "val", [0, 1, 2]),
         ({"val": [1, 2]}, "val", [0, 1]),
     ],
@@ -207,7 +207,7 @@ def test_a_feed_of_val_has_the_classes_of_train(tmp_path: Path) -> None:
     write(tmp_path / "tars", "tar", {"train": [0, 1, 2], "val": [1, 2]}, {})
     for name, message in (
         ("folders", "classes: the 2 of val are not the 3 of train; both"),
-        ("tars", "have no image in"),
+        ("tars", "has no image in"),
     ):
         with Feed(tmp_path / name, batch_size=1, image_size=8, workers=1, device="cpu") as feed:
             assert len(feed.classes) == 3

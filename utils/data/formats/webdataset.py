@@ -12,6 +12,7 @@ from utils.data.formats.base import Entry
 from utils.data.formats.naming import find_shards, one_list, read_names
 from utils.data.formats.tar_members import Member, read_members, read_small
 from utils.errors import UserError, some
+from utils.text import count
 
 NAME = "WebDataset tars"
 LABELS = (".cls", ".json")  # suffixes of a sample's label
@@ -75,8 +76,8 @@ def scan(shard: Path) -> Iterator[Entry]:
             if len(sample.images) > 1:
                 names = some(sorted(sample.images), " ")
                 raise UserError(
-                    f"{shard}:{sample.key}: {len(sample.images):,} images of one key ({names}); give each a key of its "
-                    f"own{_split_at_dot(sample)}"
+                    f"{shard}:{sample.key}: {count(len(sample.images), 'image')} of one key ({names}); give each a "
+                    f"key of its own{_split_at_dot(sample)}"
                 )
             ((suffix, image),) = sample.images.items()
             if label is None:
