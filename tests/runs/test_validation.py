@@ -96,8 +96,7 @@ def test_evaluations_that_end_a_run(data: Path, tmp_path: Path, capsys: pytest.C
         (*flags, "--patience", 2, "--output-dir", over, "--resume", whole / LAST),
     )
     assert [run.status for run in (fewer, anew, elsewhere)] == [0, 0, 0], (fewer.err, anew.err, elsewhere.err)
-    assert json.loads((cut / "summary.json").read_text())["epochs"] == 5
-    assert read_checkpoint(cut)["step"] == 28
+    assert (json.loads((cut / "summary.json").read_text())["epochs"], read_checkpoint(cut)["step"]) == (5, 28)
     assert [record["epoch"] for record in read_metrics(sized) if "val/top1" in record] == [2, 4, 6, 8, 9]
     assert read_checkpoint(sized, "best.pt")["step"] == 40, "the first evaluation on other pixels is the best"
     assert json.loads((over / "config.json").read_text())["patience"] == 2
