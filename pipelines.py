@@ -295,6 +295,7 @@ class DaliTrainLoader:
             reader = BatchReader(
                 manifest,
                 indices,
+                device=dali_device(env),
                 batch_size=config.batch_size,
                 threads=config.workers,
                 prefetch=config.prefetch,
@@ -345,6 +346,7 @@ class DaliValLoader:
             reader = BatchReader(
                 manifest,
                 lambda position: batches[position % len(batches)],
+                device=dali_device(env),
                 batch_size=config.batch_size,
                 threads=config.workers,
                 prefetch=config.prefetch,

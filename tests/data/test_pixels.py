@@ -15,7 +15,7 @@ from tests.odd_kinds import ORIENTED, SAMPLES, Kind
 from utils.data.decode_pool import decode_files
 from utils.data.decoding import TOLERANCE, DecodeError, dali_decode, pillow_decode, upright_rgb
 from utils.data.formats.folder import file_record
-from utils.data.orientation import conflicting, is_usual, may_conflict, orientation
+from utils.data.orientation import conflicting, is_usual, orientation
 
 # Of Pillow, about the tables' images.
 pytestmark = [
@@ -149,23 +149,6 @@ def test_damaged_metadata_is_no_error() -> None:
         for length in [*range(0, min(len(content), 300), 7)]:
             assert 1 <= orientation(content[:length]) <= 8
             conflicting(content[:length])
-
-
-def test_of_a_batch_those_are_looked_at_whose_metadata_may_conflict() -> None:
-    far = turned(odd_images.segment(0xE2, bytes(5000)), odd_images.exif(6), odd_images.exif(1))
-    apart = turned(odd_images.exif(6), odd_images.segment(0xFE, b"Hi"), odd_images.exif(3))
-    contents = [
-        turned(), turned(odd_images.JFIF, odd_images.exif(6)), two_blocks(1, 6), b"", b"\xff\xd8\xff", far,
-        SAMPLES["PNG of 8 bits"].content, apart,
-    ]  # fmt: skip
-    ends = np.cumsum([len(content[:4096]) for content in contents])
-    starts = np.concatenate([[0], ends[:-1]])
-    data = np.frombuffer(b"".join(content[:4096] for content in contents), dtype=np.uint8)
-    assert may_conflict(data, starts, ends).tolist() == [False, False, True, False, False, True, False, True]
-    for each in ORIENTED.values():
-        head = np.frombuffer(each.content, dtype=np.uint8)
-        if conflicting(each.content) and each.content.startswith(b"\xff\xd8"):
-            assert may_conflict(head, np.array([0]), np.array([len(head)])).all()
 
 
 def test_what_phones_write_is_not_decoded_twice() -> None:

@@ -219,7 +219,9 @@ def test_a_file_that_turns_bad_after_the_listing_is_named(
 def test_batches_are_the_bytes_of_the_files(data: Path) -> None:
     manifest = scan(data, "train")
     order = [np.array(indices) for indices in ([3, 0, 17, 17], [40, 39, 1, 2], [5, 6, 7, 8])]
-    reader = BatchReader(manifest, lambda position: order[position % 3], batch_size=4, threads=2, prefetch=2, first=1)
+    reader = BatchReader(
+        manifest, lambda position: order[position % 3], device="cpu", batch_size=4, threads=2, prefetch=2, first=1
+    )
     for position in (1, 2, 3):
         images, targets = reader.read(position)
         expected = [read_image(manifest.record(int(index))) for index in order[position % 3]]
@@ -243,7 +245,7 @@ def test_a_header_is_read_without_the_rest(tmp_path: Path) -> None:
 def test_a_request_of_a_cut_jpeg_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.jpg"
     path.write_bytes(damage.JPEG)
-    assert request_of(file_record(str(path)), ShardFiles()).tobytes() == os.fsencode(path)
+    assert request_of(file_record(str(path)), ShardFiles(), "cpu").tobytes() == os.fsencode(path)
     path.write_bytes(damage.JPEG[:-40])
     with pytest.raises(DecodeError, match="that DALI cannot decode"):
-        request_of(file_record(str(path)), ShardFiles())
+        request_of(file_record(str(path)), ShardFiles(), "cpu")

@@ -1,11 +1,12 @@
-"""On a real GPU: unusual images have the CPU's pixels, those of two orientations are named, crashes are explained."""
+"""On a real GPU: odd images have the CPU's pixels, those of two orientations are named, crashes are explained."""
 
 import pickle
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -13,18 +14,20 @@ import pytest
 import pipelines
 from tests.conftest import resolved
 from tests.data.test_pixels import Pixels, dali_pixels, difference
+from tests.data.test_suspects import GOOD, ON_GPU, odd_manifest
 from tests.distributed.test_crash import PROGRAM
 from tests.harness import ROOT
 from tests.odd_kinds import ORIENTED, SAMPLES
+from utils.data.cache import decoded_batches
 from utils.data.formats.folder import scan_splits
 from utils.data.sampler import Sampler
+from utils.data.suspects import differs_on_gpu
 from utils.distributed.group import DistEnv
 from utils.errors import BadFile
 
 pytestmark = pytest.mark.gpu
 
-GOOD = {kind: each.content for kind, each in SAMPLES.items() if each.dali}
-GOOD |= {f"turned {kind}": each.content for kind, each in ORIENTED.items() if each.dali}
+ALL = GOOD | {f"turned {kind}": each.content for kind, each in ORIENTED.items() if each.dali}
 CLOSE = 8.0  # mean difference of a GPU's decoders and the CPU's, of 255; other colours, or another turn, are tens off
 
 # Decodes the images of sys.argv[1], a pickled dict, one at a time, as sys.argv[2] says, and prints each name before it
@@ -86,20 +89,47 @@ def decode_on_gpu(contents: dict[str, bytes], how: str, folder: Path) -> dict[st
 @pytest.mark.parametrize("how", ["whole", "slice", "crops"])
 def test_unusual_images_have_the_pixels_of_the_cpu(tmp_path: Path, gpu: DistEnv, how: str) -> None:
     """Samplings, YCCK, CMYK, RGB by ids, restart markers, fill bytes, sample types, places of an orientation."""
-    found = decode_on_gpu(GOOD, how, tmp_path)
+    found = decode_on_gpu(ALL, how, tmp_path)
     failed = {kind: pixels for kind, pixels in found.items() if isinstance(pixels, str)}
     assert failed == {}
     if how == "crops":
         return
-    expected = dali_pixels(GOOD)
+    # Those that the reader decodes on the CPU are not shown to these decoders.
+    assert set(other_pixels(found, dali_pixels(ALL))) <= ON_GPU
+
+
+def other_pixels(found: Mapping[str, Any], expected: Mapping[str, Pixels]) -> dict[str, str]:
     other = {}
     for kind, pixels in found.items():
-        assert isinstance(pixels, np.ndarray)
         if pixels.shape != expected[kind].shape:
             other[kind] = f"{pixels.shape} instead of {expected[kind].shape}"
         elif (mean := difference(pixels, expected[kind])) > CLOSE:
             other[kind] = f"{mean:.1f} off"
-    assert other == {}
+    return other
+
+
+@pytest.mark.parametrize("form", ["folder", "tar"])
+def test_a_run_has_the_pixels_of_the_cpu(tmp_path: Path, gpu: DistEnv, form: str) -> None:
+    config = resolved(batch_size=16, workers=2, decode="full", hw_decoder_load=0.65, prefetch=2)
+    batches = decoded_batches(config, odd_manifest(tmp_path, form, gpu), gpu)
+    images = [np.array(batch.as_cpu().at(at)) for batch in batches for at in range(len(batch))]
+    assert other_pixels(dict(zip(GOOD, images, strict=True)), dali_pixels(GOOD)) == {}
+
+
+def test_crops_of_what_differs_have_the_brightness_of_the_image(tmp_path: Path, gpu: DistEnv) -> None:
+    contents = [content for content in GOOD.values() if differs_on_gpu(content)]
+    for split in ("train", "val"):
+        (tmp_path / split / "a").mkdir(parents=True)
+        for number, content in enumerate(contents):
+            (tmp_path / split / "a" / f"{number:02d}.jpg").write_bytes(content)
+    train, _ = scan_splits(tmp_path)
+    config = resolved(
+        batch_size=len(contents), image_size=32, workers=2, decode="fused", hw_decoder_load=0.65, prefetch=2,
+        crop_scale=0.9,
+    )  # fmt: skip
+    loader = pipelines.create_train_loader(config, train, Sampler(len(contents), len(contents)), gpu)
+    means = next(loader).images.float().mean(dim=(1, 2, 3))
+    assert ((means > 105) & (means < 147)).all(), means
 
 
 @pytest.mark.parametrize(("decode", "cache"), [("fused", "none"), ("full", "none"), ("full", "gpu"), ("full", "host")])

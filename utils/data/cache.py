@@ -72,6 +72,7 @@ def decoded_batches(config: ResolvedConfig, manifest: Manifest, env: DistEnv) ->
     reader = BatchReader(
         manifest,
         lambda position: batches[position % len(batches)],
+        device=dali_device(env),
         batch_size=config.batch_size,
         threads=config.workers,
         prefetch=config.prefetch,

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from utils.config import ResolvedConfig
-from utils.data.dali import NUM_PIPELINES
+from utils.data.dali import NUM_PIPELINES, dali_device
 from utils.data.decoding import DecodeError, ImageInfo, decoder_of
 from utils.data.formats.base import Record
 from utils.data.manifest import Manifest
@@ -159,7 +159,9 @@ def identify_bad_file(
         message = str(error)
         records.sort(key=lambda record: record.name not in message)  # DALI names the file of some errors
         deadline = math.inf
-        with contextlib.closing(decode_files(records, decoder_of(config.loader).decode, config.workers)) as reports:
+        with contextlib.closing(
+            decode_files(records, decoder_of(config.loader, dali_device(env)).decode, config.workers)
+        ) as reports:
             for position, report in reports:
                 deadline = min(deadline, time.monotonic() + BAD_FILE_SEARCH_TIMEOUT)
                 if report.bad is not None:

@@ -9,7 +9,7 @@ import io
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,12 +19,14 @@ from PIL import Image, ImageChops, ImageOps
 
 from utils.data.codecs import describe_unreadable
 from utils.data.dali import DALI_VERSION
-from utils.data.orientation import conflicting, is_usual, orientation
+from utils.data.orientation import JPEG_START, PNG_START, conflicting, is_usual, orientation
+from utils.data.suspects import differs_on_gpu
 
 CPU_ONLY_DEVICE = -99999  # NVIMGCODEC_DEVICE_CPU_ONLY: CUDA is not started
-START, SCAN, END = b"\xff\xd8", b"\xff\xda", b"\xff\xd9"  # markers of a JPEG
-PNG_START, PNG_END = b"\x89PNG", b"IEND"
+SCAN, END = b"\xff\xda", b"\xff\xd9"  # markers of a JPEG
+PNG_END = b"IEND"
 # Codecs whose pixels DALI has as Pillow has them, whatever the samples are: tests/data/test_pixels.py has the table.
+WITHOUT_CPU = ("proxy", "stock")  # loaders that cannot have single images decoded on the CPU, if they run on a GPU
 SAME_PIXELS = ("jpeg", "png", "webp")
 RULES = 2  # counts up when this module decides otherwise, so that what an earlier scan found does not count
 TOLERANCE = 4.0  # mean difference of two decoders, of 255: one that drops the lowest bits has 3
@@ -62,13 +64,15 @@ class Decoder(NamedTuple):
     decode: Callable[[bytes], ImageInfo]
 
 
-def decoder_of(loader: str) -> Decoder:
-    """The decoder that decides whether `--loader` can read a file."""
+def decoder_of(loader: str, device: str = "cpu") -> Decoder:
+    """The decoder that decides whether `--loader` can read a file on `device`, "gpu" or "cpu"."""
     if loader == "torch":
         return Decoder(f"Pillow {PIL.__version__}, rules {RULES}", pillow_decode)
     from nvidia import nvimgcodec  # see `_codec`
 
     name = f"DALI {DALI_VERSION}, nvImageCodec {nvimgcodec.__version__}, Pillow {PIL.__version__}, rules {RULES}"
+    if device == "gpu" and loader in WITHOUT_CPU:
+        return Decoder(f"{name}, on a GPU", gpu_decode)
     return Decoder(name, dali_decode)
 
 
@@ -96,6 +100,41 @@ def dali_decode(content: bytes) -> ImageInfo:
     if codec not in SAME_PIXELS or is_cmyk or not is_usual(content):
         _compare(np.asarray(image), content, codec)
     return ImageInfo(codec, image.width, image.height)
+
+
+def gpu_decode(content: bytes) -> ImageInfo:
+    """As `dali_decode`, for loaders that have all images decoded on a GPU."""
+    found = dali_decode(content)
+    check_gpu(content)
+    return found
+
+
+def check_gpu(content: bytes) -> None:
+    """Raise DecodeError for an image that has other pixels on a GPU."""
+    if differs_on_gpu(content):
+        raise DecodeError("DALI decodes it wrongly on a GPU; use --loader dali or torch, or save it again")
+
+
+def as_netpbm(contents: Sequence[bytes], threads: int) -> list[NDArray[np.uint8]]:
+    """Images decoded on the CPU and turned upright, as files of plain pixels, uint8 (length,), which all decoders read.
+
+    Raises:
+        DecodeError: one cannot be decoded.
+    """
+    from nvidia import nvimgcodec  # see `_codec`
+
+    try:
+        streams = [nvimgcodec.CodeStream(content) for content in contents]
+    except RuntimeError:
+        raise DecodeError("DALI cannot read it") from None
+    images = _codec(os.getpid(), threads).decode(streams)
+    if any(image is None for image in images):
+        raise DecodeError("DALI cannot decode it")
+    heads = [f"P6 {image.width} {image.height} 255\n".encode() for image in images]
+    return [
+        np.concatenate([np.frombuffer(head, np.uint8), np.asarray(image).reshape(-1)])
+        for head, image in zip(heads, images, strict=True)
+    ]
 
 
 def _compare(pixels: NDArray[Any], content: bytes, codec: str) -> None:
@@ -127,7 +166,7 @@ def _compare(pixels: NDArray[Any], content: bytes, codec: str) -> None:
 
 
 @functools.cache
-def _codec(process: int) -> Any:
+def _codec(process: int, threads: int = 1) -> Any:
     """The codec of this process: one that was inherited through a fork would wait for threads that were not.
 
     nvImageCodec is imported where it is used, as its import starts CUDA, which must not know its environment before
@@ -136,7 +175,8 @@ def _codec(process: int) -> Any:
     from nvidia import nvimgcodec
 
     backends = [nvimgcodec.Backend(nvimgcodec.BackendKind.CPU_ONLY)]
-    return nvimgcodec.Decoder(device_id=CPU_ONLY_DEVICE, max_num_cpu_threads=1, backends=backends)
+    threads = max(1, min(threads, (os.cpu_count() or 1) // 2))  # it warns of more than it finds sensible
+    return nvimgcodec.Decoder(device_id=CPU_ONLY_DEVICE, max_num_cpu_threads=threads, backends=backends)
 
 
 def check_orientation(content: bytes) -> None:
@@ -239,9 +279,9 @@ def has_end(content: bytes) -> bool:
     """
     if content.startswith(PNG_START):
         return content.rfind(PNG_END) >= 0
-    if not content.startswith(START):
+    if not content.startswith(JPEG_START):
         return True
-    at = len(START)
+    at = len(JPEG_START)
     while (marker := content[at : at + 2]) != SCAN:
         if not marker.startswith(b"\xff"):
             return False

@@ -8,18 +8,15 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 ORIENTATION = 274  # the tag
 UPRIGHT = 1
 # Formats of whole numbers, by the type of a tag.
 _TYPES = {1: "B", 3: "H", 4: "I", 6: "b", 8: "h", 9: "i"}
 _SHORT = 3
-_EXIF = b"Exif\0\0"
+JPEG_START, PNG_START = b"\xff\xd8", b"\x89PNG"
+EXIF = b"Exif\0\0"
 _STANDALONE = {0x01, *range(0xD0, 0xD9)}  # JPEG markers without a segment
-_APP0, _APP1, _APP15, _COMMENT, _SCAN, _END = 0xE0, 0xE1, 0xEF, 0xFE, 0xDA, 0xD9
-_MOST_SEGMENTS = 16  # in front of the tables of a JPEG whose header is looked at here
+APP0, APP1, ADOBE, APP15, COMMENT, _SCAN, _END = 0xE0, 0xE1, 0xEE, 0xEF, 0xFE, 0xDA, 0xD9
 _HAS_EXIF = 8  # flag of a WebP's VP8X chunk
 
 
@@ -48,61 +45,28 @@ def conflicting(content: bytes) -> bool:
     return len({tag.value for tag in map(_read_tag, _blocks(content))} - {None}) > 1
 
 
-def may_conflict(data: NDArray[np.uint8], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which JPEGs `conflicting` must look at: those with two blocks of EXIF data, or of which too little is known.
-
-    Looks at the segments that applications write, of all images at once.
-
-    Args:
-        data: (P,), the first bytes of each image or more of them.
-        starts, ends: where in `data` those of each image are.
-
-    Returns:
-        (len(starts),).
-    """
-    active = np.flatnonzero(ends - starts > 4)
-    at = starts[active] + 2
-    is_jpeg = (data[at - 2] == 0xFF) & (data[at - 1] == 0xD8)
-    active, at = active[is_jpeg], at[is_jpeg]
-    blocks = np.zeros(len(starts), dtype=np.int64)
-    unknown = np.zeros(len(starts), dtype=bool)
-    for _ in range(_MOST_SEGMENTS):
-        if not len(active):
-            break
-        inside = at + 6 <= ends[active]
-        unknown[active[~inside]] = True
-        active, at = active[inside], at[inside]
-        marker = data[at + 1]
-        blocks[active] += (marker == _APP1) & (data[at + 4] == _EXIF[0]) & (data[at + 5] == _EXIF[1])
-        unknown[active] |= marker == 0xFF
-        goes_on = (marker >= _APP0) & (marker <= _APP15) | (marker == _COMMENT)
-        at = at + 2 + data[at + 2].astype(np.int64) * 256 + data[at + 3]
-        active, at = active[goes_on], at[goes_on]
-    unknown[active] = True
-    return unknown | (blocks > 1)
-
-
 def is_usual(content: bytes) -> bool:
     """Whether there is at most one block of EXIF data, and it holds the orientation as the standard says."""
     blocks = list(_blocks(content))
-    mark = {b"\xff\xd8": _EXIF, b"\x89P": b"eXIf", b"RI": b"EXIF"}.get(content[:2])
+    mark = {JPEG_START: EXIF, b"\x89P": b"eXIf", b"RI": b"EXIF"}.get(content[:2])
     marks = content.count(mark) if mark else 0
     return len(blocks) == marks <= 1 and all(_read_tag(block).usual for block in blocks)
 
 
 def _blocks(content: bytes) -> Iterator[bytes]:
     """The blocks of EXIF data in a file, each from its TIFF header on, some with the mark of a JPEG's before it."""
-    if content.startswith(b"\xff\xd8"):
+    if content.startswith(JPEG_START):
         return _jpeg_blocks(content)
-    if content.startswith(b"\x89PNG"):
+    if content.startswith(PNG_START):
         return (block for name, block in _chunks(content, 8, ">I4s", 4) if name == b"eXIf")
     if content.startswith(b"RIFF") and content[8:12] == b"WEBP":
         return _webp_blocks(content)
     return iter(())
 
 
-def _jpeg_blocks(content: bytes) -> Iterator[bytes]:
-    at = 2
+def jpeg_segments(content: bytes) -> Iterator[tuple[int, int, int]]:
+    """Marker of each segment of a JPEG before its first scan, and where its data begin and end; of other files none."""
+    at = 2 if content.startswith(JPEG_START) else len(content)
     while at + 4 <= len(content) and content[at] == 0xFF:
         marker = content[at + 1]
         if marker == 0xFF or marker in _STANDALONE:  # fill bytes before a marker
@@ -111,9 +75,14 @@ def _jpeg_blocks(content: bytes) -> Iterator[bytes]:
         if marker in (_SCAN, _END):
             return
         end = at + 2 + int.from_bytes(content[at + 2 : at + 4])  # a segment's length counts itself
-        if marker == _APP1 and content.startswith(_EXIF, at + 4):
-            yield content[at + 4 + len(_EXIF) : end]
+        yield marker, at + 4, end
         at = end
+
+
+def _jpeg_blocks(content: bytes) -> Iterator[bytes]:
+    for marker, start, end in jpeg_segments(content):
+        if marker == APP1 and content.startswith(EXIF, start):
+            yield content[start + len(EXIF) : end]
 
 
 def _webp_blocks(content: bytes) -> Iterator[bytes]:
@@ -134,8 +103,8 @@ def _chunks(content: bytes, at: int, header: str, trailer: int) -> Iterator[tupl
 
 def _read_tag(block: bytes) -> _Tag:
     """The orientation in the first directory of a block."""
-    if block.startswith(_EXIF):  # which PNG and WebP do not have, but some programs write
-        return _read_tag(block[len(_EXIF) :])._replace(usual=False)
+    if block.startswith(EXIF):  # which PNG and WebP do not have, but some programs write
+        return _read_tag(block[len(EXIF) :])._replace(usual=False)
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(block[:4])
     if order is None or len(block) < 8:
         return _Tag(None, False)

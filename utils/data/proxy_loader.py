@@ -28,12 +28,14 @@ from utils.seed import Stream, derive_seed
 class _ProxyImages(torch.utils.data.Dataset[tuple[Any, Tensor]]):
     """Requests for images, handed to the DALI server by each worker, and labels: int64 ()."""
 
-    def __init__(self, manifest: Manifest, proxy: Any) -> None:
-        self.manifest, self.proxy, self.shards = manifest, proxy, ShardFiles()
+    def __init__(self, manifest: Manifest, proxy: Any, device: str) -> None:
+        self.manifest, self.proxy, self.shards, self.device = manifest, proxy, ShardFiles(), device
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[Any, Tensor]:
         index, _ = key
-        return self.proxy(request_of(self.manifest.record(index), self.shards)), label_tensor(self.manifest, index)
+        return self.proxy(request_of(self.manifest.record(index), self.shards, self.device)), label_tensor(
+            self.manifest, index
+        )
 
 
 class _Noted:
@@ -101,7 +103,7 @@ class ProxyTrainLoader:
     def _epoch(self, server: Any, order: BatchSampler) -> Iterator[Batch]:
         loader = proxy.DataLoader(
             server,
-            _ProxyImages(self._manifest, server.proxy),
+            _ProxyImages(self._manifest, server.proxy, dali_device(self._env)),
             batch_sampler=_Noted(order, self._manifest),
             **(worker_options(self._config, self._env) | {"pin_memory": False}),  # there is no image to pin
         )

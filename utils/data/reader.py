@@ -7,6 +7,7 @@ request_of(record)       an image by reference, for a DALI server in another pro
 requested_images(...)    for the bytes
 """
 
+import collections
 import io
 import os
 import pickle
@@ -19,12 +20,12 @@ from numpy.typing import NDArray
 from nvidia.dali import fn, types
 from nvidia.dali.types import BatchInfo
 
-from utils.data.decoding import END, check_end, check_orientation
+from utils.data.decoding import END, as_netpbm, check_end, check_gpu, check_orientation
 from utils.data.formats.base import FilesTable, Record, Span
 from utils.data.formats.shards import ShardTable
 from utils.data.manifest import FileEntry, Manifest, stat_file
-from utils.data.orientation import may_conflict
-from utils.data.shard_reader import ShardBatches, ShardFiles
+from utils.data.shard_reader import SPARE, ShardBatches, ShardFiles
+from utils.data.suspects import differs_on_gpu, may_be_odd
 from utils.data.tiff_messages import hide_tiff_messages
 from utils.distributed.crash import is_traced, note
 
@@ -32,7 +33,7 @@ READ_THREADS = 4  # at least, of each reader; they mostly wait for the disk
 _TIFF = b"IM"  # one of these twice begins a TIFF
 HEAD_BYTES = 4096  # that have all metadata of most JPEGs
 NOTE_IMAGES = 1024  # in one note
-EXIF_BYTES = 2**17  # in which the first two blocks of EXIF data, of 64 KiB at most, begin
+HEADER_BYTES = 2**17  # in which the first two blocks of EXIF data, of 64 KiB at most, begin; cameras write large files
 READ_AHEAD = 2  # batches of files, besides those that are being decoded
 # Whether DALI reads local files with plain I/O instead of mapping them. 256 JPEGs of 109 KB in the page cache take
 # 8.0 ms instead of 17.7 on two cores: a mapping costs page faults and a lock that all threads of the process share.
@@ -90,6 +91,7 @@ class BatchReader:
     Args:
         manifest: the images.
         indices: position in the stream -> indices of its images.
+        device: which decodes them, "gpu" or "cpu".
         batch_size: images in a batch, at most.
         threads: CPU threads of the process, of which the reader takes half.
         prefetch: batches that the decoding pipeline prepares ahead.
@@ -101,25 +103,27 @@ class BatchReader:
         manifest: Manifest,
         indices: Callable[[int], NDArray[np.int64]],
         *,
+        device: str,
         batch_size: int,
         threads: int,
         prefetch: int,
         first: int = 0,
     ) -> None:
-        self._next = first
+        self._next, self._device = first, device
+        self._kept: collections.deque[Any] = collections.deque(maxlen=prefetch + SPARE)  # for DALI, which does not copy
 
         def noted(position: int) -> NDArray[np.int64]:
             batch = indices(position)
             note_images(manifest, batch)
             return batch
 
-        threads = max(READ_THREADS, threads // 2)
+        self._threads = threads = max(READ_THREADS, threads // 2)
         ahead = READ_AHEAD + prefetch  # a slow file must not hold up the training thread
         table = manifest.table()
         self._read: Callable[[int], tuple[Any, Any, Iterable[int]]]
         if isinstance(table, ShardTable):
             batches = ShardBatches(table, noted, threads=threads, read_ahead=ahead, prefetch=prefetch, first=first)
-            self._read = lambda position: _from_shards(batches, manifest.labels, position)
+            self._read = lambda position: _from_shards(batches, manifest.labels, position, device)
             return
         pipeline = read_pipeline(
             lambda info: _located(manifest, noted(first + info.iteration)),
@@ -130,10 +134,12 @@ class BatchReader:
             prefetch_queue_depth=ahead,
         )
         pipeline.build()
-        self._read = lambda position: _from_files(*pipeline.run())
+        self._read = lambda position: _from_files(*pipeline.run(), device=device)
 
     def read(self, position: int) -> tuple[Any, Any]:
         """Bytes and targets of the batch at `position`, which must be the next.
+
+        An image that a GPU would decode to other pixels is decoded on the CPU: its bytes become those of a Netpbm file.
 
         Raises:
             DecodeError: a JPEG or PNG was cut off, or a JPEG has two orientations. Decoders on a GPU do not notice a
@@ -143,27 +149,37 @@ class BatchReader:
         assert position == self._next, f"batch {position} requested, {self._next} is next"
         self._next += 1
         images, targets, suspects = self._read(position)
-        for index in suspects:
-            image = images[index] if isinstance(images, list) else images.at(int(index))
-            check_orientation(image[:EXIF_BYTES].tobytes())  # cameras write much EXIF data into large files
+        others = []
+        for index in map(int, suspects):
+            image = images[index] if isinstance(images, list) else images.at(index)
+            header = image[:HEADER_BYTES].tobytes()
+            check_orientation(header)
             if tuple(image[-len(END) :]) != tuple(END):
                 check_end(image.tobytes())
+            if self._device == "gpu" and differs_on_gpu(header):
+                others.append((index, image.tobytes()))
+        if others:
+            images = [images[index] for index in range(len(images))]
+            decoded = as_netpbm([content for _, content in others], self._threads)
+            for (index, _), image in zip(others, decoded, strict=True):
+                images[index] = image
+        self._kept.append(images)
         return images, targets
 
 
-def _from_files(images: Any, targets: Any, heads: Any, tails: Any) -> tuple[Any, Any, Iterable[int]]:
-    """A batch of `read_pipeline`, and which of its images do not end as a JPEG does, or may have two orientations."""
+def _from_files(images: Any, targets: Any, heads: Any, tails: Any, device: str) -> tuple[Any, Any, Iterable[int]]:
+    """A batch of `read_pipeline`, and which of its images do not end as a JPEG does, or may be odd."""
     if not tails.is_dense_tensor():  # an image is shorter than its tail would be
         return images, targets, range(len(images))
     starts = np.arange(len(images)) * HEAD_BYTES
     data = heads.as_array().reshape(-1)
     _look_for_tiffs(data, starts)
-    conflict = may_conflict(data, starts, starts + HEAD_BYTES)
-    return images, targets, np.flatnonzero(conflict | (tails.as_array() != tuple(END)).any(axis=1))
+    odd = may_be_odd(data, starts, starts + HEAD_BYTES, device)
+    return images, targets, np.flatnonzero(odd | (tails.as_array() != tuple(END)).any(axis=1))
 
 
 def _from_shards(
-    batches: ShardBatches, labels: NDArray[np.int64], position: int
+    batches: ShardBatches, labels: NDArray[np.int64], position: int, device: str
 ) -> tuple[list[NDArray[np.uint8]], NDArray[np.int64], Iterable[int]]:
     """As `_from_files`, of shards; the images are views of a buffer."""
     indices, buffer, ends = batches.read(position)
@@ -171,7 +187,7 @@ def _from_shards(
     images = [buffer[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
     _look_for_tiffs(buffer, starts)
     has_end = (ends - starts >= len(END)) & (buffer[ends - 2] == END[0]) & (buffer[ends - 1] == END[1])
-    return images, labels[indices, None], np.flatnonzero(~has_end | may_conflict(buffer, starts, ends))
+    return images, labels[indices, None], np.flatnonzero(~has_end | may_be_odd(buffer, starts, ends, device))
 
 
 def _look_for_tiffs(data: NDArray[np.uint8], starts: NDArray[np.int64]) -> None:
@@ -195,19 +211,23 @@ def encoded_images(source: Callable[[BatchInfo], Any]) -> tuple[Any, Any]:
     return images, targets
 
 
-def request_of(record: Record, shards: ShardFiles) -> NDArray[np.uint8]:
+def request_of(record: Record, shards: ShardFiles, device: str) -> NDArray[np.uint8]:
     """What a DALI server needs to read an image, uint8 (length,): the path of a file, or the bytes from a shard.
 
     Raises:
         OSError: it cannot be read.
-        DecodeError: a JPEG or PNG was cut off, or a JPEG has two orientations; see `BatchReader.read`.
+        DecodeError: a JPEG or PNG was cut off, a JPEG has two orientations (see `BatchReader.read`), or the image has
+            other pixels on a GPU and `device` is "gpu".
     """
     location = record.location
     with open_image(record, shards) as file:
         head = np.frombuffer(file.read(HEAD_BYTES), dtype=np.uint8)
-        if may_conflict(head, np.array([0]), np.array([len(head)])).any():
+        if may_be_odd(head, np.array([0]), np.array([len(head)]), device).any():
             file.seek(0)
-            check_orientation(file.read())
+            content = file.read()
+            check_orientation(content)
+            if device == "gpu":
+                check_gpu(content)
         file.seek(-min(len(END), file.seek(0, os.SEEK_END)), os.SEEK_END)
         if file.read() != END:
             file.seek(0)

@@ -10,6 +10,7 @@ import numpy as np
 
 from utils.config import ResolvedConfig, TrainConfig
 from utils.data import manifest as dataset
+from utils.data.dali import dali_device
 from utils.data.decoding import decoder_of
 from utils.data.formats import folder
 from utils.data.formats.base import Record
@@ -202,7 +203,7 @@ def _find_bad_files(config: ResolvedConfig, splits: Splits, env: DistEnv) -> dic
     """
     assert config.data_dir is not None, "synthetic data has no files"
     listing = listing_of(config.data_dir, splits)
-    decoder = decoder_of(config.loader)
+    decoder = decoder_of(config.loader, dali_device(env))
     known = verify_dataset(listing, decoder, config.output_dir, config.workers, env, partial=config.evaluate)
     return broadcast({} if known is None else bad_files(known), env)
 

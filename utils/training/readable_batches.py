@@ -11,6 +11,7 @@ from torch import Tensor
 import pipelines
 from utils.config import ResolvedConfig
 from utils.data.batch import Batch
+from utils.data.dali import dali_device
 from utils.data.decode_pool import decode_files
 from utils.data.decoding import decoder_of
 from utils.data.manifest import Manifest
@@ -39,7 +40,7 @@ class ReadableBatches:
     def __init__(self, config: ResolvedConfig, manifest: Manifest, env: DistEnv, batches: Sequence[Indices]) -> None:
         self._config, self._manifest, self._batches = config, manifest, batches
         self._env = dataclasses.replace(env, rank=0, world_size=1)  # the loaders do not divide these images
-        self._decode = decoder_of(config.loader).decode
+        self._decode = decoder_of(config.loader, dali_device(env)).decode
         self.bad: dict[int, str] = {}
         if manifest.bad:  # by their listing
             for index in np.concatenate([np.empty(0, np.int64), *batches]).tolist():
