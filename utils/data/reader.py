@@ -110,7 +110,7 @@ class BatchReader:
         first: int = 0,
     ) -> None:
         self._next, self._device = first, device
-        self._kept: collections.deque[Any] = collections.deque(maxlen=prefetch + SPARE)  # for DALI, which does not copy
+        self._held: collections.deque[Any] = collections.deque(maxlen=prefetch + SPARE)  # by DALI without a copy
 
         def noted(position: int) -> NDArray[np.int64]:
             batch = indices(position)
@@ -134,7 +134,7 @@ class BatchReader:
             prefetch_queue_depth=ahead,
         )
         pipeline.build()
-        self._read = lambda position: _from_files(*pipeline.run(), device=device)
+        self._read = lambda position: _from_files(pipeline.run(), device)
 
     def read(self, position: int) -> tuple[Any, Any]:
         """Bytes and targets of the batch at `position`, which must be the next.
@@ -163,12 +163,13 @@ class BatchReader:
             decoded = as_netpbm([content for _, content in others], self._threads)
             for (index, _), image in zip(others, decoded, strict=True):
                 images[index] = image
-        self._kept.append(images)
+        self._held.append(images)
         return images, targets
 
 
-def _from_files(images: Any, targets: Any, heads: Any, tails: Any, device: str) -> tuple[Any, Any, Iterable[int]]:
+def _from_files(outputs: Any, device: str) -> tuple[Any, Any, Iterable[int]]:
     """A batch of `read_pipeline`, and which of its images do not end as a JPEG does, or may be odd."""
+    images, targets, heads, tails = outputs
     if not tails.is_dense_tensor():  # an image is shorter than its tail would be
         return images, targets, range(len(images))
     starts = np.arange(len(images)) * HEAD_BYTES
