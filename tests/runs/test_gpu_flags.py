@@ -76,7 +76,7 @@ ON_TWO = (
     "--loader stock --decode full",
     "--loader torch --repeated-augmentation 3 --color-jitter 0.3 --augment three-augment",
     "--loader proxy --prefetch 1",
-    "--loader synthetic",
+    "--loader synthetic --overwrite --resume none",
     "--cache gpu --hw-decoder-load 0.9",
     "--cache host --transform TRANSFORM --val-fraction 0.2 --bad-files skip",
     "--report --patience 1 --time-limit 10000 --timeout 60 --interpolation random --val-crop squash",
@@ -167,7 +167,7 @@ def test_a_checkpoint_goes_from_one_device_to_another(images: Path, tmp_path: Pa
 @pytest.mark.gpus
 @pytest.mark.dist
 def test_evaluation_on_two(images: Path, weights: Path, tmp_path: Path) -> None:
-    words = flags_for(images, "--evaluate --eval-flip --overwrite --pretrained WEIGHTS", weights)
+    words = flags_for(images, "--evaluate --eval-flip --pretrained WEIGHTS", weights)
     done = run_train(*words, "--output-dir", tmp_path, processes=2)
     assert done.status == 0, done.err
 
