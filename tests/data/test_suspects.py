@@ -80,6 +80,13 @@ def test_a_header_behind_the_first_bytes_is_found() -> None:
     assert differs_on_gpu(turned(profile)[:HEAD])  # nobody knows
 
 
+def test_a_damaged_header_is_no_error() -> None:
+    for kind in ("JPEG, grey 2x2", "JPEG, RGB by Adobe", "PNG, 4 bits", "TIFF, 12 bits"):
+        for length in range(min(300, len(GOOD[kind]))):
+            differs_on_gpu(GOOD[kind][:length])
+            suspected({kind: GOOD[kind][:length], "plain": GOOD["JPEG"]}, "gpu")
+
+
 @pytest.mark.parametrize("form", ["folder", "tar"])
 def test_what_differs_on_a_gpu_reaches_it_decoded(tmp_path: Path, cpu: DistEnv, form: str) -> None:
     """As a file of the CPU's pixels; all others as they are."""
@@ -121,7 +128,7 @@ def content_of(images: Any, at: int) -> bytes:
 
 
 @pytest.mark.parametrize("loader", ["proxy", "stock"])
-def test_loaders_that_decode_files_themselves_refuse_what_differs_on_a_gpu(tmp_path: Path, loader: str) -> None:
+def test_loaders_that_decode_files_themselves_refuse_what_differs_on_a_gpu(loader: str) -> None:
     decode = decoder_of(loader, "gpu").decode
     decode(GOOD["JPEG"])
     with pytest.raises(DecodeError, match="DALI decodes it wrongly on a GPU; use --loader dali or torch"):

@@ -25,8 +25,8 @@ from utils.data.suspects import differs_on_gpu
 CPU_ONLY_DEVICE = -99999  # NVIMGCODEC_DEVICE_CPU_ONLY: CUDA is not started
 SCAN, END = b"\xff\xda", b"\xff\xd9"  # markers of a JPEG
 PNG_END = b"IEND"
-# Codecs whose pixels DALI has as Pillow has them, whatever the samples are: tests/data/test_pixels.py has the table.
 WITHOUT_CPU = ("proxy", "stock")  # loaders that cannot have single images decoded on the CPU, if they run on a GPU
+# Codecs whose pixels DALI has as Pillow has them, whatever the samples are: tests/data/test_pixels.py has the table.
 SAME_PIXELS = ("jpeg", "png", "webp")
 RULES = 2  # counts up when this module decides otherwise, so that what an earlier scan found does not count
 TOLERANCE = 4.0  # mean difference of two decoders, of 255: one that drops the lowest bits has 3

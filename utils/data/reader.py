@@ -110,7 +110,7 @@ class BatchReader:
         first: int = 0,
     ) -> None:
         self._next, self._device = first, device
-        self._held: collections.deque[Any] = collections.deque(maxlen=prefetch + SPARE)  # by DALI without a copy
+        self._held: collections.deque[Any] = collections.deque(maxlen=prefetch + SPARE)  # DALI does not copy
 
         def noted(position: int) -> NDArray[np.int64]:
             batch = indices(position)
@@ -163,7 +163,7 @@ class BatchReader:
             decoded = as_netpbm([content for _, content in others], self._threads)
             for (index, _), image in zip(others, decoded, strict=True):
                 images[index] = image
-        self._held.append(images)
+            self._held.append(images)
         return images, targets
 
 

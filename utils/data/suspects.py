@@ -84,7 +84,7 @@ def differs_on_gpu(content: bytes) -> bool:
     """Whether DALI decodes an image on a GPU to other pixels than on the CPU, or may do so.
 
     A GPU takes three components for YCbCr whatever their names are. Its hardware decoder does not know a grey JPEG with
-    sampling factors. Samples of 2, 4 and 12 bits become white.
+    sampling factors. Samples of 2, 4 and 12 bits become too bright.
 
     Args:
         content: of the file, at least its header.
@@ -101,5 +101,5 @@ def differs_on_gpu(content: bytes) -> bool:
             plain = content[start + 11 : start + 12] == b"\0"
         if marker in _FRAMES:
             ids, sampling = content[start + 6 : end : 3], content[start + 7 : end : 3]
-            return (len(ids) == 3 and (plain or ids == _RGB)) or (len(ids) == 1 and sampling[0] != _SINGLE)
+            return (len(ids) == 3 and (plain or ids == _RGB)) or (len(ids) == 1 and sampling[:1] != bytes([_SINGLE]))
     return content.startswith(JPEG_START)  # the header is longer than `content`, or is none
