@@ -10,8 +10,6 @@ import timm
 import torch
 from torch import nn
 
-from utils.arguments import model_options, refused_model_option
-from utils.config import ResolvedConfig
 from utils.distributed.collectives import sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import UserError, first_line
@@ -21,6 +19,8 @@ from utils.network.head import head_tensors
 from utils.network.variants import prepare_training
 from utils.network.weight_files import Normalization, Weights, published_weights, read_weights
 from utils.network.weight_names import match_weights
+from utils.options.arguments import model_options, refused_model_option
+from utils.options.config import ResolvedConfig
 from utils.text import count, describe_alike
 
 

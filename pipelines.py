@@ -25,10 +25,9 @@ from nvidia.dali import fn, types
 from nvidia.dali.types import BatchInfo
 from torch import Tensor
 
-from utils.config import ResolvedConfig
-from utils.data.batch import Batch, TrainLoader, ValLoader
-from utils.data.cache import CACHED, ImageCache, cached_images
-from utils.data.color_jitter import apply_color_jitter
+from utils.data.augmentation.color_jitter import apply_color_jitter
+from utils.data.augmentation.policies import RATIO, apply_policy
+from utils.data.augmentation.user_code import apply_transform, explain_failure
 from utils.data.dali import (
     NUM_PIPELINES,
     dali_device,
@@ -40,21 +39,22 @@ from utils.data.dali import (
     run_pipeline,
     train_pipeline_options,
 )
-from utils.data.decode_pool import identify_bad_file
-from utils.data.feed import BaseFeed
-from utils.data.manifest import Manifest
-from utils.data.memory_loader import DecodedImages, MemoryTrainLoader, MemoryValLoader
-from utils.data.policies import RATIO, apply_policy
-from utils.data.proxy_loader import ProxyTrainLoader
-from utils.data.reader import BatchReader, encoded_images, requested_images
-from utils.data.sampler import Sampler, shard
-from utils.data.scheduled_loader import ScheduledTrainLoader
-from utils.data.settings import feeds_from_memory
-from utils.data.stock_loader import StockTrainLoader, StockValLoader, read_files
-from utils.data.synthetic import SyntheticTrainLoader, SyntheticValLoader
-from utils.data.torch_loader import TorchTrainLoader, TorchValLoader
-from utils.data.user_code import apply_transform, explain_failure
+from utils.data.feed.batches import BaseFeed
+from utils.data.images.batch import Batch, TrainLoader, ValLoader
+from utils.data.images.manifest import Manifest
+from utils.data.loaders.cache import CACHED, ImageCache, cached_images
+from utils.data.loaders.memory_loader import DecodedImages, MemoryTrainLoader, MemoryValLoader
+from utils.data.loaders.proxy_loader import ProxyTrainLoader
+from utils.data.loaders.sampler import Sampler, shard
+from utils.data.loaders.scheduled_loader import ScheduledTrainLoader
+from utils.data.loaders.settings import feeds_from_memory
+from utils.data.loaders.stock_loader import StockTrainLoader, StockValLoader, read_files
+from utils.data.loaders.synthetic import SyntheticTrainLoader, SyntheticValLoader
+from utils.data.loaders.torch_loader import TorchTrainLoader, TorchValLoader
+from utils.data.reading.decode_pool import identify_bad_file
+from utils.data.reading.reader import BatchReader, encoded_images, requested_images
 from utils.distributed.group import DistEnv
+from utils.options.config import ResolvedConfig
 from utils.seed import Stream, derive_seed
 
 

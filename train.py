@@ -13,10 +13,10 @@ import sys
 from collections.abc import Iterator, Sequence
 
 if __name__ == "__main__":  # before the imports that take seconds
-    from utils.cli import TRAIN
     from utils.data.formats.sources import check_source
     from utils.distributed.elastic import launch_processes
     from utils.distributed.startup import start_imports, start_program
+    from utils.options.cli import TRAIN
 
     given = start_program(TRAIN, sys.argv[1:], check_source)
     launch_processes(given.processes, given.max_restarts, sys.argv)
@@ -26,12 +26,10 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 import models
 import pipelines
-from utils.cli import TRAIN
-from utils.config import ResolvedConfig, TrainConfig
-from utils.data.sampler import create_sampler
-from utils.data.settings import LoaderSettings, keeps_val_batches, with_val_batch
-from utils.data.splits import Splits, initial_manifest, read_data, select_images
-from utils.data.staging import stage
+from utils.data.loaders.sampler import create_sampler
+from utils.data.loaders.settings import LoaderSettings, keeps_val_batches, with_val_batch
+from utils.data.splits.selection import Splits, initial_manifest, read_data, select_images
+from utils.data.staging.stage import stage
 from utils.distributed.collectives import sync_errors
 from utils.distributed.elastic import report_status
 from utils.distributed.group import DistEnv, process_group
@@ -40,31 +38,39 @@ from utils.distributed.ownership import own_process
 from utils.distributed.startup import print_once, show_startup
 from utils.distributed.stop import StopRequest
 from utils.distributed.watchdog import watchdog
+from utils.inference.evaluate import evaluate, evaluate_checkpoint, report_best
+from utils.inference.mistakes import NUM_SAMPLES
 from utils.log import Log
 from utils.network.augment import create_augment
 from utils.network.compiler import enable_compile_cache
 from utils.network.convolutions import choose_search
 from utils.network.gradients import AMP_DTYPES, capture_stream, on_stream
 from utils.network.parallel import average_buffers, create_forward_backward, distribute
+from utils.options.cli import TRAIN
+from utils.options.config import ResolvedConfig, TrainConfig
+from utils.options.validation import require_tracker
 from utils.progress import end_status
+from utils.report.tracking.sender import TrackerProcess
 from utils.seed import seed_process, seed_weights
-from utils.training.autotune import choose_common_loader_settings, resolve
-from utils.training.checkpoint import Checkpoint
-from utils.training.checkpoint_writer import CheckpointWriter
-from utils.training.compatibility import check_fingerprint, create_record, resume_warnings
-from utils.training.evaluate import evaluate, evaluate_checkpoint, report_best
-from utils.training.lr_schedule import create_schedule
-from utils.training.mistakes import NUM_SAMPLES
-from utils.training.optim import check_optimizer
+from utils.training.optimization.lr_schedule import create_schedule
+from utils.training.optimization.optim import check_optimizer
 from utils.training.output import lock_output, prepare_output
 from utils.training.preflight import check_start
-from utils.training.preprocessing import fill_preprocessing
-from utils.training.resume import files_to_replace, inherit_start, metrics_resume_point, open_checkpoint, restore
+from utils.training.resume.compatibility import check_fingerprint, create_record, resume_warnings
+from utils.training.resume.restore import (
+    files_to_replace,
+    inherit_start,
+    metrics_resume_point,
+    open_checkpoint,
+    restore,
+)
 from utils.training.run import Run
-from utils.training.state import create_state
+from utils.training.settings.autotune import choose_common_loader_settings, resolve
+from utils.training.settings.preprocessing import fill_preprocessing
+from utils.training.state.checkpoint import Checkpoint
+from utils.training.state.checkpoint_writer import CheckpointWriter
+from utils.training.state.train_state import create_state
 from utils.training.summary import log_run_summary, write_summary
-from utils.training.tracking import TrackerProcess
-from utils.validation import require_tracker
 
 
 def train(run: Run) -> None:

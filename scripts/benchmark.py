@@ -27,15 +27,15 @@ if __name__ == "__main__":
 import typer
 
 from utils.benchmark.verdict import CACHED, TIMM_POLICIES, TITLES, diagnose
-from utils.cli import Program, number_option, train_flag, with_train_flags
-from utils.config import TrainConfig
 from utils.distributed.launcher import read_launch
 from utils.errors import BadFile, UserError, escape_control_chars
 from utils.files import write_json
-from utils.limits import ABOVE_0
+from utils.options.cli import Program, number_option, train_flag, with_train_flags
+from utils.options.config import TrainConfig
+from utils.options.limits import ABOVE_0
+from utils.options.store_url import require_store, store_url
+from utils.options.validation import validate
 from utils.progress import end_status, start_status
-from utils.store_url import require_store, store_url
-from utils.validation import validate
 
 MIN_WINDOWS = 5
 
@@ -120,8 +120,8 @@ def benchmark(options: Options, argv: Sequence[str]) -> None:
     from utils.benchmark.loaders import open_loaders
     from utils.benchmark.report import benchmark_json, draw_chart, format_verdict, introduction, table
     from utils.benchmark.run import collect, describe, open_run
-    from utils.data.manifest import describe as describe_bad
-    from utils.data.workers import check_sockets
+    from utils.data.images.manifest import describe as describe_bad
+    from utils.data.loaders.workers import check_sockets
     from utils.distributed.group import process_group
     from utils.distributed.ownership import own_process
     from utils.training.output import prepare_output

@@ -29,17 +29,17 @@ if __name__ == "__main__":
 
 import typer
 
-from utils.cli import REQUIRED, Program, number_option, train_flag, with_train_flags
-from utils.config import TrainConfig
 from utils.data.formats.folder import file_listing, list_images
 from utils.data.formats.refused import refuse_unreadable
 from utils.data.formats.sources import find_source
-from utils.data.manifest import describe_counts
+from utils.data.images.manifest import describe_counts
 from utils.distributed.signals import REPEAT_SECONDS
 from utils.errors import EXIT_DONE, EXIT_FAILED, Stopped, UserError, escape_control_chars
 from utils.files import check_writable
-from utils.limits import MIN_1
-from utils.store_url import require_store, store_url
+from utils.options.cli import REQUIRED, Program, number_option, train_flag, with_train_flags
+from utils.options.config import TrainConfig
+from utils.options.limits import MIN_1
+from utils.options.store_url import require_store, store_url
 from utils.text import count
 
 WHOLE = number_option(int)
@@ -89,7 +89,7 @@ def local_folder(config: TrainConfig, stopped_by: Callable[[], str]) -> Path:
     if store_url(config.data_dir):
         import torch  # slow
 
-        from utils.data.staging import stage
+        from utils.data.staging.stage import stage
         from utils.distributed.group import DistEnv
 
         config = stage(config, DistEnv.single(torch.device("cpu")), stopped_by)
@@ -119,9 +119,9 @@ def check(stopped_by: Callable[[], str], config: TrainConfig, rows: int) -> int:
 
     import torch  # what takes seconds comes after the checks of the command line
 
-    from utils.data.decoding import decoder_of
-    from utils.data.splits import listing_of, read_data
-    from utils.data.verification import BAD_FILES, MANIFEST, bad_files, suspicious, verify_dataset
+    from utils.data.reading.decoding import decoder_of
+    from utils.data.reading.verification import BAD_FILES, MANIFEST, bad_files, suspicious, verify_dataset
+    from utils.data.splits.selection import listing_of, read_data
     from utils.distributed.group import DistEnv
 
     alone = DistEnv.single(torch.device("cpu"))

@@ -25,20 +25,20 @@ import typer
 from PIL import Image
 
 from utils.benchmark.verdict import Rate
-from utils.cli import Program, number_option, train_flag, with_train_flags
-from utils.config import TrainConfig
 from utils.errors import UserError
 from utils.files import write_json
-from utils.limits import ABOVE_0, MIN_1, MIN_8
+from utils.options.cli import Program, number_option, train_flag, with_train_flags
+from utils.options.config import TrainConfig
+from utils.options.limits import ABOVE_0, MIN_1, MIN_8
+from utils.options.validation import require_folder, validate
 from utils.progress import end_status, start_status
 from utils.text import count
-from utils.validation import require_folder, validate
 
 if TYPE_CHECKING:
     from utils.benchmark.loaders import Loader
     from utils.benchmark.measure import Window
-    from utils.data.batch import TrainLoader
-    from utils.data.manifest import Manifest
+    from utils.data.images.batch import TrainLoader
+    from utils.data.images.manifest import Manifest
     from utils.training.run import Run
 
 MIN_WINDOWS = 5

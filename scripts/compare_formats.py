@@ -20,14 +20,14 @@ if __name__ == "__main__":
 import typer
 
 from utils.benchmark.verdict import SYNTHETIC, Rate
-from utils.cli import Program, number_option, train_flag, with_train_flags
-from utils.config import TrainConfig
 from utils.errors import UserError
 from utils.files import write_json
-from utils.limits import ABOVE_0
+from utils.options.cli import Program, number_option, train_flag, with_train_flags
+from utils.options.config import TrainConfig
+from utils.options.limits import ABOVE_0
+from utils.options.validation import require_folder, validate
 from utils.progress import end_status, start_status
 from utils.text import count
-from utils.validation import require_folder, validate
 
 MIN_WINDOWS = 5
 Rates = Mapping[str, Mapping[str, Rate]]  # by form, of the loader `alone` and of `training`

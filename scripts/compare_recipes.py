@@ -29,13 +29,13 @@ if __name__ == "__main__":
 import typer
 
 from scripts.launcher import launched, stop_on_sigterm
-from utils.cli import REQUIRED, Program, number_option, parse, train_flag, with_train_flags
-from utils.config import BATCH_SIZE, CHOSEN, PREFETCH, TrainConfig, flags_with
 from utils.errors import EXIT_DONE, RunFailed, UserError
 from utils.files import check_writable, write_json
-from utils.flags import flag, split_flags
-from utils.limits import MIN_1
 from utils.log import SUMMARY
+from utils.options.cli import REQUIRED, Program, number_option, parse, train_flag, with_train_flags
+from utils.options.config import BATCH_SIZE, CHOSEN, PREFETCH, TrainConfig, flags_with
+from utils.options.flags import flag, split_flags
+from utils.options.limits import MIN_1
 from utils.report.output_folder import read_object
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"

@@ -27,12 +27,12 @@ if __name__ == "__main__":
 import typer
 
 from scripts.launcher import run_with_limit, stop_on_sigterm
-from utils.cli import Program, number_option, train_flag, with_train_flags
 from utils.errors import EXIT_STOPPED, RunFailed
 from utils.files import check_writable, write_json
-from utils.flags import flag, split_flags
-from utils.limits import ABOVE_0, MIN_1
-from utils.validation import require_folder
+from utils.options.cli import Program, number_option, train_flag, with_train_flags
+from utils.options.flags import flag, split_flags
+from utils.options.limits import ABOVE_0, MIN_1
+from utils.options.validation import require_folder
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")

@@ -34,15 +34,15 @@ if __name__ == "__main__":
 import typer
 
 from scripts.check_dataset import local_folder, record_signals
-from utils.cli import Program, choice_option, number_option, train_flag, with_train_flags
-from utils.config import TrainConfig
-from utils.data.formats import parquet
+from utils.data.conversion import parquet
 from utils.data.formats.sources import FORMATS, find_source, has_class_folders
 from utils.errors import Stopped, UserError
 from utils.files import atomic_write_text, temporary_of
-from utils.limits import ABOVE_0, MIN_1, Limit
 from utils.log import emit
-from utils.store_url import refuse_url, require_store, store_url
+from utils.options.cli import Program, choice_option, number_option, train_flag, with_train_flags
+from utils.options.config import TrainConfig
+from utils.options.limits import ABOVE_0, MIN_1, Limit
+from utils.options.store_url import refuse_url, require_store, store_url
 from utils.text import count
 
 PLAN, CLASSES, STAGE = "convert.json", "classes.txt", ".arrow"  # in DST
@@ -238,7 +238,7 @@ def convert(options: Options, stopped_by: Callable[[], str]) -> None:
         UserError: the source cannot be read, or DST not be written.
         Stopped: by `stopped_by`.
     """
-    from utils.data.conversion import write_error
+    from utils.data.conversion.convert import write_error
 
     described, config, target = options.described(), options.config, options.target
     with claim(target, described):
@@ -259,9 +259,9 @@ def write_splits(options: Options, config: TrainConfig, has_fingerprint: bool, s
     """Write the images that `config` names into DST, and read them back."""
     import torch  # what takes seconds comes after the checks of the command line
 
-    from utils.data.conversion import Shrink, check_classes, missing, plan, run_tasks, tasks
-    from utils.data.manifest import describe
-    from utils.data.splits import read_data
+    from utils.data.conversion.convert import Shrink, check_classes, missing, plan, run_tasks, tasks
+    from utils.data.images.manifest import describe
+    from utils.data.splits.selection import read_data
     from utils.distributed.group import DistEnv
 
     alone, target, is_tar = DistEnv.single(torch.device("cpu")), options.target, options.to == "tar"

@@ -29,8 +29,8 @@ if __name__ == "__main__":
 import typer
 from tqdm import tqdm
 
-from utils.cli import Program
 from utils.errors import UserError, first_line
+from utils.options.cli import Program
 
 BLOCK = 1 << 20
 TIMEOUT = 30.0  # seconds without a byte

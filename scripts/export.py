@@ -22,9 +22,9 @@ if __name__ == "__main__":
 
 import typer
 
-from utils.cli import REQUIRED, Program, choice_option, train_flag, with_train_flags
 from utils.errors import RunFailed, UserError, first_line, readable
 from utils.log import emit
+from utils.options.cli import REQUIRED, Program, choice_option, train_flag, with_train_flags
 from utils.text import count
 
 FormatName = Literal["timm", "onnx", "torchscript", "pt2"]
@@ -38,10 +38,10 @@ class Options:
 
     Attributes:
         checkpoint: a file, or the output folder of a run.
-        format: see `utils.export.formats`.
+        format: see `utils.inference.export.formats`.
         output_dir: where the files go.
         ema: whether the moving average is exported; None for the better network.
-        input: what the exported network takes; see `utils.export.classifier.Classifier`.
+        input: what the exported network takes; see `utils.inference.export.classifier.Classifier`.
         half: whether its layers are float16.
         check: whether it is compared with torch.
         check_data: folder of images for that; None for those of the run.
@@ -68,9 +68,12 @@ def export(options: Options) -> None:
         UserError: the checkpoint cannot be used, or the folder not be written.
         RunFailed: the network cannot be exported, or what was exported computes something else.
     """
-    from utils.export.formats import FORMATS, LABELS  # what takes seconds comes after the checks of the command line
-    from utils.export.output import check_output, label_lines, staged, write_and_compare
-    from utils.export.trained import EMA, load_trained
+    from utils.inference.export.formats import (  # what takes seconds comes after the checks of the command line
+        FORMATS,
+        LABELS,
+    )
+    from utils.inference.export.output import check_output, label_lines, staged, write_and_compare
+    from utils.inference.export.trained import EMA, load_trained
 
     files = FORMATS[options.format].files
     trained = load_trained(options.checkpoint, options.ema)
@@ -99,7 +102,7 @@ def export(options: Options) -> None:
     emit(compared)
     emit(f"{options.output_dir}: {', '.join((*files, LABELS))}; {size / 1e6:,.1f} MB")
     if options.push is not None:
-        from utils.export.hub import push
+        from utils.inference.export.hub import push
 
         emit(f"uploaded: {push(options.output_dir, (*files, LABELS), options.push, trained)}")
 

@@ -29,9 +29,9 @@ if __name__ == "__main__":
 
 import typer
 
-from utils.cli import Program, number_option
 from utils.errors import Stopped, UserError
-from utils.limits import ABOVE_0
+from utils.options.cli import Program, number_option
+from utils.options.limits import ABOVE_0
 
 EXIT_TIMEOUT = 124  # as timeout(1)
 END_SECONDS = 30.0  # for a command to end after SIGTERM

@@ -22,8 +22,8 @@ import numpy as np
 import typer
 from PIL import Image
 
-from utils.cli import Program
 from utils.errors import UserError
+from utils.options.cli import Program
 
 NUM_TRAIN = 1437
 NUM_VAL = 360

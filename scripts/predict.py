@@ -27,13 +27,13 @@ if __name__ == "__main__":
 
 import typer
 
-from utils.cli import REQUIRED, Program, choice_option, number_option, train_flag, with_train_flags
-from utils.data.inputs import expand_sources
 from utils.distributed.startup import print_once, start_imports, start_program
 from utils.errors import UserError
-from utils.limits import MIN_1
+from utils.inference.inputs import expand_sources
+from utils.inference.predictions import Format, OutputType, PredictOptions, require_pyarrow
+from utils.options.cli import REQUIRED, Program, choice_option, number_option, train_flag, with_train_flags
+from utils.options.limits import MIN_1
 from utils.progress import end_status
-from utils.training.predictions import Format, OutputType, PredictOptions, require_pyarrow
 
 WHOLE = number_option(int)
 TIMEOUT = 600.0  # seconds to wait for another process, as train.py
@@ -89,7 +89,7 @@ def run(options: PredictOptions) -> None:
     """Predict.
 
     Raises:
-        UserError: as `check_paths` and `utils.training.predict.predict`.
+        UserError: as `check_paths` and `utils.inference.predict.predict`.
         RunFailed: the processes do not meet, or one is lost.
     """
     # What takes seconds comes after the checks of the command line.
@@ -98,7 +98,7 @@ def run(options: PredictOptions) -> None:
     from utils.distributed.ownership import own_process
     from utils.distributed.stop import StopRequest
     from utils.distributed.watchdog import watchdog
-    from utils.training.predict import predict
+    from utils.inference.predict import predict
 
     check_paths(options)
     device = own_process(options.device)

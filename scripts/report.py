@@ -19,10 +19,10 @@ if __name__ == "__main__":
 
 import typer
 
-from utils.cli import Program
 from utils.errors import UserError
 from utils.files import atomic_write_text
 from utils.log import emit
+from utils.options.cli import Program
 from utils.report.output_folder import open_run
 from utils.report.page import render
 from utils.text import count

@@ -20,9 +20,9 @@ if __name__ == "__main__":
 import typer
 from tqdm import tqdm
 
-from utils.cli import Program
-from utils.config import RUNS
 from utils.errors import UserError, escape_control_chars
+from utils.options.cli import Program
+from utils.options.config import RUNS
 from utils.report.output_folder import RunInfo, read_run
 
 HEADER = ("run", "state", "arch", "epochs", "best top-1", "images/s", "time", "data")

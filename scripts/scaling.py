@@ -31,14 +31,14 @@ if __name__ == "__main__":
 import typer
 
 from scripts.launcher import launched, stop_on_sigterm
-from utils.cli import REQUIRED, Program, number_option, train_flag, with_train_flags
-from utils.config import choices
-from utils.data.codecs import is_image
+from utils.data.images.codecs import is_image
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.files import check_writable, write_json
-from utils.flags import split_flags
-from utils.limits import MIN_1
-from utils.store_url import refuse_url
+from utils.options.cli import REQUIRED, Program, number_option, train_flag, with_train_flags
+from utils.options.config import choices
+from utils.options.flags import split_flags
+from utils.options.limits import MIN_1
+from utils.options.store_url import refuse_url
 
 LOADERS = choices("loader")
 ROOT = Path(__file__).resolve().parent.parent

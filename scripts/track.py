@@ -19,12 +19,12 @@ if __name__ == "__main__":
 
 import typer
 
-from utils.cli import REQUIRED, Program, number_option, train_flag, with_train_flags
 from utils.errors import UserError
 from utils.log import METRICS
-from utils.training.trackers import TRACKERS
-from utils.training.tracking import send_run
-from utils.validation import require_tracker
+from utils.options.cli import REQUIRED, Program, number_option, train_flag, with_train_flags
+from utils.options.validation import require_tracker
+from utils.report.tracking.sender import send_run
+from utils.report.tracking.trackers import TRACKERS
 
 
 @dataclass(frozen=True)

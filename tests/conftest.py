@@ -15,8 +15,8 @@ import torch
 from PIL import Image
 
 from tests.harness import Finished, assert_refused, changed_names, list_output, read_checkpoint, read_metrics
-from utils.config import ResolvedConfig
 from utils.distributed.group import DistEnv
+from utils.options.config import ResolvedConfig
 
 if TYPE_CHECKING:
     from tests.object_server import ObjectServer

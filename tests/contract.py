@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness import ROOT
-from utils.cli import Program
+from utils.options.cli import Program
 
 CONTRACT: dict[str, Any] = json.loads((ROOT / "tests" / "contract.json").read_text())
 

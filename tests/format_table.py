@@ -46,8 +46,8 @@ from tests.shards import (
     write_tfrecord,
     write_webdataset,
 )
-from utils.data.batch import Batch, TrainLoader
-from utils.data.codecs import is_image
+from utils.data.images.batch import Batch, TrainLoader
+from utils.data.images.codecs import is_image
 from utils.training.run import Run
 
 EPOCHS = 3

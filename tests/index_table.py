@@ -55,8 +55,8 @@ READ = """
 import gc, json, os, sys, time
 from pathlib import Path
 import torch, train
-from utils.config import TrainConfig
-from utils.data import splits
+from utils.options.config import TrainConfig
+from utils.data.splits import selection as splits
 from utils.distributed.group import DistEnv
 
 def resident(name):  # MB; getrusage would count what the process had before its exec, the memory of its parent

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from tests.conftest import resolved
-from utils.arguments import model_arguments, model_options, parse_arguments
 from utils.errors import UserError
-from utils.validation import validate
+from utils.options.arguments import model_arguments, model_options, parse_arguments
+from utils.options.validation import validate
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ import pytest
 
 from tests.conftest import resolved
 from tests.harness import ROOT, launch
-from utils.cli import parse
-from utils.config import ResolvedConfig, TrainConfig, flag_fields, flags_with
 from utils.errors import UserError
-from utils.flags import FIRST, flag, flag_info
-from utils.limits import Limit
+from utils.options.cli import parse
+from utils.options.config import ResolvedConfig, TrainConfig, flag_fields, flags_with
+from utils.options.flags import FIRST, flag, flag_info
+from utils.options.limits import Limit
 
 FIELDS = flag_fields()
 # A value other than the default for every field, so that none can be forgotten on the way.
@@ -292,7 +292,7 @@ def test_config_is_frozen() -> None:
 @pytest.fixture(scope="module")
 def help_text() -> str:
     """What --help prints on a terminal of 100 columns."""
-    code = "from utils.cli import parse; parse(['--help'])"
+    code = "from utils.options.cli import parse; parse(['--help'])"
     env = dict.fromkeys(("GITHUB_ACTIONS", "FORCE_COLOR", "PY_COLORS", "TERMINAL_WIDTH"))  # what typer would obey
     done = launch(program=code, env=env | {"COLUMNS": 100, "PYTHONIOENCODING": "utf-8", "PYTHONWARNINGS": "error"})
     assert (done.status, done.err) == (0, "")

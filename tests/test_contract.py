@@ -29,8 +29,8 @@ from scripts import (
 )
 from tests.contract import CONTRACT, flags_of
 from utils import errors
-from utils.cli import TRAIN, Program
 from utils.errors import RunFailed, Stopped, UserError
+from utils.options.cli import TRAIN, Program
 
 PROGRAMS: tuple[Program[Any], ...] = (
     TRAIN,

@@ -19,10 +19,10 @@ from tests.harness import ROOT, launch_forked, read_checkpoint, tracked_files
 from tests.pages import USER_PAGES, Block, Command, anchors, blocks, code_spans, commands, links
 from tests.shards import write_ilsvrc, write_imagenet, write_webdataset
 from tests.test_contract import PROGRAMS
-from utils.cli import TRAIN
-from utils.config import flag_fields
 from utils.errors import UserError
-from utils.flags import flag, flag_info
+from utils.options.cli import TRAIN
+from utils.options.config import flag_fields
+from utils.options.flags import flag, flag_info
 
 PAGES = tracked_files("*.md")
 BLOCKS = [block for path in USER_PAGES for block in blocks(path)]

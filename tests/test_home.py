@@ -23,11 +23,11 @@ import scripts.runs
 import scripts.scaling
 import scripts.track
 import scripts.watch
-from utils.cli import TRAIN, Program
-from utils.config import TrainConfig, flag_fields
-from utils.data.feed_options import create_config
-from utils.data.inputs import expand_sources
-from utils.flags import flag, flag_info, kinds
+from utils.data.feed.options import create_config
+from utils.inference.inputs import expand_sources
+from utils.options.cli import TRAIN, Program
+from utils.options.config import TrainConfig, flag_fields
+from utils.options.flags import flag, flag_info, kinds
 
 PATHS = [field for field in flag_fields() if Path in kinds(field) or flag_info(field).is_path]
 WORDS: tuple[tuple[Program[Any], str], ...] = (

@@ -38,7 +38,7 @@ FILES = [
 
 
 def room_of(module: str) -> str:
-    """`utils.data.sampler` -> data; `utils.config` -> base; what is not ours -> ""."""
+    """`utils.data.loaders.sampler` -> data; `utils.options.config` -> base; what is not ours -> ""."""
     first, *rest = module.split(".")
     if first == "utils":
         return rest[0] if rest and rest[0] in ARROWS else "base"
@@ -91,16 +91,16 @@ def test_every_room_is_checked() -> None:
 
 WRONG = [
     ("import utils.distributed.group", "utils.log"),
-    ("from utils.distributed import group", "utils.config"),
+    ("from utils.distributed import group", "utils.options.config"),
     ("from utils.training.run import Run", "utils.report.page"),
-    ("from utils.data.sampler import Sampler", "utils.distributed.group"),
-    ("from utils.network.augment import Normalize", "utils.data.batch"),
-    ("from utils.data.batch import Batch", "utils.network.gradients"),
+    ("from utils.data.loaders.sampler import Sampler", "utils.distributed.group"),
+    ("from utils.network.augment import Normalize", "utils.data.images.batch"),
+    ("from utils.data.images.batch import Batch", "utils.network.gradients"),
     ("from utils.benchmark.verdict import diagnose", "utils.training.run"),
-    ("from utils.training.state import TrainState", "pipelines"),
-    ("from utils.data.manifest import Manifest", "models"),
+    ("from utils.training.state.train_state import TrainState", "pipelines"),
+    ("from utils.data.images.manifest import Manifest", "models"),
     ("from train import main", "utils.benchmark.measure"),
-    ("from utils.benchmark.verdict import diagnose", "utils.export.trained"),
+    ("from utils.benchmark.verdict import diagnose", "utils.inference.export.trained"),
     ("import scripts.benchmark", "train"),
     ("from tests.conftest import ROOT", "scripts.benchmark"),
     ("import train", "utils.log"),
@@ -115,7 +115,7 @@ RIGHT = [
     ("from nvidia.dali import fn", "pipelines"),
     ("from nvidia.dali import fn", "utils.data.formats.folder"),
     ("import models, pipelines", "utils.training.build"),
-    ("import train, utils.config", "scripts.benchmark"),
+    ("import train, utils.options.config", "scripts.benchmark"),
     ("from . import config", "utils.log"),
     ("from .config import flag", "utils.log"),
     ("import trainer, modelsx, torch", "utils.log"),

@@ -17,10 +17,10 @@ from PIL import Image
 
 import pipelines
 from tests.conftest import resolved, write_data
-from utils.config import ResolvedConfig
 from utils.data.formats.folder import scan, scan_splits
-from utils.data.sampler import Sampler, create_sampler
+from utils.data.loaders.sampler import Sampler, create_sampler
 from utils.distributed.group import DistEnv
+from utils.options.config import ResolvedConfig
 
 POLICIES = ("none", "autoaugment", "randaugment", "trivialaugment", "three-augment")
 BASE = resolved(batch_size=8, image_size=32, val_resize=36, workers=2, decode="fused", hw_decoder_load=0.65, prefetch=4)

@@ -11,13 +11,13 @@ import torch
 
 from tests.conftest import resolved
 from tests.harness import ROOT, launch_series, read_losses
-from utils.arguments import model_options
-from utils.cli import parse
-from utils.config import TrainConfig
-from utils.flags import flag
-from utils.recipes import read_recipe
-from utils.schedules import size_schedule
-from utils.training.optim import create_optimizer, lr_factor, resolve_optimizer
+from utils.options.arguments import model_options
+from utils.options.cli import parse
+from utils.options.config import TrainConfig
+from utils.options.flags import flag
+from utils.options.recipes import read_recipe
+from utils.options.schedules import size_schedule
+from utils.training.optimization.optim import create_optimizer, lr_factor, resolve_optimizer
 
 PATHS = sorted((ROOT / "configs").iterdir())
 PAGE = ROOT / "docs" / "recipes.md"

@@ -4,8 +4,8 @@ import pytest
 
 from tests.conftest import resolved
 from utils.errors import UserError
-from utils.schedules import parse_schedule, policy_schedule, size_schedule, value_at
-from utils.validation import validate
+from utils.options.schedules import parse_schedule, policy_schedule, size_schedule, value_at
+from utils.options.validation import validate
 
 
 def test_a_value_holds_from_its_epoch_on() -> None:

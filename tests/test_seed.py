@@ -14,8 +14,8 @@ from PIL import Image
 import pipelines
 from tests.conftest import resolved
 from utils.data.formats.folder import scan
-from utils.data.manifest import Manifest
-from utils.data.sampler import Sampler
+from utils.data.images.manifest import Manifest
+from utils.data.loaders.sampler import Sampler
 from utils.distributed.group import DistEnv
 from utils.network.augment import BatchAugment, Normalize
 from utils.seed import Stream, derive_seed, random_state, seed_all, seed_process, seed_weights, set_random_state

@@ -30,7 +30,7 @@ from tests.harness import (
 from tests.held import hold_and_end
 from tests.processes import free_port
 from tests.training.test_resume import EVERYTHING, PLAIN, flags_for, steps_logged
-from utils.training.state import mean_buffers
+from utils.training.state.train_state import mean_buffers
 
 
 @pytest.mark.dist

@@ -16,9 +16,9 @@ from scripts import export
 from tests.export.checkpoints import write_checkpoint
 from tests.harness import ROOT, read_checkpoint
 from tests.pages import blocks
-from utils.arguments import model_options
-from utils.config import ResolvedConfig
-from utils.data.decoding import upright_rgb
+from utils.data.reading.decoding import upright_rgb
+from utils.options.arguments import model_options
+from utils.options.config import ResolvedConfig
 
 CLASSIFY = "name: classify.py"
 PAGE = ROOT / "docs" / "using-a-model.md"

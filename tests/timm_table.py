@@ -31,13 +31,13 @@ from torch import Tensor, nn
 import models
 import pipelines
 from tests.harness import launch
-from utils.cli import parse
-from utils.data.splits import read_data
+from utils.data.splits.selection import read_data
 from utils.distributed.group import DistEnv
+from utils.inference.evaluate import compute_logits
 from utils.network.augment import Normalize
-from utils.training.autotune import choose_common_loader_settings, resolve
-from utils.training.evaluate import compute_logits
-from utils.training.preprocessing import fill_preprocessing
+from utils.options.cli import parse
+from utils.training.settings.autotune import choose_common_loader_settings, resolve
+from utils.training.settings.preprocessing import fill_preprocessing
 
 ARCHS = (
     "resnet18.a1_in1k",

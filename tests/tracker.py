@@ -5,14 +5,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from utils.training.trackers import Outcome
+from utils.report.tracking.trackers import Outcome
 
 # Sends a folder while the process of the last argument lives. Files in the folder say what the package does.
 FOLLOW = """
 import os, subprocess, sys, time
 from pathlib import Path
 from tests.tracker import FileTracker
-from utils.training import tracking
+from utils.report.tracking import sender as tracking
 
 tracking.READ_SECONDS, tracking.RETRY_SECONDS, tracking.END_SECONDS = 0.05, (0.05, 0.1), 2.0
 tracking.MAX_OUTPUT_BYTES = 1000
@@ -37,7 +37,7 @@ sys.exit(tracking.send_run(folder, "file", create, pid=pid))
 SHORT = f"""
 import sys, types
 from pathlib import Path
-from utils.training import tracking
+from utils.report.tracking import sender as tracking
 
 folder = Path(sys.argv[1])
 tracking.PROGRAM = folder / "follow.py"

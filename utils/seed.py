@@ -13,7 +13,7 @@ class Stream(enum.Enum):
     """What a stream of random numbers is for, and the names of the numbers that distinguish its streams.
 
     The value is the first part of every seed, so that no two purposes share a stream. A checkpoint relies on all of
-    it: a change here must raise `utils.training.checkpoint.FORMAT`.
+    it: a change here must raise `utils.training.state.checkpoint.FORMAT`.
     """
 
     WEIGHTS = (1, ("seed",))  # of a new network, the same on all ranks
@@ -22,7 +22,7 @@ class Stream(enum.Enum):
     DALI = (4, ("seed", "rank", "pipeline", "step"))  # a DALI pipeline's operators from that step on
     PROXY = (5, ("seed", "rank", "epoch", "batch"))  # a DALI server from that batch of the epoch on
     IMAGE = (6, ("seed", "draw", "image"))  # of `--loader torch`; see `BatchSampler` for the draw
-    CROPS = (7, ("seed", "epoch"))  # of all images that stay on the GPU; see utils.data.crop_draws
+    CROPS = (7, ("seed", "epoch"))  # of all images that stay on the GPU; see utils.data.augmentation.crop_draws
 
 
 def make_deterministic() -> None:

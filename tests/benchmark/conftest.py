@@ -10,9 +10,9 @@ import pytest
 from train import build
 from utils.benchmark.images import read_images
 from utils.benchmark.run import open_run
-from utils.config import TrainConfig
-from utils.data.manifest import Manifest
+from utils.data.images.manifest import Manifest
 from utils.distributed.group import DistEnv
+from utils.options.config import TrainConfig
 from utils.training.run import Run
 
 TINY = TrainConfig(

@@ -21,9 +21,9 @@ from utils.benchmark.loaders import (
     open_loaders,
     with_loader,
 )
-from utils.data.cache import mean_decoded_bytes
 from utils.data.formats.folder import FileTable
-from utils.data.manifest import Manifest
+from utils.data.images.manifest import Manifest
+from utils.data.loaders.cache import mean_decoded_bytes
 from utils.errors import UserError
 from utils.training.run import Run
 

@@ -8,7 +8,7 @@ import pytest
 
 from utils.benchmark.loaders import open_loader
 from utils.benchmark.measure import Case, cpu_seconds, measure
-from utils.data.manifest import Manifest
+from utils.data.images.manifest import Manifest
 from utils.errors import Stopped
 from utils.training.run import Run
 

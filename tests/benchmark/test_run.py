@@ -14,8 +14,8 @@ from utils.benchmark.images import read_images
 from utils.benchmark.loaders import open_loaders
 from utils.benchmark.run import collect, describe
 from utils.benchmark.verdict import Verdict, diagnose
-from utils.data.batch import Batch, TrainLoader
-from utils.data.manifest import Manifest
+from utils.data.images.batch import Batch, TrainLoader
+from utils.data.images.manifest import Manifest
 from utils.distributed.group import DistEnv
 from utils.training.run import Run
 

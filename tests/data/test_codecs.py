@@ -3,7 +3,7 @@
 import pytest
 
 from tests import damage
-from utils.data.codecs import describe_unreadable
+from utils.data.images.codecs import describe_unreadable
 
 HEIC = b"\0\0\0\x24ftypheic\0\0\0\0mif1heic"
 

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from scipy import stats
 from torchvision.transforms import v2
 
-from utils.data.crop_draws import WORDS, Crops, draw_crops, philox, random_words
-from utils.data.policies import RATIO
-from utils.data.sampler import Sampler
+from utils.data.augmentation.crop_draws import WORDS, Crops, draw_crops, philox, random_words
+from utils.data.augmentation.policies import RATIO
+from utils.data.loaders.sampler import Sampler
 
 SIGNIFICANCE = 1e-4  # a right distribution fails one test of 10,000; the draws are the same in every run
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional
 
 from tests.harness import launch
-from utils.data import crop_resize
-from utils.data.crop_resize import resize_crops
+from utils.data.augmentation import crop_resize
+from utils.data.augmentation.crop_resize import resize_crops
 
 INTERPRETED = """
 import tests.data.test_crop_resize as tests
-from utils.data import crop_kernel
+from utils.data.augmentation import crop_kernel
 
 crop_kernel.ROWS, crop_kernel.COLUMNS = 4, 4  # several tiles of an image, which it does not fill
 tests.check_kernel("cpu", size=6, count=4, longest=15)
@@ -98,7 +98,7 @@ def test_pixels_do_not_depend_on_the_batch() -> None:
 
 def check_kernel(device: str, size: int, count: int, longest: int) -> None:
     """The kernel against plain torch."""
-    from utils.data.crop_kernel import launch_resize
+    from utils.data.augmentation.crop_kernel import launch_resize
 
     images = Images(random_crops(count, longest, seed=size))
     expected = crop_resize._resize_plain(images.pixels, images.crops, size)

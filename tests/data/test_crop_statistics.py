@@ -16,8 +16,8 @@ from torchvision.transforms import RandomResizedCrop
 import pipelines
 from tests.conftest import resolved
 from utils.data.formats.folder import scan
-from utils.data.manifest import Manifest
-from utils.data.sampler import Sampler
+from utils.data.images.manifest import Manifest
+from utils.data.loaders.sampler import Sampler
 from utils.distributed.group import DistEnv
 
 WIDTH, HEIGHT, SIDE = 240, 180, 16  # pixels of the pictures, and of their crops

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from tests import damage
-from utils.data.decoding import DecodeError, check_end
+from utils.data.reading.decoding import DecodeError, check_end
 
 
 @pytest.mark.parametrize("kind", ["cut in the middle", "cut in the tables", "cut PNG"])

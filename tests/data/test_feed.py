@@ -14,13 +14,13 @@ from torch import Tensor
 from pipelines import Feed, create_train_loader
 from tests.conftest import NUMBERED, assert_same, number_of, resolved, write_data, write_numbered
 from tests.harness import launch
-from utils.config import TrainConfig
-from utils.data.feed_options import DataOptions, create_config, resolve_options
+from utils.data.feed.options import DataOptions, create_config, resolve_options
 from utils.data.formats.folder import scan
-from utils.data.sampler import Sampler
+from utils.data.loaders.sampler import Sampler
 from utils.distributed.group import DistEnv
 from utils.errors import BadFile, UserError
-from utils.training.autotune import choose_common_loader_settings
+from utils.options.config import TrainConfig
+from utils.training.settings.autotune import choose_common_loader_settings
 
 SMALL: dict[str, Any] = {"batch_size": 8, "image_size": 32, "device": "cpu", "workers": 1}
 FILES: dict[str, Any] = SMALL | {"cache": "none"}

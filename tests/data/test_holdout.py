@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from tests.conftest import write_data
 from tests.contract import CONTRACT
 from utils.data.formats.folder import scan
-from utils.data.holdout import choose, choose_by_content, choose_by_name, describe_shares, divide
-from utils.data.manifest import Manifest
+from utils.data.images.manifest import Manifest
+from utils.data.splits.holdout import choose, choose_by_content, choose_by_name, describe_shares, divide
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
 

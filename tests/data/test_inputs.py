@@ -9,10 +9,10 @@ import pytest
 
 from tests.damage import JPEG
 from utils.data.formats import webdataset
-from utils.data.formats.base import Entry
 from utils.data.formats.shards import Shards, index_entries
-from utils.data.inputs import NO_TARGET, expand_sources, files_manifest, list_inputs, shards_manifest, split_shards
+from utils.data.images.records import Entry
 from utils.errors import UserError
+from utils.inference.inputs import NO_TARGET, expand_sources, files_manifest, list_inputs, shards_manifest, split_shards
 
 
 def write(root: Path, *names: str) -> None:

@@ -5,10 +5,10 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from utils.data import manifest
 from utils.data.formats.folder import scan
-from utils.data.listing import LISTING, describe_difference, load_listing, save_listing
-from utils.data.manifest import Manifest
+from utils.data.images import manifest
+from utils.data.images.listing import LISTING, describe_difference, load_listing, save_listing
+from utils.data.images.manifest import Manifest
 
 
 def listed(manifest: Manifest) -> Iterator[tuple[str, int]]:

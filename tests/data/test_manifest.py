@@ -14,14 +14,14 @@ from torchvision.datasets import ImageFolder
 
 import pipelines
 from tests.conftest import resolved
-from utils.config import TrainConfig
-from utils.data.cache import decoded_bytes
 from utils.data.formats.folder import check_folders, list_images, scan, scan_splits
 from utils.data.formats.naming import SYSTEM_NAMES
-from utils.data.manifest import FileEntry, Manifest, describe, describe_ignored, stat_file, synthetic
-from utils.data.reader import read_image
+from utils.data.images.manifest import FileEntry, Manifest, describe, describe_ignored, stat_file, synthetic
+from utils.data.loaders.cache import decoded_bytes
+from utils.data.reading.reader import read_image
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
+from utils.options.config import TrainConfig
 
 # Names that sort, split, quote or encode in some unlucky way; a class and its images.
 UNUSUAL = {

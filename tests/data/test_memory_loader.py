@@ -17,22 +17,22 @@ from torchvision.transforms.v2 import functional
 
 from pipelines import DaliValLoader, create_train_loader, create_val_loader
 from tests.conftest import assert_same, resolved
-from utils.config import ResolvedConfig
-from utils.data import memory_loader
-from utils.data.batch import Batch
-from utils.data.crop_draws import draw_crops
+from utils.data.augmentation.crop_draws import draw_crops
 from utils.data.formats.folder import scan, scan_splits
-from utils.data.manifest import Manifest
-from utils.data.memory_loader import (
+from utils.data.images.batch import Batch
+from utils.data.images.manifest import Manifest
+from utils.data.loaders import memory_loader
+from utils.data.loaders.memory_loader import (
     DECODED_AT_ONCE,
     DecodedImages,
     MemoryTrainLoader,
     MemoryValLoader,
 )
-from utils.data.sampler import Sampler
-from utils.data.settings import feeds_from_memory
+from utils.data.loaders.sampler import Sampler
+from utils.data.loaders.settings import feeds_from_memory
 from utils.distributed.group import DistEnv
 from utils.errors import BadFile
+from utils.options.config import ResolvedConfig
 
 BASE = resolved(batch_size=8, image_size=32, val_resize=36, workers=2, decode="full", cache="gpu", prefetch=4)
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from PIL import Image
 
-from utils.data import manifest
 from utils.data.formats.folder import scan_splits
-from utils.data.oddities import describe_oddities, find_copies
-from utils.data.splits import Splits
+from utils.data.images import manifest
+from utils.data.splits.oddities import describe_oddities, find_copies
+from utils.data.splits.selection import Splits
 
 
 def splits_of(root: Path) -> Splits:

@@ -12,10 +12,10 @@ from nvidia.dali import fn, types
 from tests import odd_images
 from tests.odd_images import turned, two_blocks
 from tests.odd_kinds import ORIENTED, SAMPLES, Kind
-from utils.data.decode_pool import decode_files
-from utils.data.decoding import TOLERANCE, DecodeError, dali_decode, pillow_decode, upright_rgb
 from utils.data.formats.folder import file_record
-from utils.data.orientation import conflicting, is_usual, orientation
+from utils.data.reading.decode_pool import decode_files
+from utils.data.reading.decoding import TOLERANCE, DecodeError, dali_decode, pillow_decode, upright_rgb
+from utils.data.reading.orientation import conflicting, is_usual, orientation
 
 # Of Pillow, about the tables' images.
 pytestmark = [

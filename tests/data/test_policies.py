@@ -25,11 +25,11 @@ from torchvision.transforms import v2
 
 import pipelines
 from tests.conftest import resolved
-from utils.config import ResolvedConfig
-from utils.data import policies
+from utils.data.augmentation import policies
 from utils.data.dali import remove_generated_files, train_pipeline_options
-from utils.data.torch_loader import torch_train_transform
+from utils.data.loaders.torch_loader import torch_train_transform
 from utils.distributed.group import DistEnv
+from utils.options.config import ResolvedConfig
 
 ImageInfo = NDArray[np.uint8]  # (H, W, 3)
 Step = tuple[str, int, int]  # torchvision's operation, bin of its magnitude, sign

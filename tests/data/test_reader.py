@@ -18,22 +18,22 @@ import pipelines
 from tests import damage
 from tests.conftest import resolved, write_images
 from tests.test_imports import FILES, name_of, room_of
-from utils.data.batch import Batch
-from utils.data.cache import decoded_bytes
-from utils.data.decode_pool import decode_files
-from utils.data.decoding import DecodeError, dali_decode
-from utils.data.formats.base import Record
 from utils.data.formats.folder import file_record, scan
-from utils.data.manifest import Manifest
-from utils.data.reader import BatchReader, open_image, read_image, request_of
-from utils.data.sampler import Sampler
-from utils.data.shard_reader import ShardFiles
+from utils.data.images.batch import Batch
+from utils.data.images.manifest import Manifest
+from utils.data.images.records import Record
+from utils.data.loaders.cache import decoded_bytes
+from utils.data.loaders.sampler import Sampler
+from utils.data.reading.decode_pool import decode_files
+from utils.data.reading.decoding import DecodeError, dali_decode
+from utils.data.reading.reader import BatchReader, open_image, read_image, request_of
+from utils.data.reading.shard_reader import ShardFiles
 from utils.distributed.group import DistEnv
 from utils.errors import BadFile
 
 READERS = (  # DALI's own reader is `--loader stock`; a user's code is no image; a conversion and staging write files
-    "utils.data.reader", "utils.data.shard_reader", "utils.data.stock_loader", "utils.data.user_code",
-    "utils.data.conversion", "utils.data.staged_files", "utils.data.staging",
+    "utils.data.reading.reader", "utils.data.reading.shard_reader", "utils.data.loaders.stock_loader", "utils.data.augmentation.user_code",
+    "utils.data.conversion.convert", "utils.data.staging.staged_files", "utils.data.staging.stage",
 )  # fmt: skip
 FORMATS = "utils.data.formats."
 ROOMS_WITH_IMAGES = ("data", "pipelines", "benchmark")  # where a file that is opened would be an image
@@ -82,21 +82,21 @@ def test_only_the_reader_opens_images(file: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "module", "count"),
     [
-        ("open(path)", "utils.data.cache", 1),
+        ("open(path)", "utils.data.loaders.cache", 1),
         ("open(path)", "utils.data.formats.folder", 1),
         ("open(path)", "utils.data.formats.webdataset", 0),
         ("os.open(path, os.O_RDONLY)", "pipelines", 1),
         ("Path(path).read_bytes()", "utils.benchmark.measure", 1),
         ("path.open('rb')", "scripts.benchmark", 1),
-        ("Image.open(path)", "utils.training.autotune", 1),
+        ("Image.open(path)", "utils.training.settings.autotune", 1),
         ("fn.io.file.read(paths)", "pipelines", 1),
         ("fn.readers.file(files=paths)", "pipelines", 1),
-        ("os.stat(record.location)", "utils.data.decode_pool", 1),
+        ("os.stat(record.location)", "utils.data.reading.decode_pool", 1),
         ("os.stat(record.location)", "utils.data.formats.tar", 0),
         ("path.open('w')", "utils.files", 0),
-        ("Image.open(io.BytesIO(content))", "utils.data.decoding", 0),
-        ("with open_image(record) as file, Image.open(file) as image: pass", "utils.data.cache", 0),
-        ("with open(path) as file, Image.open(file) as image: pass", "utils.data.cache", 2),
+        ("Image.open(io.BytesIO(content))", "utils.data.reading.decoding", 0),
+        ("with open_image(record) as file, Image.open(file) as image: pass", "utils.data.loaders.cache", 0),
+        ("with open(path) as file, Image.open(file) as image: pass", "utils.data.loaders.cache", 2),
     ],
 )
 def test_what_only_the_reader_may_do_is_found(source: str, module: str, count: int) -> None:

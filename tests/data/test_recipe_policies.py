@@ -32,8 +32,8 @@ from tests.data.test_policies import (
     torchvision_steps,
     variants,
 )
-from utils.data import policies
-from utils.data.color_jitter import ORDERS, adjust_colors, apply_color_jitter, draw_adjustments
+from utils.data.augmentation import policies
+from utils.data.augmentation.color_jitter import ORDERS, adjust_colors, apply_color_jitter, draw_adjustments
 from utils.data.dali import remove_generated_files
 
 MIN_CHANCE = 1e-3  # of statistics as far from what is expected; seeds are fixed

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from timm.data.distributed_sampler import RepeatAugSampler
 
-from utils.data.sampler import Sampler, permutation, shard
+from utils.data.loaders.sampler import Sampler, permutation, shard
 
 # images, processes, batch size, batches per step; with and without a rest, down to one step and one image
 LAYOUTS = [

@@ -9,8 +9,8 @@ import torch
 import pipelines
 from tests.conftest import resolved
 from utils.data.formats.folder import scan_splits
-from utils.data.sampler import Sampler
-from utils.data.scheduled_loader import config_of_epoch, schedules_agree
+from utils.data.loaders.sampler import Sampler
+from utils.data.loaders.scheduled_loader import config_of_epoch, schedules_agree
 from utils.distributed.group import DistEnv
 
 SCHEDULES = {"resize_schedule": "0:32,1:48,3:40", "augment_schedule": "0:trivialaugment,2:none"}

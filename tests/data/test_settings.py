@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tests.conftest import resolved
-from utils.config import TrainConfig
-from utils.data.settings import SMALL_IMAGE, choose_loader_settings, keeps_val_batches, with_val_batch
+from utils.data.loaders.settings import SMALL_IMAGE, choose_loader_settings, keeps_val_batches, with_val_batch
 from utils.distributed.group import DistEnv
 from utils.distributed.machine import Machine
+from utils.options.config import TrainConfig
 
 GB = 10**9
 

@@ -21,7 +21,7 @@ import pipelines, train
 import scripts.check_dataset, scripts.predict
 from tests.conftest import resolved
 from utils.data.formats.folder import scan
-from utils.data.sampler import create_sampler
+from utils.data.loaders.sampler import create_sampler
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
 import torch

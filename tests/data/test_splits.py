@@ -4,11 +4,11 @@ import dataclasses
 from pathlib import Path
 
 from tests.conftest import resolved, write_data
-from utils.config import ResolvedConfig
-from utils.data.listing import LISTING, save_listing
-from utils.data.splits import InitialFiles, Splits, describe_exclusions, read_data, select_images
-from utils.data.verification import DIGESTS
+from utils.data.images.listing import LISTING, save_listing
+from utils.data.reading.verification import DIGESTS
+from utils.data.splits.selection import InitialFiles, Splits, describe_exclusions, read_data, select_images
 from utils.distributed.group import DistEnv
+from utils.options.config import ResolvedConfig
 
 
 def spoil(path: Path) -> bytes:

@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from tests.object_server import BUCKET, GoogleServer, ObjectServer
-from utils.config import TrainConfig
-from utils.data import object_store, staging
-from utils.data.staged_files import RECORD, STAGE, StagedFiles
-from utils.data.staging import stage
+from utils.data.staging import object_store
+from utils.data.staging import stage as staging
+from utils.data.staging.stage import stage
+from utils.data.staging.staged_files import RECORD, STAGE, StagedFiles
 from utils.distributed.group import DistEnv
 from utils.errors import Stopped, UserError
+from utils.options.config import TrainConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 ALONE = DistEnv.single(torch.device("cpu"))

@@ -17,13 +17,13 @@ import torch
 import pipelines
 from tests.conftest import TINY, Refused, assert_same, assert_same_run, resolved, write_data
 from tests.harness import assert_refused, launch, read_checkpoint, run_train
-from utils.config import ResolvedConfig
-from utils.data.batch import Batch, TrainLoader
 from utils.data.formats.folder import scan_splits
-from utils.data.manifest import Manifest
-from utils.data.sampler import Sampler, create_sampler
+from utils.data.images.batch import Batch, TrainLoader
+from utils.data.images.manifest import Manifest
+from utils.data.loaders.sampler import Sampler, create_sampler
 from utils.distributed.group import DistEnv
 from utils.errors import BadFile, UserError
+from utils.options.config import ResolvedConfig
 
 BASE = resolved(loader="stock", batch_size=4, image_size=32, val_resize=36, workers=2, prefetch=3)
 

@@ -12,13 +12,13 @@ from tests.data.formats.test_index import manifests, read
 from tests.data.test_pixels import dali_pixels, difference
 from tests.odd_images import turned, two_blocks
 from tests.odd_kinds import ORIENTED, SAMPLES
-from utils.data.decoding import DecodeError, decoder_of
 from utils.data.formats.folder import file_record, scan
-from utils.data.manifest import Manifest
-from utils.data.orientation import conflicting
-from utils.data.reader import BatchReader, request_of
-from utils.data.shard_reader import ShardFiles
-from utils.data.suspects import differs_on_gpu, may_be_odd
+from utils.data.images.manifest import Manifest
+from utils.data.reading.decoding import DecodeError, decoder_of
+from utils.data.reading.orientation import conflicting
+from utils.data.reading.reader import BatchReader, request_of
+from utils.data.reading.shard_reader import ShardFiles
+from utils.data.reading.suspects import differs_on_gpu, may_be_odd
 from utils.distributed.group import DistEnv
 
 GOOD = {kind: each.content for kind, each in SAMPLES.items() if each.dali}

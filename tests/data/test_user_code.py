@@ -14,12 +14,12 @@ from torch import Tensor
 import pipelines
 from tests.conftest import resolved
 from tests.harness import ROOT
-from utils.config import ResolvedConfig
+from utils.data.augmentation.user_code import check_user_code, code_identity, load_user_code
 from utils.data.formats.folder import scan_splits
-from utils.data.sampler import Sampler
-from utils.data.user_code import check_user_code, code_identity, load_user_code
+from utils.data.loaders.sampler import Sampler
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
+from utils.options.config import ResolvedConfig
 
 BASE = resolved(batch_size=8, image_size=32, val_resize=36, workers=2, prefetch=2)
 EXAMPLES = ROOT / "examples"

@@ -18,14 +18,14 @@ from PIL import Image
 import pipelines
 from tests import damage
 from tests.conftest import resolved, write_images
-from utils.data import verification
-from utils.data.decode_pool import FileReport, decode_files
-from utils.data.decoding import Decoder, ImageInfo, dali_decode, decoder_of, has_end
 from utils.data.formats.folder import file_listing, file_record, scan
-from utils.data.manifest import FileEntry, stat_file
-from utils.data.sampler import Sampler
-from utils.data.torch_loader import TorchImages
-from utils.data.verification import load_manifest, suspicious, verify_dataset
+from utils.data.images.manifest import FileEntry, stat_file
+from utils.data.loaders.sampler import Sampler
+from utils.data.loaders.torch_loader import TorchImages
+from utils.data.reading import verification
+from utils.data.reading.decode_pool import FileReport, decode_files
+from utils.data.reading.decoding import Decoder, ImageInfo, dali_decode, decoder_of, has_end
+from utils.data.reading.verification import load_manifest, suspicious, verify_dataset
 from utils.distributed.group import DistEnv
 from utils.errors import BadFile, UserError
 

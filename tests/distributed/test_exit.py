@@ -8,7 +8,7 @@ import torch
 from tests.conftest import resolved
 from tests.harness import launch_forked
 from utils.data.formats.folder import scan_splits
-from utils.data.torch_loader import TorchImages
+from utils.data.loaders.torch_loader import TorchImages
 
 # In a process of its own, as a loader that has lost workers cannot be closed.
 PROGRAM = """
@@ -18,7 +18,7 @@ import torch
 import pipelines
 from tests.conftest import resolved
 from utils.data.formats.folder import scan_splits
-from utils.data.sampler import Sampler
+from utils.data.loaders.sampler import Sampler
 import utils.distributed.exit as ending
 from utils.distributed.group import DistEnv
 

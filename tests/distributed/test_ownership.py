@@ -51,7 +51,7 @@ from pathlib import Path
 import models, pipelines, train
 from tests.conftest import resolved
 from utils.data.formats.folder import scan_splits
-from utils.data.sampler import Sampler
+from utils.data.loaders.sampler import Sampler
 from utils.distributed.device import choose_device
 from utils.distributed.group import process_group
 from utils.distributed.launcher import read_launch

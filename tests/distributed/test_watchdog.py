@@ -12,7 +12,7 @@ from tests import damage
 from tests.conftest import NUMBERED, TINY, write_data, write_numbered
 from tests.harness import ROOT, Finished, error_line, launch, read_checkpoint, run_train
 from utils.data.formats.folder import scan
-from utils.data.sampler import Sampler
+from utils.data.loaders.sampler import Sampler
 
 WORKER = """
 import os, sys, time

@@ -9,7 +9,7 @@ import torch
 import models
 from tests.conftest import CLASSES, resolved
 from tests.training.checkpoints import checkpoint_of
-from utils.arguments import model_options
+from utils.options.arguments import model_options
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from pipelines import create_val_loader
 from tests.conftest import resolved, write_data
 from tests.shards import write_webdataset
-from utils.config import ResolvedConfig
 from utils.data.formats.folder import scan_splits
 from utils.distributed.group import DistEnv
 from utils.errors import RunFailed, UserError
-from utils.export.check import NUM_IMAGES, TOLERANCE, Comparison, check_images, compare
+from utils.inference.export.check import NUM_IMAGES, TOLERANCE, Comparison, check_images, compare
+from utils.options.config import ResolvedConfig
 
 
 def config_of(data: Path | None) -> ResolvedConfig:

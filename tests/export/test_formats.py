@@ -18,12 +18,12 @@ from tests.conftest import CLASSES
 from tests.export.checkpoints import MEAN, STD, write_checkpoint
 from tests.harness import ROOT
 from tests.pages import blocks
-from utils.data.torch_loader import torch_val_transform
+from utils.data.loaders.torch_loader import torch_val_transform
 from utils.errors import UserError
-from utils.export.classifier import Classifier, Input
-from utils.export.formats import FORMATS, METADATA, without_deprecation
-from utils.export.output import write_and_compare
-from utils.export.trained import Trained, load_trained
+from utils.inference.export.classifier import Classifier, Input
+from utils.inference.export.formats import FORMATS, METADATA, without_deprecation
+from utils.inference.export.output import write_and_compare
+from utils.inference.export.trained import Trained, load_trained
 from utils.network.fused_layers import swap_fused_layers
 
 FACTS = {

@@ -9,9 +9,9 @@ from tests.conftest import CLASSES, assert_same
 from tests.export.checkpoints import MEAN, STD, write_checkpoint
 from tests.harness import read_checkpoint
 from utils.errors import UserError
-from utils.export.hub import model_card
-from utils.export.trained import load_trained
-from utils.training.weights import find_best_checkpoints
+from utils.inference.export.hub import model_card
+from utils.inference.export.trained import load_trained
+from utils.inference.weights import find_best_checkpoints
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from utils.errors import UserError
 from utils.network.freezing import freeze
 from utils.network.fused_layers import swap_fused_layers
 from utils.network.parallel import create_forward_backward
-from utils.training.optim import create_ema, create_optimizer
+from utils.training.optimization.optim import create_ema, create_optimizer
 
 HEADS = {"test_resnet": ("fc.",), "test_vit": ("head.",), "deit_tiny_distilled_patch16_224": ("head.", "head_dist.")}
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import models
 from tests.conftest import resolved
-from utils.arguments import model_options
+from utils.options.arguments import model_options
 
 ARCH = "test_resnet"
 StateDict = dict[str, Tensor]

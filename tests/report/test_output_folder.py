@@ -15,8 +15,8 @@ from tests.harness import launch_series, read_metrics
 from tests.training.checkpoints import checkpoint_of
 from utils.report.output_folder import read_best, read_run
 from utils.report.terminal import epoch_table, headline
-from utils.training.checkpoint import save
-from utils.training.state import BestEpoch
+from utils.training.state.checkpoint import save
+from utils.training.state.train_state import BestEpoch
 
 EVALUATIONS = [{"epoch": epoch, "step": epoch, "val/top1": top1} for epoch, top1 in ((1, 30.0), (2, 80.0), (3, 40.0))]
 

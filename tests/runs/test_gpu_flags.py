@@ -10,8 +10,8 @@ import pytest
 
 from tests.conftest import TINY, write_data
 from tests.harness import ROOT, Finished, error_line, launch_series, read_losses, run_train, start
-from utils.config import flag_fields
-from utils.flags import flag
+from utils.options.config import flag_fields
+from utils.options.flags import flag
 
 # Read neither with the device nor with the number of processes, or by rank 0 alone; and dali-plugin, which is compiled.
 ON_ANY_DEVICE = """

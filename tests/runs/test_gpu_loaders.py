@@ -14,15 +14,15 @@ from tests import shards
 from tests.conftest import assert_same, resolved
 from tests.harness import ROOT
 from tests.test_pipelines import RECIPES
-from utils.config import ResolvedConfig
+from utils.data.augmentation.user_code import load_user_code
 from utils.data.formats.folder import scan_splits
-from utils.data.manifest import synthetic
-from utils.data.memory_loader import MemoryTrainLoader, MemoryValLoader
-from utils.data.sampler import Sampler, create_sampler
-from utils.data.user_code import load_user_code
+from utils.data.images.manifest import synthetic
+from utils.data.loaders.memory_loader import MemoryTrainLoader, MemoryValLoader
+from utils.data.loaders.sampler import Sampler, create_sampler
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
 from utils.network.augment import BatchAugment, Normalize
+from utils.options.config import ResolvedConfig
 
 pytestmark = pytest.mark.gpu
 

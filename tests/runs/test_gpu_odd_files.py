@@ -18,10 +18,10 @@ from tests.data.test_suspects import GOOD, ON_GPU, odd_manifest
 from tests.distributed.test_crash import PROGRAM
 from tests.harness import ROOT
 from tests.odd_kinds import ORIENTED, SAMPLES
-from utils.data.cache import decoded_batches
 from utils.data.formats.folder import scan_splits
-from utils.data.sampler import Sampler
-from utils.data.suspects import differs_on_gpu
+from utils.data.loaders.cache import decoded_batches
+from utils.data.loaders.sampler import Sampler
+from utils.data.reading.suspects import differs_on_gpu
 from utils.distributed.group import DistEnv
 from utils.errors import BadFile
 

@@ -18,7 +18,7 @@ from tests.training.test_optim import BAD_SCALE, OPTIMIZERS, check_skipped_first
 from utils.distributed.group import DistEnv
 from utils.network.gradients import ForwardBackward, GraphedForwardBackward, capture_stream, on_stream
 from utils.network.parallel import FlatAllReduce, create_forward_backward
-from utils.training.state import create_state
+from utils.training.state.train_state import create_state
 
 pytestmark = pytest.mark.gpu
 

@@ -15,7 +15,7 @@ import torch
 from tests.conftest import TINY, Refused
 from tests.harness import assert_refused, launch_series
 from tests.runs.conftest import SHORT
-from utils.training.checkpoint import FORMAT
+from utils.training.state.checkpoint import FORMAT
 
 
 def saved(value: Any) -> bytes:

@@ -15,10 +15,10 @@ from PIL import Image
 from tests.conftest import TINY, write_data
 from tests.contract import assert_keys
 from tests.harness import Finished, assert_refused, launch_series, read_checkpoint, read_metrics
-from utils.config import TrainConfig
 from utils.errors import UserError
-from utils.training.checkpoint import BEST, EARLIER, FORMAT, LAST, find_checkpoints, load_newest
-from utils.training.compatibility import changed_versions
+from utils.options.config import TrainConfig
+from utils.training.resume.compatibility import changed_versions
+from utils.training.state.checkpoint import BEST, EARLIER, FORMAT, LAST, find_checkpoints, load_newest
 
 # Two architectures with the same names and shapes of weights, which compute another thing.
 ARCH, TWIN = "tf_mobilenetv3_small_075", "mobilenetv3_small_075"

@@ -17,7 +17,7 @@ HELD_DISK = """
 import os, stat, sys, threading, time
 from pathlib import Path
 import torch, train
-from utils.training import checkpoint
+from utils.training.state import checkpoint
 
 signs, number, point = Path(os.environ["SIGNS"]), int(os.environ["WRITE"]), os.environ["HELD"]
 writes, is_held = 0, False
@@ -71,7 +71,7 @@ ONE_STEP_BEHIND = """
 import os, sys, time
 from pathlib import Path
 import train
-from utils.training import checkpoint
+from utils.training.state import checkpoint
 
 write = checkpoint.write_checkpoint
 

@@ -14,7 +14,7 @@ from tests.conftest import TINY, Refused, assert_same_run
 from tests.harness import error_line, launch, launch_series, start
 from tests.object_server import BUCKET, ObjectServer, objects_of
 from tests.shards import write_webdataset
-from utils.data.staged_files import RECORD, STAGE, StagedFiles
+from utils.data.staging.staged_files import RECORD, STAGE, StagedFiles
 
 URL = f"s3://{BUCKET}/sets/tiny"
 FLAGS = (*TINY, "--batch-size", "4", "--loader", "torch")

@@ -18,8 +18,8 @@ from tests.data.test_verification import dali_accepts
 from tests.harness import ROOT, Finished, launch
 from tests.processes import alive, identify
 from tests.shards import write_webdataset
-from utils.data.decoding import decoder_of
-from utils.data.verification import load_manifest
+from utils.data.reading.decoding import decoder_of
+from utils.data.reading.verification import load_manifest
 
 SCRIPT = ROOT / "scripts" / "check_dataset.py"
 

@@ -30,8 +30,8 @@ from tests.shards import (
     write_tfrecord,
     write_webdataset,
 )
-from utils.data.conversion import key_of
-from utils.data.splits import read_data
+from utils.data.conversion.convert import key_of
+from utils.data.splits.selection import read_data
 from utils.distributed.group import DistEnv
 
 SCRIPT = ROOT / "scripts" / "convert_dataset.py"

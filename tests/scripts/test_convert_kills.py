@@ -21,7 +21,7 @@ HOLDS = """
 import os, sys, time
 from pathlib import Path
 from scripts import convert_dataset
-from utils.data import conversion
+from utils.data.conversion import convert as conversion
 
 def hold(temporary, path, rename=conversion.rename):
     while path.name == os.environ["HELD"] and not Path(os.environ["RELEASE"]).exists():

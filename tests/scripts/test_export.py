@@ -15,7 +15,7 @@ from scripts import export, make_digits
 from tests.conftest import Refused, call_main
 from tests.export.checkpoints import write_checkpoint
 from tests.harness import ROOT, launch, launch_and_end, read_checkpoint
-from utils.export.formats import FORMATS
+from utils.inference.export.formats import FORMATS
 
 SCRIPT = ROOT / "scripts" / "export.py"
 

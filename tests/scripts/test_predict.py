@@ -22,10 +22,10 @@ from tests.conftest import CLASSES, TINY, call_main
 from tests.contract import CONTRACT, assert_keys
 from tests.data.test_verification import dali_accepts
 from tests.harness import ROOT, launch, launch_and_end, launch_series, read_checkpoint, read_metrics
+from utils.inference.predict import _finish
+from utils.inference.predictions import ClassCounts, Columns, PredictionsFile, PredictOptions
 from utils.training.output import PROBE_BYTES
-from utils.training.predict import _finish
-from utils.training.predictions import ClassCounts, Columns, PredictionsFile, PredictOptions
-from utils.training.state import NETWORKS
+from utils.training.state.train_state import NETWORKS
 
 SCRIPT = ROOT / "scripts" / "predict.py"
 Row = dict[str, str]

@@ -4,9 +4,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from utils.config import ResolvedConfig
-from utils.training.checkpoint import Checkpoint, RunRecord
-from utils.training.state import RankState, ReplicatedState
+from utils.options.config import ResolvedConfig
+from utils.training.state.checkpoint import Checkpoint, RunRecord
+from utils.training.state.train_state import RankState, ReplicatedState
 
 RECORD = RunRecord("a run", {"seed": 0}, ("a", "b"), ((0.5,), (0.5,)), {"train": [], "val": []}, {}, {})
 

@@ -10,13 +10,13 @@ from PIL import Image
 
 from tests.conftest import resolved
 from tests.training.checkpoints import checkpoint_of
-from utils.config import TrainConfig
 from utils.data.formats.folder import scan, scan_splits
-from utils.data.settings import choose_loader_settings
+from utils.data.loaders.settings import choose_loader_settings
 from utils.distributed.group import DistEnv
 from utils.distributed.machine import Machine
 from utils.errors import UserError
-from utils.training.autotune import choose_common_loader_settings, resolve, resolve_warmup
+from utils.options.config import TrainConfig
+from utils.training.settings.autotune import choose_common_loader_settings, resolve, resolve_warmup
 
 GB = 10**9
 

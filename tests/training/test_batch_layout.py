@@ -15,14 +15,14 @@ from torch.amp.grad_scaler import GradScaler
 from tests.conftest import NUMBERED, TINY, assert_same, resolved, write_numbered
 from tests.harness import ROOT, launch, read_metrics
 from tests.training.checkpoints import checkpoint_of
-from utils.config import BATCH_SIZE, TrainConfig
-from utils.data.sampler import permutation
+from utils.data.loaders.sampler import permutation
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
-from utils.training.batch_layout import Layout, choose_batch_size, saved_layout
-from utils.training.checkpoint import Checkpoint, load
-from utils.training.metrics import Meter
-from utils.training.state import TrainState, float_buffers, mean_buffers, reshard
+from utils.options.config import BATCH_SIZE, TrainConfig
+from utils.training.settings.batch_layout import Layout, choose_batch_size, saved_layout
+from utils.training.state.checkpoint import Checkpoint, load
+from utils.training.state.metrics import Meter
+from utils.training.state.train_state import TrainState, float_buffers, mean_buffers, reshard
 
 
 def env_of(world_size: int, rank: int = 0) -> DistEnv:

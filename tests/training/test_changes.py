@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from tests.conftest import TINY, assert_same, resolved
 from tests.harness import assert_refused, launch_series, read_checkpoint, read_metrics
 from tests.training.checkpoints import checkpoint_of
-from utils.data.listing import load_listing
+from utils.data.images.listing import load_listing
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
 from utils.report.output_folder import read_run
-from utils.training.changes import adapt_optimizer
-from utils.training.optim import check_optimizer
-from utils.training.state import TrainState, create_state
+from utils.training.optimization.optim import check_optimizer
+from utils.training.resume.changes import adapt_optimizer
+from utils.training.state.train_state import TrainState, create_state
 
 
 def steps(folder: Path) -> list[int]:

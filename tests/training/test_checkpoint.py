@@ -15,10 +15,10 @@ from torch.amp.grad_scaler import GradScaler
 from tests.conftest import TINY, assert_same, resolved
 from tests.harness import error_line, launch, launch_forked, launch_series, read_checkpoint, read_metrics, start
 from tests.training.checkpoints import RECORD, checkpoint_of
-from utils.config import TrainConfig
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
-from utils.training.checkpoint import (
+from utils.options.config import TrainConfig
+from utils.training.state.checkpoint import (
     EARLIER,
     FORMAT,
     LAST,
@@ -30,8 +30,8 @@ from utils.training.checkpoint import (
     save,
     write_checkpoint,
 )
-from utils.training.metrics import Meter
-from utils.training.state import BestEpoch, TrainState
+from utils.training.state.metrics import Meter
+from utils.training.state.train_state import BestEpoch, TrainState
 
 FLAGS = (*TINY, "--batch-size", "8", "--deterministic")
 

@@ -18,10 +18,10 @@ from tests.harness import launch_forked
 from tests.training.checkpoints import RECORD, checkpoint_of
 from utils.distributed.group import DistEnv
 from utils.log import Log
-from utils.training.checkpoint import BEST, EARLIER, LAST, Checkpoint, create_checkpoint, load
-from utils.training.checkpoint_writer import CheckpointWriter, copy_to_host, may_queue
-from utils.training.metrics import Meter
-from utils.training.state import TrainState
+from utils.training.state.checkpoint import BEST, EARLIER, LAST, Checkpoint, create_checkpoint, load
+from utils.training.state.checkpoint_writer import CheckpointWriter, copy_to_host, may_queue
+from utils.training.state.metrics import Meter
+from utils.training.state.train_state import TrainState
 
 
 class Held:
@@ -161,7 +161,7 @@ from tests.training.checkpoints import checkpoint_of
 from utils.distributed.exit import hard_exit
 from utils.distributed.group import DistEnv
 from utils.log import Log
-from utils.training.checkpoint_writer import CheckpointWriter
+from utils.training.state.checkpoint_writer import CheckpointWriter
 
 folder = Path(sys.argv[1])
 writer = CheckpointWriter(folder, DistEnv.single(torch.device("cpu")), Log(folder, True, 1, 1, False))
@@ -188,10 +188,10 @@ from tests.conftest import resolved
 from tests.training.checkpoints import RECORD
 from utils.distributed.group import DistEnv
 from utils.log import Log
-from utils.training.checkpoint import create_checkpoint
-from utils.training.checkpoint_writer import CheckpointWriter
-from utils.training.metrics import Meter
-from utils.training.state import TrainState
+from utils.training.state.checkpoint import create_checkpoint
+from utils.training.state.checkpoint_writer import CheckpointWriter
+from utils.training.state.metrics import Meter
+from utils.training.state.train_state import TrainState
 
 folder, env = Path(sys.argv[1]), DistEnv.single(torch.device("cpu"))
 model = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096) for _ in range(2)))  # 134 MB

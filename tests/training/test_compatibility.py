@@ -9,11 +9,11 @@ import pytest
 from tests.conftest import resolved
 from tests.training.checkpoints import checkpoint_of
 from utils.data.dali import DALI_VERSION
-from utils.data.manifest import synthetic
-from utils.data.splits import Splits
+from utils.data.images.manifest import synthetic
+from utils.data.splits.selection import Splits
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
-from utils.training.compatibility import changed_flags, check_fingerprint, run_fingerprint
+from utils.training.resume.compatibility import changed_flags, check_fingerprint, run_fingerprint
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from tests.conftest import TINY, resolved
 from tests.harness import launch, launch_series
 from utils.data.formats.folder import scan_splits
 from utils.distributed.group import DistEnv
-from utils.training.evaluate import FlipAverage, _shown, compute_logits, evaluate
-from utils.training.mistakes import Mistakes
-from utils.training.optim import create_ema
+from utils.inference.evaluate import FlipAverage, _shown, compute_logits, evaluate
+from utils.inference.mistakes import Mistakes
+from utils.training.optimization.optim import create_ema
 
 CONFIG = resolved(batch_size=4, image_size=32, val_resize=36, workers=1, hw_decoder_load=0.65, prefetch=2)
 

@@ -11,11 +11,11 @@ from torch import nn
 from torch.optim import SGD
 
 from tests.conftest import resolved
-from utils.config import ResolvedConfig
 from utils.errors import UserError
-from utils.training.lr_schedule import create_schedule, describe_schedule, rate_at
-from utils.training.optim import create_optimizer, learning_rate, resolve_optimizer
-from utils.validation import validate
+from utils.options.config import ResolvedConfig
+from utils.options.validation import validate
+from utils.training.optimization.lr_schedule import create_schedule, describe_schedule, rate_at
+from utils.training.optimization.optim import create_optimizer, learning_rate, resolve_optimizer
 
 
 def rates(config: ResolvedConfig, steps_per_epoch: int) -> list[float]:

@@ -12,15 +12,15 @@ from torch.multiprocessing.spawn import spawn
 
 from tests.clock import Clock, measure_rank, train
 from utils.distributed.group import DistEnv
-from utils.training.metrics import WARMUP_STEPS, Interval, Meter, Totals, share_interval
-from utils.training.state import TrainState
+from utils.training.state.metrics import WARMUP_STEPS, Interval, Meter, Totals, share_interval
+from utils.training.state.train_state import TrainState
 from utils.training.summary import describe_timed
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    monkeypatch.setattr("utils.training.metrics.time", found)
+    monkeypatch.setattr("utils.training.state.metrics.time", found)
     return found
 
 

@@ -12,12 +12,11 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from tests.conftest import resolved
-from utils.config import ResolvedConfig, TrainConfig
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
 from utils.network.gradients import ForwardBackward, GraphedForwardBackward, capture_stream
-from utils.training.metrics import Meter
-from utils.training.optim import (
+from utils.options.config import ResolvedConfig, TrainConfig
+from utils.training.optimization.optim import (
     _has_fused,
     check_optimizer,
     create_ema,
@@ -28,7 +27,8 @@ from utils.training.optim import (
     peak_lr,
     resolve_optimizer,
 )
-from utils.training.state import TrainState
+from utils.training.state.metrics import Meter
+from utils.training.state.train_state import TrainState
 
 
 def test_optimizers_give_no_warning_of_their_own() -> None:

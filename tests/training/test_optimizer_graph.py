@@ -5,8 +5,8 @@ import timm
 import torch
 
 from tests.conftest import resolved
-from utils.training.optim import create_optimizer
-from utils.training.optimizer_graph import create_graphed_step, divide, is_capturable
+from utils.training.optimization.optim import create_optimizer
+from utils.training.optimization.optimizer_graph import create_graphed_step, divide, is_capturable
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,14 @@ from tests.conftest import TINY, resolved
 from tests.contract import assert_keys
 from tests.harness import assert_refused, launch_series, read_checkpoint, read_metrics
 from tests.training.checkpoints import checkpoint_of
-from utils.arguments import model_arguments
-from utils.cli import parse
-from utils.config import TrainConfig
-from utils.data.settings import resolve_pixels
+from utils.data.loaders.settings import resolve_pixels
 from utils.errors import UserError
-from utils.training.changes import changed_names
-from utils.training.checkpoint import FORMAT, Checkpoint
-from utils.training.preprocessing import crop_pct, fill_preprocessing
+from utils.options.arguments import model_arguments
+from utils.options.cli import parse
+from utils.options.config import TrainConfig
+from utils.training.resume.changes import changed_names
+from utils.training.settings.preprocessing import crop_pct, fill_preprocessing
+from utils.training.state.checkpoint import FORMAT, Checkpoint
 
 A1 = "resnet50.a1_in1k"  # 224 px with a crop of 0.95, tested at 288 with one of 1.0
 VIT = "vit_tiny_patch16_384.augreg_in21k_ft_in1k"

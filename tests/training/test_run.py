@@ -7,8 +7,8 @@ import pytest
 from tests.conftest import TINY
 from tests.harness import error_line, launch, launch_forked, read_checkpoint, read_metrics
 from utils.data.formats.folder import scan_splits
-from utils.data.manifest import Manifest
-from utils.data.splits import InitialFiles, apply_exclusions
+from utils.data.images.manifest import Manifest
+from utils.data.splits.selection import InitialFiles, apply_exclusions
 
 # train.py with a fault in its memory: after step 3 of rank FAULTY a weight, or a statistic, gets another value.
 FAULTY = """

@@ -9,8 +9,8 @@ from torch.amp.grad_scaler import GradScaler
 from tests.clock import Clock
 from tests.conftest import assert_same
 from utils.distributed.group import DistEnv
-from utils.training.metrics import Meter
-from utils.training.state import BestEpoch, TrainState, float_buffers, mean_buffers, reshard
+from utils.training.state.metrics import Meter
+from utils.training.state.train_state import BestEpoch, TrainState, float_buffers, mean_buffers, reshard
 
 
 def create_state(env: DistEnv, seed: int, started: float = 0.0) -> TrainState:
@@ -32,7 +32,7 @@ def test_a_new_run_has_nothing_behind_it(cpu: DistEnv) -> None:
 
 def test_a_state_comes_back(cpu: DistEnv, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("utils.training.state.time", clock)
+    monkeypatch.setattr("utils.training.state.train_state.time", clock)
     first, second = create_state(cpu, 1, started=900.0), create_state(cpu, 2, started=995.0)
     first.earlier_seconds = 30.0
     first.epoch, first.step, first.best, first.result = 2, 17, BestEpoch(1, 9, 12.5), {"val/top1": 12.5}

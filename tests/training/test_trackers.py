@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import TINY, assert_same_run
 from tests.harness import ROOT, launch, read_metrics
 from utils.report.output_folder import read_object
-from utils.training.tracking import TRACKING
+from utils.report.tracking.sender import TRACKING
 
 FLAGS = (*TINY, "--batch-size", "8", "--epochs", "2", "--log-steps", "2")
 

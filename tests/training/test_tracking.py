@@ -16,7 +16,7 @@ from scripts import track
 from tests.conftest import TINY, Refused
 from tests.harness import Finished, Started, launch, launch_series, read_metrics, start
 from tests.tracker import FOLLOW, PARENT, SHORT, FileTracker
-from utils.training.tracking import Sender
+from utils.report.tracking.sender import Sender
 
 STEPS = [{"epoch": 1, "step": step, "train/loss": 1 / step, "lr": 0.1} for step in (1, 2, 3)]
 EVALUATION = {"epoch": 1, "step": 3, "val/top1": 50.0, "val/loss": None}

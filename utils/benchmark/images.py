@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
-from utils.config import TrainConfig
 from utils.data.formats import folder
 from utils.data.formats.sources import find_source
-from utils.data.manifest import Manifest
-from utils.data.reader import open_image
-from utils.data.splits import read_data
-from utils.data.staging import stage
+from utils.data.images.manifest import Manifest
+from utils.data.reading.reader import open_image
+from utils.data.splits.selection import read_data
+from utils.data.staging.stage import stage
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
+from utils.options.config import TrainConfig
 
 NUM_GENERATED = 320
 

@@ -17,21 +17,21 @@ import models
 import pipelines
 from utils.benchmark.measure import Case, settle, synchronize
 from utils.benchmark.verdict import CACHED, TIMM_POLICIES, TITLES
-from utils.config import ResolvedConfig, TrainConfig
-from utils.data.batch import Batch, TrainLoader
-from utils.data.cache import mean_decoded_bytes
+from utils.data.augmentation.policies import RATIO
 from utils.data.dali import NUM_PIPELINES
-from utils.data.manifest import Manifest
-from utils.data.policies import RATIO
-from utils.data.reader import READ_THREADS, open_image, read_image
-from utils.data.sampler import Sampler
-from utils.data.settings import check_cache_fits, choose_loader_settings
+from utils.data.images.batch import Batch, TrainLoader
+from utils.data.images.manifest import Manifest
+from utils.data.loaders.cache import mean_decoded_bytes
+from utils.data.loaders.sampler import Sampler
+from utils.data.loaders.settings import check_cache_fits, choose_loader_settings
+from utils.data.loaders.workers import safe_fork
+from utils.data.reading.reader import READ_THREADS, open_image, read_image
 from utils.data.shared_memory import check_shared_memory
-from utils.data.workers import safe_fork
 from utils.distributed.machine import inspect_machine
 from utils.errors import UserError
 from utils.network.augment import BatchAugment
 from utils.network.gradients import AMP_DTYPES
+from utils.options.config import ResolvedConfig, TrainConfig
 from utils.text import count
 from utils.training.run import Run
 
@@ -220,7 +220,7 @@ def config_of_loader(name: str, run: Run, mean_image: float) -> ResolvedConfig:
 def reading_threads(workers: int) -> int:
     """Threads that read files for DALI's training loader, which has `workers` CPU threads that decode.
 
-    They mostly wait, so their number decides what a disk with a high latency delivers. `utils.data.reader` sets it for
+    They mostly wait, so their number decides what a disk with a high latency delivers. `utils.data.reading.reader` sets it for
     each of the pipelines.
     """
     decoding = [max(1, (workers + pipeline) // NUM_PIPELINES) for pipeline in range(NUM_PIPELINES)]

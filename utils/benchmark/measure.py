@@ -20,8 +20,8 @@ import torch
 from utils.benchmark.progress import Progress
 from utils.distributed.process import read_stat
 from utils.errors import Stopped
-from utils.training.metrics import Meter
 from utils.training.run import Run
+from utils.training.state.metrics import Meter
 
 MIN_STEPS, LEAD_IN = 3, 2  # of a window, and discarded before it
 

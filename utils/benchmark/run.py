@@ -18,20 +18,20 @@ from utils.benchmark.images import repeat, sample_images
 from utils.benchmark.loaders import PREFETCH, FilesReader, Loader, TrainStep
 from utils.benchmark.measure import Case, Window, measure
 from utils.benchmark.verdict import SYNTHETIC, LoaderMeasurement, Measurements, Rate
-from utils.config import BATCH_SIZE, ResolvedConfig, TrainConfig
-from utils.data.cache import decoded_bytes, mean_decoded_bytes
 from utils.data.dali import DALI_VERSION
-from utils.data.manifest import Manifest
-from utils.data.settings import choose_loader_settings
-from utils.data.splits import Splits
+from utils.data.images.manifest import Manifest
+from utils.data.loaders.cache import decoded_bytes, mean_decoded_bytes
+from utils.data.loaders.settings import choose_loader_settings
+from utils.data.splits.selection import Splits
 from utils.distributed.group import DistEnv, process_group
 from utils.distributed.machine import Machine, inspect_machine
 from utils.distributed.ownership import own_process
 from utils.distributed.stop import StopRequest
 from utils.network.compiler import enable_compile_cache
-from utils.training.autotune import resolve
+from utils.options.config import BATCH_SIZE, ResolvedConfig, TrainConfig
 from utils.training.output import prepare_output
 from utils.training.run import Run
+from utils.training.settings.autotune import resolve
 
 BuildRun = Callable[[ResolvedConfig, Splits, Splits, DistEnv, contextlib.ExitStack, StopRequest], Run]
 MIN_BATCHES = 2000  # per epoch, so that no loader meets the end of one in a window

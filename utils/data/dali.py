@@ -11,9 +11,9 @@ import torch
 from nvidia.dali import backend, fn, types
 from torch.utils.dlpack import from_dlpack
 
-from utils.config import ResolvedConfig
-from utils.data.batch import Batch
+from utils.data.images.batch import Batch
 from utils.distributed.group import DistEnv
+from utils.options.config import ResolvedConfig
 
 NUM_PIPELINES = 2  # training pipelines, which make every other batch each
 DALI_VERSION: str = dali.__version__

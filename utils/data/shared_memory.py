@@ -9,11 +9,11 @@ import math
 import os
 from collections.abc import Iterator
 
-from utils.config import ResolvedConfig
 from utils.distributed.collectives import sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import UserError, first_line
-from utils.schedules import size_schedule
+from utils.options.config import ResolvedConfig
+from utils.options.schedules import size_schedule
 
 FOLDER = "/dev/shm"
 AHEAD = 2  # batches that DataLoader lets each worker prepare

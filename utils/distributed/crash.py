@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-SEARCH = "utils.data.crash_search"  # the module that the tracer imports then
+SEARCH = "utils.data.reading.crash_search"  # the module that the tracer imports then
 SEARCH_SECONDS = 120  # after which the tracer ends in any case
 SLOTS, SLOT_BYTES = 64, 2**18
 EXIT_SECONDS = 5.0

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from utils.cli import EarlyExit, Options, Program
 from utils.distributed.gpu_start import start_gpu
 from utils.distributed.launcher import read_launch, record_error, seconds_since_launch
 from utils.distributed.signals import exit_on_signals, restore_defaults
 from utils.errors import EXIT_USER_ERROR, RunFailed, UserError
 from utils.log import accept_all_characters, emit
+from utils.options.cli import EarlyExit, Options, Program
 from utils.progress import show_status, start_status
 
 IMPORTS = "loading torch, DALI and timm"

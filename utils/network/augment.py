@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 from torchvision.transforms import v2
 
-from utils.config import ResolvedConfig
 from utils.distributed.group import DistEnv
 from utils.network.gradients import AMP_DTYPES
+from utils.options.config import ResolvedConfig
 
 
 class Normalize:

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from utils.config import ResolvedConfig
 from utils.errors import UserError, first_line
-from utils.schedules import size_schedule
+from utils.options.config import ResolvedConfig
+from utils.options.schedules import size_schedule
 
 
 def check_inputs(model: nn.Module, config: ResolvedConfig, batch_size: int) -> None:

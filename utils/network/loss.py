@@ -5,7 +5,7 @@ from typing import cast
 import timm.loss
 from torch import Tensor, nn
 
-from utils.config import ResolvedConfig
+from utils.options.config import ResolvedConfig
 
 
 class BinaryCrossEntropy(timm.loss.BinaryCrossEntropy):  # type: ignore[misc]

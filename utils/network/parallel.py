@@ -14,7 +14,6 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from utils.config import ResolvedConfig
 from utils.distributed.collectives import all_gather_object, all_reduce_sum
 from utils.distributed.group import DistEnv
 from utils.distributed.startup import show_startup
@@ -29,7 +28,8 @@ from utils.network.gradients import (
     wait_for_stream,
 )
 from utils.network.loss import create_criterion
-from utils.schedules import size_schedule, value_at
+from utils.options.config import ResolvedConfig
+from utils.options.schedules import size_schedule, value_at
 
 # torch 2.15 renamed the option; 2.11 to 2.14 know the old name only.
 _KEEP_BUFFERS: dict[str, Any] = (

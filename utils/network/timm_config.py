@@ -7,8 +7,8 @@ from typing import Any
 
 from timm.models import PretrainedCfg
 
-from utils.arguments import format_model_arguments
 from utils.errors import UserError, first_line
+from utils.options.arguments import format_model_arguments
 
 
 def read_timm_config(weights: Path) -> dict[str, Any]:

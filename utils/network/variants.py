@@ -5,11 +5,11 @@ from typing import Any, cast
 from timm.layers import convert_sync_batchnorm
 from torch import nn
 
-from utils.config import ResolvedConfig
 from utils.errors import UserError
 from utils.network.fused_layers import DepthwiseShape, depthwise_shapes
 from utils.network.head import head_parameters
 from utils.network.input_check import check_inputs
+from utils.options.config import ResolvedConfig
 
 
 def prepare_training(model: nn.Module, config: ResolvedConfig, world_size: int) -> set[DepthwiseShape]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from utils.errors import UserError
 from utils.network.timm_config import read_timm_config
-from utils.validation import find_weights
+from utils.options.validation import find_weights
 
 Normalization = tuple[tuple[float, ...], tuple[float, ...]]
 StateDict = dict[str, Tensor]

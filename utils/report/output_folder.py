@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from utils.config import CHOSEN
 from utils.errors import UserError
 from utils.log import EVENTS, METRICS, SUMMARY
+from utils.options.config import CHOSEN
 
 BEST = "best.pt"
 OF_TRAINING = (METRICS, EVENTS, "last.pt")  # that nothing but training writes

@@ -11,7 +11,7 @@ import jinja2
 from tqdm import tqdm
 
 from utils import __version__
-from utils.config import flags_with
+from utils.options.config import flags_with
 from utils.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Chart, Series, line_chart
 from utils.report.output_folder import RunInfo, number
 from utils.report.pictures import Pictures, read_pictures

@@ -1,11 +1,11 @@
 """What a run needs later is tried at its start: user code, room for batches, the page of `--report`."""
 
-from utils.config import ResolvedConfig
+from utils.data.augmentation.user_code import check_user_code
 from utils.data.shared_memory import check_shared_memory
-from utils.data.splits import Splits, check_files
-from utils.data.user_code import check_user_code
+from utils.data.splits.selection import Splits, check_files
 from utils.distributed.group import DistEnv
-from utils.training.mistakes import check_report
+from utils.inference.mistakes import check_report
+from utils.options.config import ResolvedConfig
 
 
 def check_start(config: ResolvedConfig, listed: Splits, env: DistEnv) -> None:

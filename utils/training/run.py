@@ -11,12 +11,11 @@ from typing import Any, NoReturn
 import torch
 from timm.scheduler.scheduler import Scheduler
 
-from utils.config import ResolvedConfig
-from utils.data.batch import Batch, TrainLoader, ValLoader
-from utils.data.listing import save_listing
-from utils.data.sampler import Sampler
-from utils.data.settings import with_val_batch
-from utils.data.splits import Splits
+from utils.data.images.batch import Batch, TrainLoader, ValLoader
+from utils.data.images.listing import save_listing
+from utils.data.loaders.sampler import Sampler
+from utils.data.loaders.settings import with_val_batch
+from utils.data.splits.selection import Splits
 from utils.distributed.collectives import broadcast, sync_errors
 from utils.distributed.group import DistEnv
 from utils.distributed.launcher import seconds_since_launch, terminate_torchrun
@@ -26,15 +25,16 @@ from utils.errors import RunFailed, Stopped, UserError
 from utils.log import SUMMARY, Log
 from utils.network.augment import BatchAugment
 from utils.network.freezing import AnyForwardBackward
+from utils.options.config import ResolvedConfig
 from utils.progress import with_bar
+from utils.report.tracking.sender import TrackerProcess
 from utils.text import count
-from utils.training.checkpoint import RunRecord, create_checkpoint
-from utils.training.checkpoint_writer import CheckpointWriter, may_queue
-from utils.training.integrity import nonfinite_reason, require_finite_statistics, require_same_weights
-from utils.training.optim import learning_rate
+from utils.training.optimization.optim import learning_rate
 from utils.training.output import has_summary
-from utils.training.state import BestEpoch, TrainState, evaluation_top1
-from utils.training.tracking import TrackerProcess
+from utils.training.state.checkpoint import RunRecord, create_checkpoint
+from utils.training.state.checkpoint_writer import CheckpointWriter, may_queue
+from utils.training.state.integrity import nonfinite_reason, require_finite_statistics, require_same_weights
+from utils.training.state.train_state import BestEpoch, TrainState, evaluation_top1
 
 MIN_LOSS_SCALE = 1e-3  # in fp16: 26 steps that overflow, from torch's first scale
 

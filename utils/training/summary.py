@@ -8,29 +8,29 @@ import timm
 import torch
 
 from utils import __version__
-from utils.config import ResolvedConfig
-from utils.data.cache import CACHED
 from utils.data.dali import DALI_VERSION
 from utils.data.formats.shards import ShardTable
-from utils.data.holdout import describe_shares
-from utils.data.manifest import Manifest, describe_ignored
-from utils.data.oddities import describe_oddities
-from utils.data.settings import BY_DALI, LoaderSettings, feeds_from_memory
-from utils.data.splits import Splits, describe_exclusions
+from utils.data.images.manifest import Manifest, describe_ignored
+from utils.data.loaders.cache import CACHED
+from utils.data.loaders.settings import BY_DALI, LoaderSettings, feeds_from_memory
+from utils.data.splits.holdout import describe_shares
+from utils.data.splits.oddities import describe_oddities
+from utils.data.splits.selection import Splits, describe_exclusions
 from utils.errors import RunFailed
 from utils.files import write_json
-from utils.flags import flag
 from utils.log import SUMMARY
+from utils.options.config import ResolvedConfig
+from utils.options.flags import flag
 from utils.report.output_folder import DATA_WAIT_WARNING, read_run
 from utils.report.terminal import epoch_table
 from utils.text import count
-from utils.training.batch_layout import layout_of, saved_layout
-from utils.training.checkpoint import BEST, Checkpoint
-from utils.training.compatibility import changed_flags, format_change
-from utils.training.lr_schedule import describe_schedule
-from utils.training.optim import describe_ema, describe_lr, describe_optimizer
+from utils.training.optimization.lr_schedule import describe_schedule
+from utils.training.optimization.optim import describe_ema, describe_lr, describe_optimizer
+from utils.training.resume.compatibility import changed_flags, format_change
 from utils.training.run import Run
-from utils.training.state import TrainState, evaluation_top1
+from utils.training.settings.batch_layout import layout_of, saved_layout
+from utils.training.state.checkpoint import BEST, Checkpoint
+from utils.training.state.train_state import TrainState, evaluation_top1
 
 
 def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: Checkpoint | None) -> None:

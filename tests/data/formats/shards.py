@@ -8,7 +8,7 @@ import numpy as np
 import nvidia.dali as dali
 
 from tests.damage import encoded
-from utils.data.formats.base import Entry
+from utils.data.images.records import Entry
 
 
 def jpegs(count: int) -> list[bytes]:

@@ -15,7 +15,7 @@ import pytest
 from tests.damage import JPEG, encoded
 from tests.harness import launch
 from utils.data.formats import arrow_cache
-from utils.data.formats.base import Entry
+from utils.data.images.records import Entry
 from utils.errors import UserError
 
 # Writes a data set of 41 training and 8 validation images in all ways of `datasets`, and prints what it reads of them.

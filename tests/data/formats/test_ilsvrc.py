@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from tests.shards import write_flat_csv, write_flat_devkit, write_ilsvrc, write_imagenet, write_kaggle
-from utils.config import TrainConfig
-from utils.data.manifest import Manifest
-from utils.data.reader import read_image
-from utils.data.splits import Splits, read_data
+from utils.data.images.manifest import Manifest
+from utils.data.reading.reader import read_image
+from utils.data.splits.selection import Splits, read_data
 from utils.distributed.group import DistEnv
+from utils.options.config import TrainConfig
 
 
 def listed(root: Path, env: DistEnv, **values: Any) -> Splits:

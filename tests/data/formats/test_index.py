@@ -14,8 +14,8 @@ from tests.shards import write_tar, write_webdataset
 from utils.data.formats import recordio, webdataset
 from utils.data.formats.index import index_path, read_shards
 from utils.data.formats.shards import ClassNames, Shards, create_manifests
-from utils.data.manifest import Manifest
-from utils.data.reader import read_image
+from utils.data.images.manifest import Manifest
+from utils.data.reading.reader import read_image
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
 

@@ -13,7 +13,7 @@ from nvidia.dali import fn
 
 from tests.damage import JPEG, encoded
 from utils.data.formats import lmdb_database
-from utils.data.formats.base import Entry
+from utils.data.images.records import Entry
 from utils.errors import UserError
 
 SMALL = encoded(height=8, width=8)  # lies in a leaf page

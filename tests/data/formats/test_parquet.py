@@ -6,8 +6,8 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from utils.data.conversion.parquet import copy_as_arrow, find
 from utils.data.formats.arrow_cache import scan
-from utils.data.formats.parquet import copy_as_arrow, find
 from utils.errors import UserError
 
 

@@ -12,13 +12,13 @@ from tests.damage import encoded
 from tests.data.formats.test_arrow_cache import write as write_arrow
 from tests.data.formats.test_tfrecord import example, feature, field, framed
 from tests.shards import write_tar
-from utils.config import TrainConfig
 from utils.data.formats.shards import Shards, create_manifests, index_entries, join_indexes
 from utils.data.formats.sources import class_names_of, find_source, read_given_names
-from utils.data.manifest import Manifest
-from utils.data.splits import read_data
+from utils.data.images.manifest import Manifest
+from utils.data.splits.selection import read_data
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
+from utils.options.config import TrainConfig
 
 COLOURS = ("blue", "green", "red")
 Lists = Mapping[str, str]  # path of a list -> its text

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from utils.config import TrainConfig
 from utils.data.formats.sources import find_source
+from utils.options.config import TrainConfig
 
 
 def touch(root: Path, *names: str) -> Path:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from utils.data.formats.base import Entry
 from utils.data.formats.naming import find_shards
+from utils.data.images.records import Entry
 from utils.errors import UserError, first_line, some
 
 NAME = "Arrow files"

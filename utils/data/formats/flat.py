@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from utils.data.codecs import is_image
 from utils.data.formats.naming import is_hidden
+from utils.data.images.codecs import is_image
 from utils.errors import UserError, first_line
 from utils.text import count, describe_alike
 

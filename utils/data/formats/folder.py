@@ -11,13 +11,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from utils.config import TrainConfig
-from utils.data.codecs import IMAGE_SUFFIXES, is_image
-from utils.data.formats.base import Record
 from utils.data.formats.flat import label_flat
 from utils.data.formats.naming import VAL_NAMES, is_hidden
 from utils.data.formats.refused import refuse_unreadable
-from utils.data.manifest import (
+from utils.data.images.codecs import IMAGE_SUFFIXES, is_image
+from utils.data.images.manifest import (
     NO_CLASS,
     NO_SUFFIX,
     FileEntry,
@@ -28,9 +26,11 @@ from utils.data.manifest import (
     files_fingerprint,
     stat_file,
 )
+from utils.data.images.records import Record
 from utils.errors import Stopped, UserError
+from utils.options.config import TrainConfig
+from utils.options.validation import require_folder
 from utils.text import count, describe_alike
-from utils.validation import require_folder
 
 SCAN_THREADS = 16  # on a network file system a scan waits, it does not compute
 

@@ -6,10 +6,10 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from utils.data.codecs import is_image
-from utils.data.formats.base import Entry
 from utils.data.formats.flat import DEVKIT_FILES, devkit_labels
 from utils.data.formats.tar_members import Member, read_members
+from utils.data.images.codecs import is_image
+from utils.data.images.records import Entry
 from utils.errors import UserError
 
 NAME = "ILSVRC archives"

@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from utils.data.formats.base import Entry, ShardFormat
 from utils.data.formats.shards import ShardIndex, Shards, index_entries, join_indexes, split_index
-from utils.data.workers import process_pool
+from utils.data.images.records import Entry, ShardFormat
+from utils.data.loaders.workers import process_pool
 from utils.distributed.collectives import all_gather_object, broadcast, gather_to_rank0, sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import UserError

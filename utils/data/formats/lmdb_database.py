@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from utils.data.formats.base import Entry
 from utils.data.formats.naming import SPLIT_NAMES, VAL_NAMES, find_shards, split_of
+from utils.data.images.records import Entry
 from utils.errors import UserError, escape_control_chars
 from utils.text import count
 

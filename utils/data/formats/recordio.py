@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from utils.data.formats.base import Entry
 from utils.data.formats.naming import find_shards
 from utils.data.formats.shard_file import ShardFile, check_index
+from utils.data.images.records import Entry
 
 NAME = "RecordIO files"
 MAGIC = 0xCED7230A

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from utils.data.formats.base import Entry, Record, Span
-from utils.data.manifest import Manifest, describe, files_fingerprint
+from utils.data.images.manifest import Manifest, describe, files_fingerprint
+from utils.data.images.records import Entry, Record, Span
 from utils.errors import UserError, some
 from utils.text import count, describe_alike
 

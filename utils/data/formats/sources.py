@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
-from utils.config import TrainConfig
 from utils.data.formats import arrow_cache, folder, ilsvrc, lmdb_database, recordio, tfrecord, webdataset
-from utils.data.formats.base import ShardFormat
 from utils.data.formats.flat import find_cls_loc
 from utils.data.formats.naming import VAL_NAMES, is_hidden
 from utils.data.formats.shards import ClassNames
+from utils.data.images.records import ShardFormat
 from utils.errors import UserError
-from utils.store_url import store_url
-from utils.validation import require_folder
+from utils.options.config import TrainConfig
+from utils.options.store_url import store_url
+from utils.options.validation import require_folder
 
 FORMATS = cast(tuple[ShardFormat, ...], (ilsvrc, webdataset, tfrecord, recordio, lmdb_database, arrow_cache))
 GLOBS = {"train": "train_data", "val": "val_data"}  # the fields that name a split's shards

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from utils.data.formats.base import Entry
 from utils.data.formats.naming import SPLIT_NAMES, find_shards, one_list, read_names
 from utils.data.formats.shard_file import ShardFile, check_index
 from utils.data.formats.tf_example import read_example
+from utils.data.images.records import Entry
 from utils.errors import UserError
 
 NAME = "TFRecord files"

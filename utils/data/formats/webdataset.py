@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from utils.data.codecs import IMAGE_SUFFIXES, is_image
 from utils.data.formats import ilsvrc
-from utils.data.formats.base import Entry
 from utils.data.formats.naming import find_shards, one_list, read_names
 from utils.data.formats.tar_members import Member, read_members, read_small
+from utils.data.images.codecs import IMAGE_SUFFIXES, is_image
+from utils.data.images.records import Entry
 from utils.errors import UserError, some
 from utils.text import count
 

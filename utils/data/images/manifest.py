@@ -1,0 +1,234 @@
+"""Manifest of a split: its images, their labels and class names, and a fingerprint of them."""
+
+import dataclasses
+import hashlib
+import os
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from utils.data.images.records import ImageTable, Record
+from utils.errors import START_ANEW, UserError, escape_control_chars, some
+from utils.text import count
+
+SUFFIXES = 5  # of other files that one line names
+NO_CLASS, NO_SUFFIX = "without a class folder", "without a suffix"
+
+
+class FileEntry(NamedTuple):
+    """One file of a listing.
+
+    Attributes:
+        name: relative to the folder that was listed.
+        size: bytes.
+        mtime: of the last change, nanoseconds since 1970.
+        bad: why it cannot be read, as far as a listing shows that; None for the others.
+    """
+
+    name: str
+    size: int
+    mtime: int
+    bad: str | None = None
+
+
+def stat_file(path: str) -> FileEntry:
+    """Size, time and kind of a file, under its base name. It is not opened: opening a pipe waits for its writer."""
+    name = os.path.basename(path)
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        return FileEntry(name, 0, 0, f"cannot be read ({error.strerror})")
+    if not stat.S_ISREG(found.st_mode):
+        return FileEntry(name, 0, found.st_mtime_ns, "not a regular file")
+    return FileEntry(name, found.st_size, found.st_mtime_ns, None if found.st_size else "an empty file")
+
+
+class Listing(NamedTuple):
+    """Files of any number of splits, for `utils.data.reading.verification`.
+
+    Attributes:
+        root: folder that holds them, absolute.
+        entries: with names relative to `root`.
+        record: index of an entry that is not bad -> its image.
+    """
+
+    root: Path
+    entries: Sequence[FileEntry]
+    record: Callable[[int], Record]
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """The images of one split. What it knows of each is in arrays, not in an object per image.
+
+    Attributes:
+        root: folder of the split, such as `data_dir/train`; None for synthetic data.
+        classes: class names in label order (sorted by code point, as torchvision's ImageFolder does).
+        labels: int64 (num_images,), in [0, len(classes)).
+        fingerprint: hex digest of class names, file names, file sizes and labels.
+        images: names and locations, sorted by name within each class; None for synthetic data.
+        sizes: int64 (num_images,), bytes; as `mtimes`, of no images for synthetic data.
+        mtimes: int64 (num_images,), of the last change, nanoseconds since 1970.
+        bad: files that are excluded, relative to `root`, and why.
+        replacements: those of `bad` that another file replaces, and which.
+        ignored: what is not an image of a class, by suffix or as `NO_CLASS` or `NO_SUFFIX`, and how many.
+        held_out: whether these are the images of train/ that `--val-fraction` holds out.
+        source: format of the data, for messages.
+    """
+
+    root: Path | None
+    classes: tuple[str, ...]
+    labels: NDArray[np.int64]
+    fingerprint: str
+    images: ImageTable | None = None
+    sizes: NDArray[np.int64] = dataclasses.field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    mtimes: NDArray[np.int64] = dataclasses.field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    bad: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    replacements: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    ignored: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    held_out: bool = False
+    source: str = ""
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def folder(self) -> str:
+        """Name of the split's folder; "" for synthetic data."""
+        return "" if self.root is None else self.root.name
+
+    @property
+    def title(self) -> str:
+        """The split in messages, such as `val/`; "" for synthetic data."""
+        folder = f"{self.folder}/" if self.folder else ""
+        return f"the held-out part of {folder}" if self.held_out else folder
+
+    @property
+    def kind(self) -> str:
+        """What its files are in messages, such as `val` files; "" for synthetic data."""
+        return "held-out" if self.held_out else self.folder
+
+    def table(self) -> ImageTable:
+        """Names and locations of the images, which synthetic data does not have."""
+        assert self.images is not None, "synthetic data has no files"
+        return self.images
+
+    def record(self, index: int) -> Record:
+        """Image `index`, for `utils.data.reading.reader`."""
+        return self.table().record(index)
+
+    def name(self, index: int) -> str:
+        """Path of image `index` relative to `root`."""
+        return os.fsdecode(self.table().names[index])
+
+    def names(self) -> list[str]:
+        """Paths of all images relative to `root`; synthetic data has none."""
+        return [] if self.images is None else [os.fsdecode(name) for name in self.images.names.tolist()]
+
+    def select(self, indices: NDArray[np.int64]) -> "Manifest":
+        """These images, in this order, with repetitions if there are any; the fingerprint stays."""
+        return dataclasses.replace(
+            self,
+            images=self.table().select(indices),
+            labels=self.labels[indices],
+            sizes=self.sizes[indices],
+            mtimes=self.mtimes[indices],
+        )
+
+    def without(self, bad: Mapping[str, str]) -> "Manifest":
+        """The manifest that a listing would give if the files `bad` (relative to `root`, with a reason) did not exist.
+
+        Raises:
+            UserError: a class would have no image left.
+        """
+        is_bad = self._is_named(bad)
+        if not is_bad.any():
+            return self
+        empty = set(range(len(self.classes))) - set(np.unique(self.labels[~is_bad]).tolist())
+        if empty:
+            files = int((self.labels == min(empty)).sum())
+            are, them = ("is", "it") if files == 1 else ("are", "them")
+            raise UserError(
+                f"{self.root}/{self.classes[min(empty)]}: a class without a readable image, its {count(files, 'file')} "
+                f"{are} bad; replace {them} or remove the folder"
+            )
+        good = self.select(np.flatnonzero(~is_bad))
+        excluded = [self.name(index) for index in np.flatnonzero(is_bad).tolist()]
+        return dataclasses.replace(
+            good,
+            fingerprint=files_fingerprint(good.table().names, good.sizes),
+            bad={**self.bad, **{name: bad[name] for name in excluded}},
+        )
+
+    def with_replacements(self, bad: Mapping[str, str]) -> "Manifest":
+        """The same number of images with the same labels and fingerprint, none of them among the files `bad`.
+
+        The next good image of its class replaces a bad one, and is in the result twice. So a run that has begun with
+        these files keeps its order of images.
+
+        Raises:
+            UserError: a class would have no image left.
+        """
+        order = np.arange(len(self))
+        is_bad = self._is_named(bad)
+        for index in np.flatnonzero(is_bad).tolist():
+            start, end = np.searchsorted(self.labels, [self.labels[index], self.labels[index] + 1])
+            good = start + np.flatnonzero(~is_bad[start:end])
+            if not len(good):
+                name = self.name(index)
+                raise UserError(
+                    f"{self.root}: of {self.classes[self.labels[index]]} no image is left that this run began with; "
+                    f"repair one ({name}: {bad[name]}), or {START_ANEW}"
+                )
+            order[index] = good[np.searchsorted(good, index) % len(good)]
+        return dataclasses.replace(
+            self.select(order),
+            bad={**self.bad, **bad},
+            replacements={self.name(index): self.name(int(order[index])) for index in np.flatnonzero(is_bad).tolist()},
+        )
+
+    def _is_named(self, files: Mapping[str, str]) -> NDArray[np.bool_]:
+        """Which images are among `files`: (num_images,)."""
+        encoded = set(map(os.fsencode, files))
+        return np.array([name in encoded for name in self.table().names.tolist()], dtype=bool)
+
+
+def files_fingerprint(names: NDArray[np.bytes_], sizes: NDArray[np.int64]) -> str:
+    """Hex digest of the names, in which the classes are, and sizes of a split's files."""
+    digest = hashlib.sha256()
+    for name, size in zip(names.tolist(), sizes.tolist(), strict=True):
+        digest.update(name + b"\0%d\0" % size)
+    return digest.hexdigest()[:32]
+
+
+def describe(bad: Mapping[str, str]) -> str:
+    """Path -> reason as a clause, which names the first `SHOWN` and counts the rest."""
+    return some([f"{path}: {reason}" for path, reason in bad.items()])
+
+
+def describe_ignored(manifest: Manifest) -> str:
+    """What is in the split's folder and not trained on, such as "7 files .jfif, 1 image without a class folder".
+
+    Empty if there is nothing.
+    """
+    return describe_counts(manifest.ignored)
+
+
+def describe_counts(ignored: Mapping[str, int]) -> str:
+    """`Manifest.ignored` as a clause, which names the `SUFFIXES` most frequent and counts the rest."""
+    files = sorted((-number, kind) for kind, number in ignored.items() if kind != NO_CLASS)
+    parts = [(-number, "file", f" {escape_control_chars(kind)}") for number, kind in files[:SUFFIXES]]
+    parts.append((-sum(number for number, _ in files[SUFFIXES:]), "more file", ""))
+    parts.append((ignored.get(NO_CLASS, 0), "image", f" {NO_CLASS}"))
+    return ", ".join(f"{count(number, noun)}{kind}" for number, noun, kind in parts if number)
+
+
+def synthetic(num_images: int, num_classes: int) -> Manifest:
+    """A manifest of images that exist on no disk, for measuring the training step alone."""
+    labels = np.arange(num_images, dtype=np.int64) % num_classes
+    classes = tuple(str(index) for index in range(num_classes))
+    return Manifest(None, classes, labels, f"synthetic-{num_images}-{num_classes}", source="synthetic images")

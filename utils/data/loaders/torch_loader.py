@@ -1,0 +1,143 @@
+"""Loaders of torch's DataLoader: Pillow and torchvision in worker processes."""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils.data
+from PIL import Image
+from torch import Tensor
+from torchvision.transforms import v2
+
+from utils.data.augmentation.policies import RATIO, torchvision_policy
+from utils.data.images.batch import Batch
+from utils.data.images.manifest import Manifest
+from utils.data.loaders.sampler import Sampler, shard
+from utils.data.loaders.workers import (
+    BatchSampler,
+    label_tensor,
+    safe_fork,
+    shutdown_workers,
+    to_device,
+    worker_options,
+)
+from utils.data.reading.decode_pool import identify_bad_file
+from utils.data.reading.decoding import upright_rgb
+from utils.data.reading.reader import read_image
+from utils.data.reading.shard_reader import ShardFiles
+from utils.distributed.group import DistEnv
+from utils.options.config import ResolvedConfig
+from utils.seed import Stream, seed_sequence
+
+
+class TorchImages(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """Images through Pillow and torchvision: uint8 (3, H, W), and their labels: int64 ().
+
+    The random draws of an image depend on (seed, draw, image) alone: not on the worker, the rank or a resume. `draw` is
+    the epoch, or with `--repeated-augmentation` the epoch and the copy in it.
+    """
+
+    def __init__(self, config: ResolvedConfig, manifest: Manifest, train: bool) -> None:
+        self.manifest, self.shards = manifest, ShardFiles()
+        self.seed = config.seed if train else None
+        self.transform = torch_train_transform(config) if train else torch_val_transform(config)
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        index, draw = key
+        image = upright_rgb(read_image(self.manifest.record(index), self.shards))
+        if self.seed is None:
+            return self.transform(image), label_tensor(self.manifest, index)
+        with torch.random.fork_rng(devices=[]):
+            seed = seed_sequence(Stream.IMAGE, self.seed, draw, index).generate_state(1, np.uint64)[0]
+            torch.manual_seed(int(seed >> np.uint64(1)))
+            return self.transform(image), label_tensor(self.manifest, index)
+
+
+def torch_train_transform(config: ResolvedConfig) -> Callable[[Image.Image], Tensor]:
+    """Random resized crop, flip, policy and colour jitter of an RGB image: uint8 (3, image_size, image_size)."""
+    jitter = config.color_jitter
+    names = ("bilinear", "bicubic") if config.interpolation == "random" else (config.interpolation,)
+    crops = [
+        v2.RandomResizedCrop(
+            config.image_size, scale=(config.crop_scale, 1.0), ratio=RATIO, interpolation=v2.InterpolationMode(name)
+        )
+        for name in names
+    ]
+    transform: Callable[[Image.Image], Tensor] = v2.Compose(
+        [
+            v2.RandomChoice(crops) if len(crops) > 1 else crops[0],
+            v2.RandomHorizontalFlip(config.hflip),
+            *([torchvision_policy(config)] if config.augment != "none" else []),
+            *([v2.ColorJitter(jitter, jitter, jitter)] if jitter else []),
+            v2.PILToTensor(),
+        ]
+    )
+    return transform
+
+
+def torch_val_transform(config: ResolvedConfig) -> Callable[[Image.Image], Tensor]:
+    """Resize and centre crop of an RGB image: uint8 (3, val_image_size, val_image_size)."""
+    size = [config.val_resize] * (2 if config.val_crop == "squash" else 1)  # both sides, or the shorter one
+    resize = v2.Resize(size, v2.InterpolationMode(config.val_interpolation))
+    steps = [resize, v2.CenterCrop(config.val_image_size), v2.PILToTensor()]
+    transform: Callable[[Image.Image], Tensor] = v2.Compose(steps)
+    return transform
+
+
+class TorchTrainLoader:
+    """The baseline that users know: torchvision's transforms in DataLoader's workers; resumes bit for bit."""
+
+    def __init__(
+        self, config: ResolvedConfig, manifest: Manifest, sampler: Sampler, env: DistEnv, first_batch: int
+    ) -> None:
+        self._device = env.device
+        self._sampler, self._next = sampler, first_batch
+        self._identify_bad_file = functools.partial(identify_bad_file, config, manifest, env)
+        loader = torch.utils.data.DataLoader(
+            TorchImages(config, manifest, train=True),
+            batch_sampler=BatchSampler(sampler, first_batch),
+            **worker_options(config, env),
+        )
+        with safe_fork():
+            self._batches = iter(loader)
+
+    def __next__(self) -> Batch:
+        with self._identify_bad_file(map(self._sampler.indices, itertools.count(self._next))):
+            images, targets = next(self._batches)
+        self._next += 1
+        return to_device(images, targets, self._device)
+
+    def state(self) -> dict[str, Any]:
+        return {}  # the order and every draw follow from the position
+
+    def close(self) -> None:
+        shutdown_workers(self._batches)
+
+
+class TorchValLoader:
+    """This rank's validation images through torchvision."""
+
+    def __init__(self, config: ResolvedConfig, manifest: Manifest, env: DistEnv) -> None:
+        self._device = env.device
+        self._indices, self._batch_size = shard(len(manifest), env.rank, env.world_size), config.batch_size
+        self._identify_bad_file = functools.partial(identify_bad_file, config, manifest, env)
+        self._loader = torch.utils.data.DataLoader(
+            TorchImages(config, manifest, train=False),
+            sampler=[(int(index), 0) for index in self._indices],
+            batch_size=config.batch_size,
+            **worker_options(config, env),
+        )
+
+    def __iter__(self) -> Iterator[Batch]:
+        with safe_fork():
+            batches = iter(self._loader)
+        try:
+            for start in range(0, len(self._indices), self._batch_size):
+                with self._identify_bad_file([self._indices[start:]]):
+                    images, targets = next(batches)
+                yield to_device(images, targets, self._device)
+        finally:
+            shutdown_workers(batches)

@@ -1,0 +1,120 @@
+"""`--val-fraction`: which images of train/ are held out for validation, by a hash of their content."""
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from utils.data.images.manifest import FileEntry, Listing, Manifest, describe, files_fingerprint
+from utils.data.reading.decode_pool import FileReport
+from utils.data.reading.verification import content_digests, read_digests
+from utils.distributed.collectives import broadcast, sync_errors
+from utils.distributed.group import DistEnv
+from utils.errors import UserError
+
+
+def choose_by_content(
+    manifest: Manifest, fraction: float, output_dir: Path, workers: int, env: DistEnv
+) -> NDArray[np.bool_]:
+    """`choose` for the images of a manifest, (num_images,). Collective: call on every rank.
+
+    Every file is read once, by one rank; the output folder keeps the digests.
+
+    Raises:
+        UserError: on all ranks: a class cannot be divided, a file cannot be read, or the output folder not be written.
+    """
+    assert manifest.root is not None, "synthetic data has no files"
+    listed = zip(manifest.names(), manifest.sizes.tolist(), manifest.mtimes.tolist(), strict=True)
+    entries = [FileEntry(f"{manifest.folder}/{name}", size, mtime) for name, size, mtime in listed]
+    known = read_digests(Listing(manifest.root.parent, entries, manifest.record), output_dir, workers, env)
+    chosen = None
+    with sync_errors(env):
+        if known is not None:
+            digests = content_digests(manifest, known)
+            _refuse_unread(manifest, np.flatnonzero(digests == 0).tolist(), known)
+            chosen = choose(digests, manifest.labels, fraction)
+            check_classes(manifest, fraction, chosen)
+    result = broadcast(chosen, env)
+    assert result is not None
+    return result
+
+
+def _refuse_unread(manifest: Manifest, indices: Sequence[int], known: Mapping[str, FileReport]) -> None:
+    """Raise UserError if there are images of which no digest is known."""
+    names = {manifest.record(index).name: f"{manifest.folder}/{manifest.name(index)}" for index in indices}
+    reasons = {path: known[name].bad or "changed while it was read" for path, name in names.items()}
+    if reasons:
+        raise UserError(
+            f"{describe(reasons)}; delete or replace {'it' if len(reasons) == 1 else 'them'}, or exclude all bad files "
+            "with --bad-files skip"
+        )
+
+
+def choose(digests: NDArray[np.int64], labels: NDArray[np.int64], fraction: float) -> NDArray[np.bool_]:
+    """Which images are held out: (num_images,).
+
+    An image is held out if its digest, as a number from 0 to 1, is less than `fraction`. This depends on nothing but
+    its content, so that an image stays on its side whatever its name, the order, the machine and the other images are,
+    copies are on the same side, and a larger fraction holds out the same images and more. The price is that the share
+    of a class varies, by a standard deviation of sqrt(n x fraction x (1 - fraction)) of its n images: 100 images give
+    10 +- 3. The exact share of every class would need a rank among its images, and each image that is added or removed
+    would move others to the other side.
+
+    Every class has an image on both sides: one with no image below `fraction` gives that with the smallest digest, one
+    with no other keeps that with the largest. Only in such a class may an added image change the side of another.
+
+    Args:
+        digests: of the contents, int64 (num_images,), uniformly distributed.
+        labels: int64 (num_images,), ascending; every class has an image.
+        fraction: 0 to 1, both excluded.
+    """
+    numbers = digests.view(np.uint64)
+    starts = np.flatnonzero(np.diff(labels, prepend=-1))  # of the classes
+    smallest, largest = np.minimum.reduceat(numbers, starts), np.maximum.reduceat(numbers, starts)
+    end = np.uint64(int(fraction * 2**64))
+    added, removed = smallest[smallest >= end], largest[largest < end]
+    chosen: NDArray[np.bool_] = ((numbers < end) | np.isin(numbers, added)) & ~np.isin(numbers, removed)
+    return chosen
+
+
+def check_classes(manifest: Manifest, fraction: float, chosen: NDArray[np.bool_] | None = None) -> None:
+    """Raise UserError unless every class has an image on both sides, or may have, where none is `chosen` yet."""
+    counts = np.bincount(manifest.labels)
+    held_out = np.minimum(counts - 1, 1) if chosen is None else np.bincount(manifest.labels, weights=chosen)
+    for label in np.flatnonzero((held_out == 0) | (held_out == counts)).tolist():
+        what = "1 image" if counts[label] == 1 else f"{counts[label]:,} images, which are copies of others"
+        raise UserError(
+            f"--val-fraction {fraction:g}: {manifest.root}/{manifest.classes[label]} has {what}, but training and "
+            "validation need one each; add images or remove the folder"
+        )
+
+
+def choose_by_name(manifest: Manifest, names: Sequence[str]) -> NDArray[np.bool_] | None:
+    """Which images have these names, (num_images,); None if one of the names, or any, is missing."""
+    encoded = set(map(os.fsencode, names))
+    chosen = np.array([name in encoded for name in manifest.table().names.tolist()], dtype=bool)
+    return chosen if encoded and chosen.sum() == len(encoded) else None
+
+
+def divide(manifest: Manifest, chosen: NDArray[np.bool_]) -> dict[str, Manifest]:
+    """The splits train and val of the images of train/, of which the `chosen` are held out.
+
+    What train/ has besides images, and its bad files, are those of the split train.
+    """
+    train, val = (_part(manifest, np.flatnonzero(side)) for side in (~chosen, chosen))
+    return {"train": train, "val": dataclasses.replace(val, bad={}, ignored={}, held_out=True)}
+
+
+def _part(manifest: Manifest, indices: NDArray[np.int64]) -> Manifest:
+    part = manifest.select(indices)
+    return dataclasses.replace(part, fingerprint=files_fingerprint(part.table().names, part.sizes))
+
+
+def describe_shares(val: Manifest) -> str:
+    """How many images of each class are held out, such as `3 to 7 of each class`."""
+    counts = np.bincount(val.labels, minlength=len(val.classes))
+    fewest, most = int(counts.min()), int(counts.max())
+    return f"{fewest:,} of each class" if fewest == most else f"{fewest:,} to {most:,} of each class"

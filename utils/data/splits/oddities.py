@@ -1,0 +1,71 @@
+"""What is odd about the images of a run, as warnings: few classes, few images, images of train/ in val/."""
+
+import random
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from utils.data.images.manifest import Manifest
+from utils.data.reading.decode_pool import content_digest
+from utils.data.reading.reader import read_image
+from utils.data.splits.selection import Splits
+from utils.text import count, describe_alike
+
+FEW_STEPS = 10  # in an epoch
+SAMPLE = 200  # validation images that are looked for in train/
+SAMPLE_SECONDS = 2.0
+
+
+def describe_oddities(splits: Splits, steps_per_epoch: int) -> list[str]:
+    """A line for each.
+
+    Args:
+        splits: train and val.
+        steps_per_epoch: optimizer steps.
+    """
+    train, val = splits["train"], splits["val"]
+    lines = []
+    if len(train.classes) == 1:
+        lines.append(f"one class alone ({train.classes[0]}): every network has 100 % there, and learns nothing")
+    elif len(train.classes) <= 5:
+        lines.append(f"{len(train.classes)} classes: top-5 is 100 % whatever the network says; look at top-1")
+    if alike := describe_alike(train.classes, train.classes):
+        lines.append(f"two classes look the same: {alike}")
+    if steps_per_epoch < FEW_STEPS:
+        steps, images = count(steps_per_epoch, "step"), count(len(train), "image")
+        lines.append(f"{steps} per epoch, as train/ has {images}: a smaller --batch-size gives more")
+    copies = [] if val.held_out else list(find_copies(train, val))  # which `--val-fraction` keeps together
+    if copies:
+        (first, same), more = copies[0], f", and {len(copies) - 1} more" if len(copies) > 1 else ""
+        lines.append(
+            f"{val.title} has images of train/ ({first} is {same}{more} of those that were compared): accuracy looks "
+            "better than it is"
+        )
+    return lines
+
+
+def find_copies(train: Manifest, val: Manifest, sample: int = SAMPLE) -> Iterator[tuple[str, str]]:
+    """Images of `val`, of a random sample of them, that are byte for byte in `train` too: both names.
+
+    Reads images of the same size only, and for two seconds at most.
+    """
+    if train.images is None or val.images is None:
+        return
+    deadline = time.monotonic() + SAMPLE_SECONDS
+    order = np.argsort(train.sizes, kind="stable")
+    sizes = train.sizes[order]
+    for index in random.Random(0).sample(range(len(val)), min(sample, len(val))):
+        start, end = np.searchsorted(sizes, [val.sizes[index], val.sizes[index] + 1])
+        if start == end:
+            continue
+        try:
+            digest = content_digest(read_image(val.record(index)))
+            for other in order[start:end].tolist():
+                if time.monotonic() > deadline:
+                    return
+                if content_digest(read_image(train.record(other))) == digest:
+                    yield val.name(index), train.name(other)
+                    break
+        except OSError:  # which the loader reports
+            continue

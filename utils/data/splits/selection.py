@@ -1,0 +1,286 @@
+"""The train and val images of a run: listed, without the bad files, the same on all ranks."""
+
+import collections
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from utils.data.dali import dali_device
+from utils.data.formats import folder
+from utils.data.formats.index import read_shards
+from utils.data.formats.shards import Shards, create_manifests, first_label
+from utils.data.formats.sources import Source, class_names_of, find_source, read_given_names, required_splits
+from utils.data.images import manifest as dataset
+from utils.data.images.listing import load_listing
+from utils.data.images.manifest import FileEntry, Listing, Manifest, files_fingerprint
+from utils.data.images.records import Record
+from utils.data.reading.decoding import decoder_of
+from utils.data.reading.verification import BAD_FILES, bad_files, verify_dataset
+from utils.data.splits.holdout import check_classes, choose_by_content, choose_by_name, divide
+from utils.distributed.collectives import all_gather_object, broadcast, sync_errors
+from utils.distributed.group import DistEnv
+from utils.errors import UserError
+from utils.options.config import ResolvedConfig, TrainConfig
+from utils.text import count
+
+SPLITS = ("train", "val")
+SYNTHETIC_TRAIN, SYNTHETIC_VAL, SYNTHETIC_CLASSES = 128_000, 5_000, 1_000  # of --loader synthetic without --data-dir
+Splits = dict[str, Manifest]  # by the name of the split
+
+
+def read_data(config: TrainConfig, env: DistEnv, splits: Sequence[str] = ()) -> Splits:
+    """List the images of the run. Collective: call on every rank.
+
+    Args:
+        config: with `data_dir`, or None for synthetic data.
+        env: this process.
+        splits: train, val or both; () for those that the run needs.
+
+    Returns:
+        Both splits, with `--evaluate` val alone; without --data-dir synthetic ones. With `--val-fraction` it is train
+        alone, which `select_images` divides.
+
+    Raises:
+        UserError: on all ranks: data is missing, damaged, or of no known format.
+    """
+    splits = splits or required_splits(config)
+    if config.data_dir is None:
+        sizes = {"train": SYNTHETIC_TRAIN, "val": SYNTHETIC_VAL}
+        names = ("val",) if config.evaluate else SPLITS
+        return {name: dataset.synthetic(sizes[name], config.num_classes or SYNTHETIC_CLASSES) for name in names}
+    listed: Splits = {}
+    with sync_errors(env):
+        source = find_source(config, splits)
+        if source.format is None:
+            listed = _read_folders(dataclasses.replace(config, data_dir=source.data_dir), splits)
+    if source.format is not None:
+        listed = _read_shards(config, source, splits, env)
+    if config.val_fraction:
+        with sync_errors(env):
+            check_classes(listed["train"], config.val_fraction)  # before all files are read
+    return listed
+
+
+def _read_folders(config: TrainConfig, splits: Sequence[str]) -> Splits:
+    assert config.data_dir is not None, "synthetic data is not read"
+    skip_bad = config.bad_files == "skip"
+    if config.class_names is not None:
+        raise UserError(f"--class-names {config.class_names}: the class folders name the classes; leave it out")
+    if config.val_fraction:
+        if config.val_split != "val":
+            raise UserError(
+                f"--val-split {config.val_split} with --val-fraction {config.val_fraction:g}: two sources of "
+                "validation images; give one of them"
+            )
+        if not config.evaluate:
+            folder.refuse_val_folder(config.data_dir, config.val_fraction)
+        return {"train": folder.scan(config.data_dir, "train", skip_bad)}
+    if len(splits) == 1:
+        name = "train" if splits[0] == "train" else config.val_split
+        return {splits[0]: folder.scan(config.data_dir, name, skip_bad)}
+    return dict(zip(SPLITS, folder.scan_splits(config.data_dir, skip_bad, config.val_split), strict=True))
+
+
+def _read_shards(config: TrainConfig, source: Source, splits: Sequence[str], env: DistEnv) -> Splits:
+    assert source.format is not None, "class folders have no shards"
+    with sync_errors(env):  # before all shards are read
+        if config.val_fraction and "val" in source.shards and not config.evaluate:
+            raise UserError(
+                f"--val-fraction {config.val_fraction:g}: --data-dir {config.data_dir} has shards of val "
+                f"({source.shards['val'][0].name}, ...), which would not be used; leave --val-fraction out"
+            )
+        given = read_given_names(config.class_names) if config.class_names is not None else None
+    workers = config.workers or max(1, len(os.sched_getaffinity(0)) // env.local_world_size)
+
+    def read(names: Sequence[str]) -> list[Shards]:
+        assert source.format is not None
+        return [
+            read_shards(name, source.format, source.shards[name], config.output_dir, workers, env) for name in names
+        ]
+
+    found = read(splits)
+    others = read([split for split in source.shards if split not in splits]) if _may_count_from_1(found) else []
+    listed: Splits = {}
+    with sync_errors(env):
+        names = class_names_of(source, given, config.class_names)
+        listed = create_manifests(found, names, source.format.NAME, config.bad_files == "skip", others)
+    return listed
+
+
+def _may_count_from_1(splits: Sequence[Shards]) -> bool:
+    """Whether labels are numbers without 0: they count from 1, or class 0 has images in the other split alone."""
+    return not splits[0].index.texts and min(map(first_label, splits)) > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class InitialFiles:
+    """The files with which a run began.
+
+    Attributes:
+        excluded: of each split, the files that the run has been without from its start.
+        fingerprints: of each split without them.
+        val_fraction: of the run.
+        folder: that may have the run's listing.
+    """
+
+    excluded: Mapping[str, Sequence[str]]
+    fingerprints: Mapping[str, str]
+    val_fraction: float = 0.0
+    folder: Path | None = None
+
+    def val_names(self) -> list[str]:
+        """The files of val, from the listing; [] where it is missing, or is another run's."""
+        listed = load_listing(self.folder, "val") if self.folder is not None else {}
+        names = np.array([os.fsencode(name) for name in listed])
+        sizes = np.array(list(listed.values()), dtype=np.int64)
+        return list(listed) if files_fingerprint(names, sizes) == self.fingerprints["val"] else []
+
+
+def select_images(
+    config: ResolvedConfig, listed: Splits, env: DistEnv, initial: InitialFiles | None
+) -> tuple[Splits, Splits]:
+    """Divide train/ by `--val-fraction`, then exclude files by `--bad-files skip`. Collective: call on every rank.
+
+    Where a run continues, files may have turned bad or good since its start: see `apply_exclusions`.
+
+    Args:
+        config: resolved.
+        listed: the images, from `read_data`.
+        env: this process.
+        initial: the files with which the run began; None for a new run.
+
+    Returns:
+        Train and val (with `--evaluate` only val), first with the files that `--bad-files skip` excludes, then without.
+        Those that a divided train/ is without from its start are in neither.
+
+    Raises:
+        UserError: on all ranks: a class would be left without images, a file cannot be read, or the output folder
+            not be written.
+    """
+    skips_bad = config.bad_files == "skip" and config.loader != "synthetic" and config.data_dir is not None
+    bad = _find_bad_files(config, listed, env) if skips_bad else {}
+    if config.val_fraction and config.data_dir is not None:
+        reasons = _bad_of(listed["train"], bad)
+        excluded = initial.excluded["train"] if initial and initial.val_fraction else list(reasons)
+        listed = _hold_out(config, initial_manifest(listed["train"], excluded, reasons), env, initial)
+        if config.evaluate:
+            del listed["train"]
+    if not skips_bad:
+        return listed, listed
+    good = {}
+    for split, manifest in listed.items():
+        reasons = _bad_of(manifest, bad)
+        good[split] = manifest.without(reasons)
+        if initial and not config.evaluate:
+            good[split] = apply_exclusions(manifest, good[split], reasons, initial, split)
+    return listed, good
+
+
+def _bad_of(manifest: Manifest, bad: Mapping[str, str]) -> dict[str, str]:
+    """Those of the files `bad`, relative to the data set, that the manifest lists, relative to its folder; why."""
+    return {name: bad[path] for name in manifest.names() if (path := f"{manifest.folder}/{name}") in bad} if bad else {}
+
+
+def _hold_out(config: ResolvedConfig, train: Manifest, env: DistEnv, initial: InitialFiles | None) -> Splits:
+    """Train and val of `--val-fraction`: as the run began where its listing is there, else by the files' contents."""
+    chosen = None
+    if env.is_main and initial and initial.val_fraction == config.val_fraction:
+        chosen = choose_by_name(train, initial.val_names())
+    chosen = broadcast(chosen, env)
+    if chosen is None:
+        chosen = choose_by_content(train, config.val_fraction, config.output_dir, config.workers, env)
+    return divide(train, chosen)
+
+
+def _find_bad_files(config: ResolvedConfig, splits: Splits, env: DistEnv) -> dict[str, str]:
+    """The files that the loader cannot read, relative to the data set, and why. Collective: call on every rank.
+
+    Every file is decoded once, each by one rank. The output folder keeps the results, so that the next launch decodes
+    only what has changed.
+    """
+    assert config.data_dir is not None, "synthetic data has no files"
+    listing = listing_of(config.data_dir, splits)
+    decoder = decoder_of(config.loader, dali_device(env))
+    known = verify_dataset(listing, decoder, config.output_dir, config.workers, env, partial=config.evaluate)
+    return broadcast({} if known is None else bad_files(known), env)
+
+
+def listing_of(data_dir: Path, splits: Splits) -> Listing:
+    """The images of all splits, those that are bad by their listing at the end."""
+    entries = [
+        FileEntry(f"{manifest.folder}/{name}", int(size), int(mtime))
+        for manifest in splits.values()
+        for name, size, mtime in zip(manifest.names(), manifest.sizes, manifest.mtimes, strict=True)
+    ]
+    entries += [
+        FileEntry(f"{manifest.folder}/{name}", 0, 0, bad)
+        for manifest in splits.values()
+        for name, bad in manifest.bad.items()
+    ]
+
+    def record(index: int) -> Record:
+        for manifest in splits.values():
+            if index < len(manifest):
+                return manifest.record(index)
+            index -= len(manifest)
+        raise IndexError("a file that is bad by its listing is not read")
+
+    return Listing(data_dir.absolute(), entries, record)
+
+
+def apply_exclusions(
+    listed: Manifest, good: Manifest, bad: Mapping[str, str], initial: InitialFiles, split: str
+) -> Manifest:
+    """The images with which a run continues: without `bad`, in the order of the run's start.
+
+    Files of train that have turned bad since are replaced by others of their class. Those of val are excluded. Files
+    that were excluded at the start stay excluded, even if they are good now.
+
+    Args:
+        listed: all files.
+        good: those that are good now, which is the result for a run that began with them.
+        bad: relative to the split's folder, and why.
+        initial: the files with which the run began. If they are of another data set, the result is `good`.
+        split: train or val.
+    """
+    manifest = initial_manifest(listed, initial.excluded[split], bad)
+    if manifest.fingerprint != initial.fingerprints[split]:
+        return good
+    if split == "train":
+        return manifest.with_replacements(bad)
+    return dataclasses.replace(manifest.without(bad), fingerprint=manifest.fingerprint)
+
+
+def initial_manifest(listed: Manifest, excluded_files: Sequence[str], bad: Mapping[str, str] | None = None) -> Manifest:
+    """The images with which a run began that excluded `excluded_files`; `bad` has the reasons that are known now."""
+    reasons = bad or {}
+    if not excluded_files:
+        return listed
+    return listed.without({name: reasons.get(name, "bad when the run began") for name in excluded_files})
+
+
+def describe_exclusions(splits: Splits, output_dir: Path) -> str:
+    """How many files are excluded, in all and of each class, and where they are listed; "" for none."""
+    parts = []
+    for manifest in splits.values():
+        if manifest.bad:
+            classes = collections.Counter(name.split("/")[0] for name in manifest.bad)
+            counts = ", ".join(f"{name} {count:,}" for name, count in sorted(classes.items()))
+            files = len(manifest) - len(manifest.replacements) + len(manifest.bad)
+            parts.append(f"{len(manifest.bad):,} of {count(files, f'{manifest.kind} file')} ({counts})")
+        if manifest.replacements:
+            bad, instead = next(iter(manifest.replacements.items()))
+            parts.append(
+                f"{len(manifest.replacements):,} of them turned bad after the run had begun: to keep its order, "
+                f"images of the same class come twice ({instead} for {bad}, ...)"
+            )
+    return f"{'; '.join(parts)}: {output_dir / BAD_FILES}" if parts else ""
+
+
+def check_files(splits: Splits, data_dir: Path | None, env: DistEnv) -> None:
+    """Raise UserError on all ranks unless all list the same files. Collective: call on every rank."""
+    if len(set(all_gather_object(tuple(manifest.fingerprint for manifest in splits.values()), env))) > 1:
+        raise UserError(f"--data-dir {data_dir}: not the same files on all ranks; give all the same", on_all_ranks=True)

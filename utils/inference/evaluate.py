@@ -1,0 +1,281 @@
+"""Exact evaluation: every validation image counts once, on any number of ranks and at any batch size; `--evaluate`."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import models
+import pipelines
+from utils.data.images.manifest import Manifest
+from utils.data.loaders.settings import with_val_batch
+from utils.data.shared_memory import check_shared_memory
+from utils.data.splits.selection import check_files, describe_exclusions, read_data, select_images
+from utils.data.staging.stage import stage
+from utils.distributed.collectives import all_reduce_sum, sync_errors
+from utils.distributed.group import DistEnv
+from utils.errors import UserError
+from utils.files import write_json
+from utils.inference.mistakes import Mistakes, better_network, check_report, write_page
+from utils.log import emit
+from utils.network.augment import Normalize
+from utils.network.gradients import AMP_DTYPES
+from utils.network.weight_files import read_weights
+from utils.options.config import ResolvedConfig, TrainConfig
+from utils.options.flags import flag
+from utils.options.validation import require_data
+from utils.progress import show_status, with_bar
+from utils.text import count, describe_alike
+from utils.training.output import EVALUATION, prepare_output
+from utils.training.resume.restore import open_checkpoint, settings_of_checkpoint
+from utils.training.run import Run
+from utils.training.settings.autotune import choose_common_loader_settings, resolve
+from utils.training.settings.preprocessing import fill_preprocessing
+from utils.training.state.checkpoint import BEST, Checkpoint, load
+from utils.training.state.train_state import NETWORKS
+
+
+def start_evaluation(model: nn.Module) -> None:
+    """Put a network that has just got its weights into evaluation mode."""
+    # Until train() is called, timm before 1.0.30 keeps attention biases of an earlier evaluation, of other weights.
+    model.train()
+    model.eval()
+
+
+def compute_logits(
+    model: nn.Module,
+    images: Tensor,
+    normalize: Callable[[Tensor], Tensor],
+    env: DistEnv,
+    amp_dtype: torch.dtype,
+) -> Tensor:
+    """Logits float32 (N, num_classes) of uint8 images (N, 3, H, W); the arguments are those of `evaluate`.
+
+    Images that together need more memory than the GPU has left are computed in parts.
+
+    Raises:
+        torch.OutOfMemoryError: one image needs more.
+    """
+    with contextlib.suppress(torch.OutOfMemoryError) if len(images) > 1 else contextlib.nullcontext():
+        with torch.autocast(env.device.type, dtype=amp_dtype, enabled=amp_dtype != torch.float32):
+            logits: Tensor = model(normalize(images))
+        return logits.float()
+    # Here, where the exception and what it kept alive are gone.
+    return torch.cat([compute_logits(model, part, normalize, env, amp_dtype) for part in images.chunk(2)])
+
+
+class FlipAverage(nn.Module):
+    """A network whose logits are the mean of those of an image and of its mirror image: float32 (N, num_classes)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Tensor:
+        both: Tensor = self.model(images).float() + self.model(images.flip(-1)).float()
+        return both / 2
+
+
+@torch.inference_mode()
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    normalize: Callable[[Tensor], Tensor],
+    num_images: int,
+    env: DistEnv,
+    amp_dtype: torch.dtype,
+    mistakes: Mistakes | None = None,
+) -> dict[str, float | int]:
+    """Top-1, top-5 and loss of `model` over all ranks' `batches`.
+
+    Counts are summed over all ranks and divided once, as a mean of means weighs images unequally. A rank may have none.
+
+    Args:
+        model: maps images (N, 3, H, W) to logits (N, num_classes); neither compiled nor wrapped, as batches differ
+            in size and a rank may have none.
+        batches: this rank's uint8 images (N, 3, H, W) and int64 targets (N,) on `env.device`.
+        normalize: uint8 images to floating point.
+        num_images: validation images over all ranks.
+        amp_dtype: of the forward pass; float32 is full precision.
+        mistakes: gets all predictions.
+
+    Returns:
+        `top1` and `top5` in percent, `loss` (cross entropy without smoothing, mean over images), `count`.
+
+    Raises:
+        RuntimeError: images were lost or counted twice.
+    """
+    was_training = model.training
+    start_evaluation(model)
+    sums = torch.zeros(4, dtype=torch.float64, device=env.device)  # loss, top-1, top-5, images
+    for images, targets in batches:
+        if len(targets) == 0:
+            continue
+        logits = compute_logits(model, images, normalize, env, amp_dtype)
+        predicted = logits.topk(min(5, logits.shape[1]), dim=1).indices
+        top5 = predicted == targets[:, None]
+        sums[0] += nn.functional.cross_entropy(logits, targets, reduction="sum")
+        sums[1] += top5[:, 0].sum()
+        sums[2] += top5.sum()
+        sums[3] += len(targets)
+        if mistakes is not None:
+            mistakes.add(images, logits, predicted[:, 0], targets)
+    model.train(was_training)
+    loss, top1, top5_count, count = all_reduce_sum(sums).tolist()
+    if count != num_images:
+        raise RuntimeError(f"evaluation saw {count:.0f} of {num_images} validation images; its result would be wrong")
+    return {"top1": 100 * top1 / count, "top5": 100 * top5_count / count, "loss": loss / count, "count": int(count)}
+
+
+def evaluate_checkpoint(config: TrainConfig, env: DistEnv) -> None:
+    """`--evaluate`: the networks of a checkpoint, or pretrained weights, on val; writes evaluation.json.
+
+    What was not given is as in the checkpoint. Collective: call on every rank.
+
+    Raises:
+        UserError: on all ranks: flags, data or the weights do not fit.
+    """
+    show_status("preparing the evaluation")
+    saved = open_checkpoint(config, env)
+    notes: list[str] = []
+    with sync_errors(env):
+        if saved:
+            config, notes = settings_of_checkpoint(config, saved.config, saved.path or "", env)
+        else:
+            config, notes = _settings_of_weights(config, env)
+        require_data(config)
+    config = stage(config, env)
+    listed = read_data(config, env)
+    manifest = next(iter(listed.values()))  # of train, if `--val-fraction` divides it
+    settings = choose_common_loader_settings(config, env, saved, manifest)
+    resolved = resolve(config, manifest.classes, env, settings, saved)
+    check_files(listed, resolved.data_dir, env)
+    prepare_output(resolved.output_dir, env)
+    check_report(resolved, manifest, env)
+    _, splits = select_images(resolved, listed, env, saved.initial_files if saved else None)
+    check_shared_memory(resolved, len(splits["val"]), env)
+    result, note, mistakes = _evaluate_networks(resolved, splits["val"], env, saved)
+    pictures = mistakes.pictures(_source(result, saved), None) if mistakes else None
+    if env.is_main:
+        if skipped := describe_exclusions(splits, resolved.output_dir):
+            emit(f"skipped {skipped}")
+        for line in [*notes, *([note] if note else [])]:
+            emit(f"note: {line}")
+        write_json(config.output_dir / EVALUATION, result)
+        emit(describe_result(result))
+        if pictures is not None:
+            emit(write_page(resolved.output_dir, pictures))
+
+
+def _settings_of_weights(config: TrainConfig, env: DistEnv) -> tuple[TrainConfig, list[str]]:
+    """What was not given is as the weights of `--pretrained` want it; also notes on that."""
+    if config.pretrained not in (None, "timm"):
+        weights = read_weights(Path(config.pretrained or ""))
+        if weights.settings is not None:
+            return settings_of_checkpoint(config, TrainConfig.from_dict(weights.settings), weights.source, env)
+    config, sources = fill_preprocessing(config, None)
+    names = [name for name in sources if name != "pretrained"]
+    chosen = ", ".join(f"{flag(name)} {getattr(config, name)}" for name in names)
+    return config, [f"{chosen}: {sources['pretrained']}"] if chosen else []
+
+
+def describe_result(result: Mapping[str, Any]) -> str:
+    """One line of an evaluation's keys and values."""
+    return "  ".join(f"{key} {_shown(key, value)}" for key, value in result.items())
+
+
+def _shown(key: str, value: Any) -> str:
+    digits = 4 if key.endswith("loss") else 2
+    return f"{value:.{digits}f}" if isinstance(value, float) else str(value)
+
+
+def _evaluate_networks(
+    config: ResolvedConfig, val: Manifest, env: DistEnv, saved: Checkpoint | None
+) -> tuple[dict[str, Any], str, Mistakes | None]:
+    """The content of evaluation.json, a note on what pretrained weights leave open ("" for none), and `--report`'s."""
+    if saved and saved.record.classes != val.classes:
+        raise UserError(
+            f"--data-dir {config.data_dir}: its classes are not those of {saved.path}, labels would mean something "
+            f"else; {describe_alike(val.classes, saved.record.classes) or 'give the data set that it was trained on'}",
+            on_all_ranks=True,
+        )
+    network = models.create_network(config, env, val.classes, saved.record.normalization if saved else None)
+    amp_dtype = AMP_DTYPES[config.amp]
+    normalize = Normalize(*network.normalization, dtype=amp_dtype, device=env.device)
+    loader = pipelines.create_val_loader(config, val, env)
+    result: dict[str, Any] = {"checkpoint": str(saved.path) if saved else f"pretrained {config.pretrained}"}
+    result |= {} if saved else {"weights": network.origin}
+    result |= {"image_size": config.val_image_size, "val_resize": config.val_resize}
+    result |= {"val_crop": config.val_crop, "interpolation": config.val_interpolation}
+    result |= {"eval_flip": True} if config.eval_flip else {}
+    model = FlipAverage(network.model) if config.eval_flip else network.model
+    mistakes: dict[str, Mistakes] = {}
+    for name in saved.state.networks if saved else NETWORKS[:1]:
+        if saved:
+            load_network(network.model, saved, name, config)
+        batches = with_bar(loader, "evaluating", -(-len(val) // (env.world_size * config.batch_size)), env.is_main)
+        if config.report:
+            mistakes[name] = Mistakes(config, val, env)
+        found = evaluate(model, batches, normalize, len(val), env, amp_dtype, mistakes.get(name))
+        result |= {("" if name == "model" else "ema_") + key: value for key, value in found.items()}
+    return result, network.note, mistakes.get(better_network(result))
+
+
+def load_network(model: nn.Module, saved: Checkpoint, name: str, config: ResolvedConfig) -> None:
+    """Load the weights of the network `name` of a checkpoint.
+
+    Raises:
+        UserError: on all ranks: the head is of another size, or the weights are of another architecture.
+    """
+    try:
+        model.load_state_dict(saved.state.networks[name])
+    except RuntimeError:
+        if config.num_classes == saved.config.num_classes:
+            raise UserError(
+                f"{saved.path}: its weights do not fit {config.arch} with {count(config.num_classes, 'class')}; give "
+                "another file",
+                on_all_ranks=True,
+            ) from None
+        raise UserError(
+            f"--num-classes {config.num_classes}: the checkpoint's head has "
+            f"{count(saved.config.num_classes, 'class')}; leave "
+            "--num-classes out",
+            on_all_ranks=True,
+        ) from None
+
+
+def _source(result: dict[str, Any], saved: Checkpoint | None) -> dict[str, Any]:
+    """What report.json says of an evaluation with this `result`."""
+    name = better_network(result)
+    top1 = result["top1" if name == "model" else "ema_top1"]
+    of_epoch = {"epoch": saved.state.epoch} if saved else {}
+    return {"checkpoint": result["checkpoint"]} | of_epoch | {"network": name, "top-1": f"{top1:.2f} %"}
+
+
+def report_best(run: Run, val: Manifest) -> None:
+    """With `--report`, at the end of a run: evaluate best.pt once more, and write report.json and report.html.
+
+    Collective: call on every rank, after all else, as the run's model gets other weights.
+
+    Args:
+        run: at its end.
+        val: its validation images.
+    """
+    env, config = run.env, run.config
+    if not config.report:
+        return
+    with sync_errors(env):
+        saved = load(config.output_dir / BEST)
+    top1 = {key.removeprefix("val/"): value for key, value in saved.state.result.items()}
+    name = better_network(top1)
+    run.state.model.load_state_dict(saved.state.networks[name])
+    mistakes = Mistakes(config, val, env)
+    batch_size = with_val_batch(config).batch_size
+    batches = with_bar(run.val_loader, "evaluating", -(-len(val) // (env.world_size * batch_size)), env.is_main)
+    evaluate(run.state.model, batches, run.augment.normalize, run.num_val, env, run.amp_dtype, mistakes)
+    pictures = mistakes.pictures(_source(top1 | {"checkpoint": str(saved.path)}, saved), run.augment.samples)
+    if pictures is not None:
+        run.log.info(write_page(config.output_dir, pictures))

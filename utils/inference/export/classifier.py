@@ -1,0 +1,49 @@
+"""The network as it is exported: what it takes, its precision, and normalisation inside if it takes uint8."""
+
+import copy
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from utils.inference.export.trained import Trained
+from utils.network.augment import Normalize
+
+Input = Literal["float", "uint8"]
+INPUTS: dict[Input, tuple[str, str, str]] = {  # dtype, layout, and what the pixels are
+    "float": ("float32", "NCHW", "normalized"),
+    "uint8": ("uint8", "NHWC", "0 to 255"),
+}
+
+
+class Classifier(nn.Module):
+    """Images to float32 logits (N, num_classes).
+
+    Args:
+        trained: the network, which stays as it is.
+        takes: float: normalised float32 (N, 3, H, W), as timm's and torchvision's transforms give them; uint8: pixels
+            (N, H, W, 3), as image libraries give them, which are normalised inside.
+        half: whether weights and layers are float16. Input, normalisation and logits are not.
+    """
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, trained: Trained, takes: Input, half: bool = False) -> None:
+        super().__init__()
+        self.model = copy.deepcopy(trained.model).half() if half else trained.model
+        self.takes_uint8, self.dtype = takes == "uint8", torch.float16 if half else torch.float32
+        normalize = Normalize(*trained.normalization, dtype=torch.float32, device=torch.device("cpu"))
+        self.register_buffer("scale", normalize.scale)
+        self.register_buffer("shift", normalize.shift)
+        self.eval()
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.takes_uint8:
+            images = images.permute(0, 3, 1, 2) * self.scale - self.shift
+        logits: Tensor = self.model(images.to(self.dtype))
+        return logits.float()
+
+    def prepare(self, pixels: Tensor) -> Tensor:
+        """uint8 (N, H, W, 3) as the network takes it."""
+        return pixels if self.takes_uint8 else (pixels.permute(0, 3, 1, 2) * self.scale - self.shift).contiguous()

@@ -1,0 +1,191 @@
+"""The formats of an export: how each writes a network into a folder, and how its own runtime reads it back."""
+
+import dataclasses
+import io
+import json
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import timm
+import timm.models
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from utils.errors import UserError, first_line
+from utils.files import write_json
+from utils.inference.export.classifier import Classifier
+from utils.inference.export.trained import Trained
+from utils.options.arguments import model_arguments
+
+LABELS, METADATA = "labels.txt", "metadata.json"
+MAX_ONNX_BYTES = 2**31 - 2**27  # a protobuf holds 2 GiB; some of it is the graph
+# In timm's settings of an architecture: the name of its published weights, and the geometry of their evaluation.
+OF_OTHERS = ("tag", "test_input_size", "test_crop_pct", "test_pool_size")
+Network = Callable[[Tensor], Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """A form of file.
+
+    Attributes:
+        files: that it consists of, besides labels.txt; the last one is what is given to the runtime.
+        write: network, classifier, facts about both, and a folder that is to have the files.
+        read: undo of it: the folder -> a function from what the classifier takes to logits.
+    """
+
+    files: tuple[str, ...]
+    write: Callable[[Trained, Classifier, dict[str, Any], Path], None]
+    read: Callable[[Path], Network]
+
+
+# timm
+
+
+def write_timm(trained: Trained, classifier: Classifier, metadata: dict[str, Any], folder: Path) -> None:
+    """model.safetensors and config.json, as `timm.create_model("local-dir:FOLDER")` reads them."""
+    size = trained.config.val_image_size
+    mean, std = trained.normalization
+    data_config = {
+        "input_size": (3, size, size),
+        "interpolation": trained.config.val_interpolation,
+        "crop_pct": trained.crop_pct,
+        "crop_mode": trained.config.val_crop,
+        "mean": mean,
+        "std": std,
+    }
+    settings: Any = trained.model.pretrained_cfg
+    # Without the rates of dropout, which belong to training.
+    model_args = model_arguments(trained.config)
+    model_args |= {"img_size": size} if settings["fixed_input_size"] else {}
+    try:
+        timm.models.save_for_hf(
+            trained.model,
+            str(folder),
+            model_config={"label_names": list(trained.classes), "pretrained_cfg": data_config},
+            model_args=model_args or None,
+            safe_serialization=True,
+        )
+    except SafetensorError as error:  # a full disk is one
+        raise OSError(first_line(error)) from error
+    path = folder / "config.json"
+    content = json.loads(path.read_text())
+    valid = {name: value for name, value in content["pretrained_cfg"].items() if name not in OF_OTHERS}
+    write_json(path, content | {"pretrained_cfg": valid})
+    shutil.copymode(path, folder / "model.safetensors")  # which is written for its owner alone
+
+
+def read_timm(folder: Path) -> Network:
+    """timm's own network."""
+    network: Network = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    return network
+
+
+# ONNX
+
+
+def write_onnx(trained: Trained, classifier: Classifier, metadata: dict[str, Any], folder: Path) -> None:
+    """model.onnx: input `images`, output `logits`, batches of any size, and the facts in `metadata_props`.
+
+    Raises:
+        UserError: the weights are too large for one file.
+    """
+    size = sum(value.nbytes for value in classifier.state_dict().values())
+    if size > MAX_ONNX_BYTES:
+        raise UserError(
+            f"--format onnx: {trained.config.arch} has {size / 1e9:.1f} GB of weights, and a file of ONNX holds 2.1; "
+            "give --half, or --format pt2"
+        )
+    program: Any = torch.onnx.export(
+        classifier,
+        (example(trained, classifier),),
+        dynamo=True,
+        dynamic_shapes=batch_is_dynamic(),
+        input_names=["images"],
+        output_names=["logits"],
+        external_data=False,
+        verbose=False,
+    )
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in metadata.items()}
+    program.model.metadata_props.update(texts)
+    program.save(str(folder / "model.onnx"), external_data=False)
+
+
+def read_onnx(folder: Path) -> Network:
+    """ONNX Runtime on the CPU."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors; it warns of what it optimises
+    options.intra_op_num_threads = torch.get_num_threads()  # of all cores otherwise, whatever OMP_NUM_THREADS says
+    session = onnxruntime.InferenceSession(str(folder / "model.onnx"), options, providers=["CPUExecutionProvider"])
+    return lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
+
+
+# TorchScript
+
+
+def write_torchscript(trained: Trained, classifier: Classifier, metadata: dict[str, Any], folder: Path) -> None:
+    """model.torchscript, traced, with the facts as its extra file metadata.json."""
+    with without_deprecation():
+        traced = cast(Any, torch.jit.trace)(classifier, example(trained, classifier), check_trace=False)
+        content = io.BytesIO()  # torch aborts the process where a file cannot be written
+        torch.jit.save(traced, content, _extra_files={METADATA: json.dumps(metadata)})
+    (folder / "model.torchscript").write_bytes(content.getbuffer())
+
+
+def read_torchscript(folder: Path) -> Network:
+    """The traced network."""
+    with without_deprecation():
+        network: Network = cast(Any, torch.jit.load)(str(folder / "model.torchscript"), map_location="cpu")
+    return network
+
+
+@contextmanager
+def without_deprecation() -> Iterator[None]:
+    """TorchScript is deprecated, which `--help` says; the comparison finds what a trace has taken for a constant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`torch\.jit\.")
+        warnings.filterwarnings("ignore", category=cast(Any, torch.jit).TracerWarning)
+        yield
+
+
+# torch.export
+
+
+def write_pt2(trained: Trained, classifier: Classifier, metadata: dict[str, Any], folder: Path) -> None:
+    """model.pt2, which `torch.export.load` reads, with the facts as its extra file metadata.json."""
+    program = torch.export.export(classifier, (example(trained, classifier),), dynamic_shapes=batch_is_dynamic())
+    content = io.BytesIO()  # as in `write_torchscript`
+    torch.export.save(program, content, extra_files={METADATA: json.dumps(metadata)})
+    (folder / "model.pt2").write_bytes(content.getbuffer())
+
+
+def read_pt2(folder: Path) -> Network:
+    """The exported program."""
+    network: Network = torch.export.load(str(folder / "model.pt2")).module()
+    return network
+
+
+def example(trained: Trained, classifier: Classifier) -> Tensor:
+    """Two images: torch.export takes a size of one for a constant."""
+    size = trained.config.val_image_size
+    return classifier.prepare(torch.zeros(2, size, size, 3, dtype=torch.uint8))
+
+
+def batch_is_dynamic() -> dict[str, dict[int, Any]]:
+    """Only the number of images varies."""
+    return {"images": {0: torch.export.Dim("batch")}}
+
+
+FORMATS = {
+    "timm": Format(("model.safetensors", "config.json"), write_timm, read_timm),
+    "onnx": Format(("model.onnx",), write_onnx, read_onnx),
+    "torchscript": Format(("model.torchscript",), write_torchscript, read_torchscript),
+    "pt2": Format(("model.pt2",), write_pt2, read_pt2),
+}

@@ -1,0 +1,104 @@
+"""The network of a checkpoint as plain timm layers, with its classes, normalisation and geometry."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from models import create_model
+from utils.errors import UserError, readable
+from utils.inference.weights import choose_network, find_best_checkpoints
+from utils.network.weight_files import Normalization
+from utils.options.arguments import model_options
+from utils.options.config import ResolvedConfig
+from utils.text import count
+from utils.training.settings.preprocessing import crop_pct
+from utils.training.state.checkpoint import load
+from utils.training.state.train_state import NETWORKS
+
+MODEL, EMA = NETWORKS
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """A network that is ready to be used.
+
+    Attributes:
+        model: timm's layers in evaluation mode, float32, on the CPU; images (N, 3, val_image_size, val_image_size)
+            to logits (N, num_classes).
+        config: of its run.
+        classes: names in label order. There may be fewer than the head has outputs, if `--num-classes` said so.
+        normalization: mean and standard deviation per channel, of images in [0, 1].
+        weights: which of the checkpoint's networks it is: "model" or "model_ema".
+        top1: its accuracy, percent; None if these weights were not evaluated.
+        path: of the checkpoint.
+    """
+
+    model: nn.Module
+    config: ResolvedConfig
+    classes: tuple[str, ...]
+    normalization: Normalization
+    weights: str
+    top1: float | None
+    path: Path
+
+    @property
+    def crop_pct(self) -> float:
+        """Share of the shorter side that the centre crop takes, from which timm computes exactly `val_resize`."""
+        return crop_pct(self.config.val_image_size, self.config.val_resize)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What a program needs to feed the network and to read its logits; JSON-ready."""
+        mean, std = self.normalization
+        return {
+            "arch": self.config.arch,
+            "num_classes": self.config.num_classes,
+            "classes": list(self.classes),
+            "mean": list(mean),
+            "std": list(std),
+            "image_size": self.config.val_image_size,
+            "val_resize": self.config.val_resize,
+            "interpolation": self.config.val_interpolation,
+            "crop": self.config.val_crop,
+            "weights": self.weights,
+            "top1": self.top1,
+        }
+
+
+def load_trained(path: Path, ema: bool | None = None) -> Trained:
+    """Read the network of a checkpoint.
+
+    Args:
+        path: as for `find_best_checkpoints`.
+        ema: as for `choose_network`.
+
+    Raises:
+        UserError: no such checkpoint, a damaged one, one without a moving average where that is wanted, or weights that
+            do not fit its architecture.
+    """
+    saved = load(find_best_checkpoints(path)[0], "CHECKPOINT")
+    assert saved.path is not None, "read from a file"
+    weights = choose_network(saved, ema)
+    config, tensors = saved.config, saved.state.networks[weights]
+    options = model_options(config)
+    model = create_model(config.arch, config.num_classes, image_size=config.image_size, options=options)
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError:
+        raise UserError(
+            f"{saved.path}: its weights do not fit {config.arch} with {count(config.num_classes, 'class')}; give "
+            "another file"
+        ) from None
+    top1 = saved.state.own_result.get("val/top1" if weights == MODEL else "val/ema_top1")
+    return Trained(
+        model=model.to(memory_format=torch.contiguous_format).eval(),  # which safetensors wants
+        config=config,
+        classes=tuple(map(readable, saved.record.classes)),
+        normalization=saved.record.normalization,
+        weights=weights,
+        top1=top1,
+        path=saved.path,
+    )

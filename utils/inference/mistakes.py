@@ -1,0 +1,243 @@
+"""Which validation images a network gets wrong, and what training images look like: report.json, and the page of a run.
+
+`--report` makes them, at the end of a run and with `--evaluate`.
+"""
+
+import base64
+import contextlib
+import dataclasses
+import io
+import math
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor, nn
+
+from utils.data.images.manifest import Manifest
+from utils.data.loaders.sampler import shard
+from utils.data.loaders.stock_loader import stock_shard
+from utils.distributed.collectives import gather_to_rank0, sync_errors
+from utils.distributed.group import DistEnv
+from utils.errors import UserError, first_line, readable
+from utils.files import atomic_write_text, json_text
+from utils.network.augment import Samples
+from utils.options.config import ResolvedConfig
+from utils.report.output_folder import read_run
+from utils.report.page import PAGE, render
+from utils.report.pictures import MAX_PAIRS, PICTURES, Pictures, read_pictures
+
+NUM_WORST, NUM_SAMPLES = 24, 12
+THUMBNAIL = 128  # longest side, pixels
+MIN_SHARE = 0.005  # of a mixed target that is named
+
+
+class _Wrong(NamedTuple):
+    """A validation image, with the smaller picture of it that the network saw."""
+
+    loss: float
+    position: int
+    target: int
+    predicted: int
+    probability: float
+    target_probability: float
+    image: Tensor
+
+
+class Mistakes:
+    """Predictions of one evaluation on this rank, and its images with the largest loss.
+
+    Args:
+        config: of the run.
+        manifest: the validation images of all ranks.
+        env: this process.
+    """
+
+    def __init__(self, config: ResolvedConfig, manifest: Manifest, env: DistEnv) -> None:
+        split = stock_shard if config.loader == "stock" else shard
+        self._indices = split(len(manifest), env.rank, env.world_size)
+        self._manifest, self._env = manifest, env
+        self._classes = tuple(map(readable, manifest.classes))
+        self._found: list[NDArray[np.int64]] = []  # targets and predictions, (2, N)
+        self._done = 0
+        self._worst: list[_Wrong] = []
+
+    def add(self, images: Tensor, logits: Tensor, predicted: Tensor, targets: Tensor) -> None:
+        """The next batch, in the loader's order; waits for the device.
+
+        Args:
+            images: uint8 (N, 3, H, W).
+            logits: float32 (N, num_classes); what is not finite counts as a probability of 0.
+            predicted: int64 (N,), the classes that count as top-1, as half precision makes equal logits.
+            targets: int64 (N,).
+
+        Raises:
+            RuntimeError: the targets are not those of the images that should come.
+        """
+        indices = self._indices[self._done : self._done + len(targets)]
+        self._done += len(targets)
+        is_named = self._manifest.images is not None  # synthetic images have targets of their own
+        if is_named and not np.array_equal(self._manifest.labels[indices], targets.cpu().numpy()):
+            raise RuntimeError("validation images came in another order; their names would be wrong")
+        losses = nn.functional.cross_entropy(logits, targets, reduction="none").nan_to_num(nan=math.inf)
+        probabilities = logits.softmax(dim=1).nan_to_num(nan=0.0)
+        self._found.append(np.stack([targets.cpu().numpy(), predicted.cpu().numpy()]))
+        for at in losses.topk(min(NUM_WORST, len(losses))).indices.tolist():
+            if int(predicted[at]) != int(targets[at]):
+                of_target = float(probabilities[at, targets[at]])
+                self._worst.append(
+                    _Wrong(
+                        float(losses[at]), int(indices[at]), int(targets[at]), int(predicted[at]),
+                        float(probabilities[at, predicted[at]]), of_target, images[at].cpu(),
+                    )
+                )  # fmt: skip
+        self._worst = sorted(self._worst, key=lambda wrong: -wrong.loss)[:NUM_WORST]
+
+    def pictures(self, source: dict[str, Any], samples: Samples | None) -> Pictures | None:
+        """The content of report.json on rank 0, None on the others. Collective: call on every rank.
+
+        Args:
+            source: what was evaluated, as names and JSON-ready values.
+            samples: of training, if this launch has trained.
+        """
+        ranks = gather_to_rank0((self._found, self._worst), self._env)
+        if ranks is None:
+            return None
+        labels, found = np.concatenate([each for batches, _ in ranks for each in batches], axis=1)
+        classes = self._classes
+        counts = np.bincount(labels, minlength=len(classes))
+        correct = np.bincount(labels[labels == found], minlength=len(classes))
+        pairs = Counter(zip(labels[labels != found].tolist(), found[labels != found].tolist(), strict=True))
+        worst = sorted((wrong for _, each in ranks for wrong in each), key=lambda wrong: -wrong.loss)[:NUM_WORST]
+        return Pictures(
+            source=source,
+            classes=[
+                {"name": name, "count": int(count), "correct": int(right)}
+                for name, count, right in zip(classes, counts, correct, strict=True)
+            ],
+            confused=[
+                {"target": classes[target], "predicted": self._class(predicted), "count": count}
+                for (target, predicted), count in pairs.most_common(MAX_PAIRS)
+            ],
+            worst=[self._describe(wrong) for wrong in worst],
+            samples=self._describe_samples(samples) if samples is not None else [],
+        )
+
+    def _class(self, label: int) -> str:
+        names = self._classes
+        return names[label] if label < len(names) else f"output {label}"  # of a head with more of them
+
+    def _describe(self, wrong: _Wrong) -> dict[str, Any]:
+        return {
+            "path": readable(self._manifest.name(wrong.position)) if self._manifest.images is not None else "",
+            "target": self._classes[wrong.target],
+            "predicted": self._class(wrong.predicted),
+            "probability": round(wrong.probability, 4),
+            "target_probability": round(wrong.target_probability, 4),
+            "jpeg": _encode(wrong.image),
+        }
+
+    def _describe_samples(self, samples: Samples) -> list[dict[str, Any]]:
+        found = []
+        for before, target, after, mixed in zip(*samples, strict=True):
+            is_same = (before.float() - after).abs().max() < 4  # half precision rounds
+            shares = [] if mixed.dim() == 0 else [(self._class(at), float(mixed[at])) for at in mixed.topk(2).indices]
+            found.append(
+                {
+                    "before": _encode(before),
+                    "after": "" if is_same else _encode(after.round().clamp(0, 255).byte()),
+                    "target": self._class(int(target)),
+                    "mixed": [(name, round(share, 3)) for name, share in shares if MIN_SHARE < share < 1 - MIN_SHARE],
+                }
+            )
+        return found
+
+
+def _encode(image: Tensor) -> str:
+    """uint8 (3, H, W) -> a small JPEG file in base64."""
+    picture = Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
+    picture.thumbnail((THUMBNAIL, THUMBNAIL))
+    content = io.BytesIO()
+    picture.save(content, format="JPEG", quality=85)
+    return base64.b64encode(content.getvalue()).decode()
+
+
+def check_report(config: ResolvedConfig, manifest: Manifest, env: DistEnv) -> None:
+    """With `--report`, make a page without results in a temporary folder. Collective: call on every rank.
+
+    What the end of a run needs is tried at its start: the template, its packages, the names, the pictures.
+
+    Args:
+        config: of the run.
+        manifest: images with the classes of the run.
+        env: this process.
+
+    Raises:
+        UserError: on all ranks: the page cannot be made, or not be written.
+    """
+    with sync_errors(env):
+        if not env.is_main or not config.report:
+            return
+        for name in (PAGE, PICTURES):
+            if (config.output_dir / name).is_dir():
+                raise UserError(f"--report: {config.output_dir / name} is a folder, not a file to replace; move it")
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                config.save(Path(folder, "config.json"))
+                _write_page(Path(folder), _empty_pictures(manifest))
+        except OSError as error:  # jinja2's, of a template that is missing, is one
+            raise UserError(
+                f"--report: no page can be made ({error.strerror or first_line(error)}); restore utils/report/, make "
+                f"room in {tempfile.gettempdir()}, or leave --report out"
+            ) from error
+
+
+def _empty_pictures(manifest: Manifest) -> Pictures:
+    """Of no evaluation: the classes, and one image that is black."""
+    names = tuple(map(readable, manifest.classes))
+    jpeg = _encode(torch.zeros(3, 8, 8, dtype=torch.uint8))
+    path = readable(manifest.name(0)) if manifest.images is not None else ""
+    wrong = {"path": path, "target": names[0], "predicted": names[-1], "probability": 0.0, "target_probability": 0.0}
+    return Pictures(
+        source={},
+        classes=[{"name": name, "count": 0, "correct": 0} for name in names],
+        confused=[{"target": names[0], "predicted": names[-1], "count": 0}],
+        worst=[wrong | {"jpeg": jpeg}],
+        samples=[{"before": jpeg, "after": jpeg, "target": names[0], "mixed": []}],
+    )
+
+
+def write_page(output_dir: Path, pictures: Pictures) -> str:
+    """Write report.json, and report.html where the folder holds a run; returns a line for the user.
+
+    Training images that are there already are kept where `pictures` has none, as of an evaluation.
+    """
+    with contextlib.suppress(UserError):  # of a broken one
+        if not pictures.samples and (earlier := read_pictures(output_dir)) is not None:
+            pictures = dataclasses.replace(pictures, samples=earlier.samples)
+    try:
+        written = _write_page(output_dir, pictures)
+    except OSError as error:
+        reason = error.strerror or first_line(error)
+        return f"warning: {output_dir}: no report ({reason}); --evaluate --report writes it again"
+    return f"{output_dir}: {', '.join(written)}"
+
+
+def _write_page(output_dir: Path, pictures: Pictures) -> list[str]:
+    """Write both files, or one; returns their names."""
+    atomic_write_text(output_dir / PICTURES, json_text(dataclasses.asdict(pictures)) + "\n")
+    run = read_run(output_dir)
+    if run is None:
+        return [PICTURES]
+    atomic_write_text(output_dir / PAGE, render([dataclasses.replace(run, is_locked=False)]))  # the lock is ours
+    return [PAGE, PICTURES]
+
+
+def better_network(result: dict[str, Any]) -> str:
+    """`model` or `model_ema`, which has the better top-1 in `result`, by the keys of evaluation.json."""
+    return "model_ema" if result.get("ema_top1", -1.0) > result["top1"] else "model"

@@ -1,0 +1,321 @@
+"""Predictions of a checkpoint for images that need no data set: the same pixels and numbers as an evaluation.
+
+Whole batches go to the ranks round robin, so a batch, and what is computed of it, is the same on any number of them.
+Rank 0 writes the rows of every round as they come.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+import models
+from utils.data.formats.index import read_shards
+from utils.data.images.manifest import Manifest, describe_counts
+from utils.data.shared_memory import check_shared_memory
+from utils.distributed.collectives import all_gather_object, broadcast, gather_to_rank0, sync_errors
+from utils.distributed.group import DistEnv
+from utils.errors import UserError, first_line, readable
+from utils.files import temporary_of
+from utils.inference.evaluate import FlipAverage, compute_logits, describe_result, load_network, start_evaluation
+from utils.inference.inputs import NO_TARGET, PathTable, files_manifest, list_inputs, shards_manifest, split_shards
+from utils.inference.predictions import (
+    RESULTS,
+    TOP,
+    ClassCounts,
+    Columns,
+    PredictionsFile,
+    PredictOptions,
+    Rows,
+)
+from utils.inference.readable_batches import ReadableBatches
+from utils.inference.weights import choose_network, find_best_checkpoints
+from utils.log import emit
+from utils.network.augment import Normalize
+from utils.network.gradients import AMP_DTYPES
+from utils.options.config import ResolvedConfig, TrainConfig
+from utils.progress import end_status, show_status, with_bar
+from utils.text import count, describe_alike
+from utils.training.output import lock_output, prepare_output
+from utils.training.resume.restore import settings_of_checkpoint
+from utils.training.settings.autotune import choose_common_loader_settings, resolve
+from utils.training.state.checkpoint import Checkpoint, load_newest
+from utils.training.state.train_state import NETWORKS
+
+
+def predict(options: PredictOptions, env: DistEnv, stack: contextlib.ExitStack) -> None:
+    """Write the predictions of all images. Collective: call on every rank.
+
+    Raises:
+        UserError: on all ranks: the checkpoint, a source or the output folder cannot be used.
+    """
+    saved = _open_checkpoint(options.checkpoint, env)
+    prepare_output(options.output_dir, env, stack, RESULTS)
+    lock_output(options.output_dir, env, stack)
+    show_status("listing the images")
+    manifest, ignored = _list_images(options, saved.record.classes, env)
+    show_status("preparing the predictions")
+    config = _resolve(options, saved, manifest, env)
+    name = choose_network(saved, options.ema)
+    predictor = _create_predictor(config, saved, name, options, manifest, env)
+    end_status()
+    if env.is_main:
+        average = ", moving average" if name != NETWORKS[0] else ""
+        average += ", with mirror images" if config.eval_flip else ""
+        size = f"{config.val_image_size} px of {config.val_resize}"
+        emit(f"{saved.path}: {config.arch}{average}, {size}, amp {config.amp}")
+        if isinstance(manifest.images, PathTable) and (note := _describe_folders(manifest)):
+            emit(note)
+        if ignored:
+            emit(f"not predicted, as no image is named so: {describe_counts(ignored)}")
+    _write(predictor, options, env, stack)
+
+
+def _open_checkpoint(path: Path, env: DistEnv) -> Checkpoint:
+    """The checkpoint of a file, or of a run's output folder."""
+    saved: Checkpoint | None = None
+    skipped: list[str] = []
+    with sync_errors(env):
+        saved, skipped = load_newest(find_best_checkpoints(path), "CHECKPOINT")
+    assert saved is not None, "there is a file"
+    if env.is_main:
+        for line in skipped:
+            emit(line)
+    if len(set(all_gather_object((saved.record.run, saved.position), env))) > 1:
+        raise UserError(f"CHECKPOINT {path}: not the same on all ranks; use a shared folder", on_all_ranks=True)
+    return saved
+
+
+def _list_images(options: PredictOptions, classes: tuple[str, ...], env: DistEnv) -> tuple[Manifest, Mapping[str, int]]:
+    """The images of the sources, as rank 0 finds them, and `Inputs.ignored`."""
+    inputs = None
+    with sync_errors(env):
+        if env.is_main:
+            inputs = list_inputs(options.sources)
+    inputs = broadcast(inputs, env)
+    assert inputs is not None, "rank 0 has it"
+    if not inputs.shards:
+        return files_manifest(inputs.files, classes), inputs.ignored
+    workers = options.workers or max(1, len(os.sched_getaffinity(0)) // env.local_world_size)
+    groups = [
+        (format, read_shards(split, format, paths, options.output_dir, workers, env))
+        for format, split, paths in split_shards(inputs.shards)
+    ]
+    with sync_errors(env):
+        manifest = shards_manifest(groups, classes)
+    return manifest, inputs.ignored
+
+
+def _describe_folders(manifest: Manifest) -> str:
+    """A note on folders whose names are not a class, but look like one; "" for none."""
+    unknown = np.flatnonzero(manifest.labels == NO_TARGET).tolist()
+    folders = {os.path.basename(os.path.dirname(manifest.record(index).name)) for index in unknown}
+    alike = describe_alike(folders, manifest.classes)
+    return f"note: the true class of some images is not known: {alike}, a folder's name and a class" if alike else ""
+
+
+def _resolve(options: PredictOptions, saved: Checkpoint, manifest: Manifest, env: DistEnv) -> ResolvedConfig:
+    """The configuration with which `--evaluate` evaluates the checkpoint."""
+    values: dict[str, Any] = {"data_dir": options.output_dir}  # not read
+    # The loader takes memory for whole batches.
+    values["batch_size"] = min(options.batch_size or saved.config.batch_size, len(manifest))
+    if options.workers is not None:
+        values["workers"] = options.workers
+    if saved.config.loader in ("stock", "synthetic"):  # which have the pixels of `dali`, or none
+        values["loader"] = "dali"
+    config = TrainConfig(
+        evaluate=True,
+        eval_flip=options.eval_flip,
+        output_dir=options.output_dir,
+        device=options.device,
+        given=frozenset(values),
+        **values,
+    )
+    with sync_errors(env):
+        config, _ = settings_of_checkpoint(config, saved.config, saved.path or "", env)
+    settings = choose_common_loader_settings(config, env, saved, manifest)
+    resolved = resolve(config, saved.record.classes, env, settings, saved)
+    check_shared_memory(resolved, len(manifest), env)
+    return resolved
+
+
+class _Batch(NamedTuple):
+    """Results of a batch, on their way from the device.
+
+    Attributes:
+        images: of the batch.
+        indices, scores: see `Rows`, with at least `TOP` classes where there are so many; None for bad images only.
+        wait: waits until they have arrived.
+    """
+
+    images: NDArray[np.int64]
+    indices: Tensor | None
+    scores: Tensor | None
+    wait: Callable[[], object]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Predictor:
+    """Network, images and columns.
+
+    Attributes:
+        model: with its weights.
+        normalize: its normalization.
+        amp_dtype: of the forward pass.
+        manifest: of all images.
+        reader: of this rank's batches.
+        rounds: batches of the rank that has most.
+        columns: of the file.
+        counts: of this rank.
+    """
+
+    model: nn.Module
+    normalize: Normalize
+    amp_dtype: torch.dtype
+    manifest: Manifest
+    reader: ReadableBatches
+    rounds: int
+    columns: Columns
+    counts: ClassCounts
+    env: DistEnv
+
+    def pieces(self) -> Iterator[bytes]:
+        """The encoded rows of each batch of this rank. The device works on a batch while the one before is encoded."""
+        pending: collections.deque[_Batch] = collections.deque()
+        for images, pixels in self.reader:
+            pending.append(self._compute(images, pixels))
+            if len(pending) > 1:
+                yield self._encode(pending.popleft())
+        yield from map(self._encode, pending)
+
+    @torch.inference_mode()
+    def _compute(self, images: NDArray[np.int64], pixels: Tensor | None) -> _Batch:
+        if pixels is None:
+            return _Batch(images, None, None, lambda: None)
+        logits = compute_logits(self.model, pixels, self.normalize, self.env, self.amp_dtype)
+        count = min(max(self.columns.topk, TOP), logits.shape[1])
+        top, indices = logits.topk(count, dim=1)
+        scores = top if self.columns.output_type == "logit" else torch.take_along_dim(logits.softmax(1), indices, dim=1)
+        if self.env.device.type != "cuda":
+            return _Batch(images, indices, scores, lambda: None)
+        indices, scores = (each.to("cpu", non_blocking=True) for each in (indices, scores))
+        return _Batch(images, indices, scores, torch.cuda.current_stream().record_event().synchronize)
+
+    def _encode(self, batch: _Batch) -> bytes:
+        images, bad, topk = batch.images.tolist(), self.reader.bad, self.columns.topk
+        targets = self.manifest.labels[batch.images]
+        batch.wait()
+        indices = np.full((len(images), topk), NO_TARGET) if batch.indices is None else batch.indices.numpy()
+        scores = np.zeros((len(images), topk), np.float32) if batch.scores is None else batch.scores.numpy()
+        is_good = np.array([image not in bad for image in images])
+        self.counts.update(targets[is_good], indices[is_good])
+        paths = [self.manifest.record(image).name for image in images]
+        errors = [bad.get(image) for image in images]
+        return self.columns.encode(Rows(paths, indices[:, :topk], scores[:, :topk], targets, errors))
+
+
+def _create_predictor(
+    config: ResolvedConfig, saved: Checkpoint, name: str, options: PredictOptions, manifest: Manifest, env: DistEnv
+) -> _Predictor:
+    classes = saved.record.classes
+    network = models.create_network(config, env, classes, saved.record.normalization)
+    load_network(network.model, saved, name, config)
+    start_evaluation(network.model)
+    amp_dtype = AMP_DTYPES[config.amp]
+    starts = range(0, len(manifest), config.batch_size)
+    batches = [np.arange(start, min(start + config.batch_size, len(manifest))) for start in starts]
+    columns = Columns(
+        format=options.format,
+        classes=tuple(map(readable, classes)),
+        output_type=options.output_type,
+        topk=min(options.topk, config.num_classes),
+        has_targets=bool((manifest.labels != NO_TARGET).any()),
+    )
+    return _Predictor(
+        model=FlipAverage(network.model) if config.eval_flip else network.model,
+        normalize=Normalize(*network.normalization, dtype=amp_dtype, device=env.device),
+        amp_dtype=amp_dtype,
+        manifest=manifest,
+        reader=ReadableBatches(config, manifest, env, batches[env.rank :: env.world_size]),
+        rounds=-(-len(batches) // env.world_size),
+        columns=columns,
+        counts=ClassCounts(),
+        env=env,
+    )
+
+
+def _write(predictor: _Predictor, options: PredictOptions, env: DistEnv, stack: contextlib.ExitStack) -> None:
+    """Predict, and write the files as the rows come; `stack` closes what an error leaves open.
+
+    Raises:
+        UserError: on all ranks: the folder cannot be written any more.
+    """
+    file: PredictionsFile | None = None
+    with _writing(options, env):
+        if env.is_main:
+            file = PredictionsFile(predictions_path(options), predictor.columns)
+            stack.callback(file.release)
+    pieces = predictor.pieces()
+    for _ in with_bar(range(predictor.rounds), "predicting", predictor.rounds, env.is_main):
+        gathered = gather_to_rank0(next(pieces, b""), env)
+        with _writing(options, env):
+            for piece in gathered or ():
+                assert file is not None, "rank 0"
+                file.write(piece)
+    results = gather_to_rank0((predictor.counts, len(predictor.reader.bad)), env)
+    counts = ClassCounts()
+    for part, _ in results or ():
+        counts.add(part)
+    with _writing(options, env):
+        if file is not None:
+            _finish(file, counts, predictor.columns, options)
+    if results is not None:
+        _print_summary(len(predictor.manifest), sum(bad for _, bad in results), counts, options)
+
+
+@contextlib.contextmanager
+def _writing(options: PredictOptions, env: DistEnv) -> Iterator[None]:
+    """Around writing on rank 0: an OSError ends all ranks in one line. Collective: call on every rank."""
+    with sync_errors(env):
+        try:
+            yield
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary_of(predictions_path(options)).unlink(missing_ok=True)  # a full disk has room again
+            raise UserError(
+                f"--output-dir {options.output_dir}: cannot be written ({error.strerror or first_line(error)}); the "
+                "same command starts over"
+            ) from None
+
+
+def _finish(file: PredictionsFile, counts: ClassCounts, columns: Columns, options: PredictOptions) -> None:
+    """Give the files their names, the predictions last: where they are, the others are theirs."""
+    folder = options.output_dir
+    file.complete()  # what takes room comes before an earlier result is removed
+    for name in RESULTS:
+        (folder / name).unlink(missing_ok=True)  # of an earlier run, with other sources
+        if name != predictions_path(options).name:
+            temporary_of(folder / name).unlink(missing_ok=True)
+    if columns.has_targets:
+        counts.write(folder, columns.classes)
+    file.publish()
+
+
+def _print_summary(images: int, bad: int, counts: ClassCounts, options: PredictOptions) -> None:
+    unread = f", {bad:,} of them cannot be read (column error)" if bad else ""
+    emit(f"{predictions_path(options)}: {count(images, 'image')}{unread}")
+    if summary := counts.summary():
+        emit(describe_result(summary))
+
+
+def predictions_path(options: PredictOptions) -> Path:
+    """The file of the predictions."""
+    return options.output_dir / f"predictions.{options.format}"

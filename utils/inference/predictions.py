@@ -1,0 +1,314 @@
+"""The rows of predictions: as CSV, JSON lines or parquet, written in order; and what they say of each class.
+
+Every rank encodes its own rows (`Columns.encode`), and rank 0 writes the pieces one behind the other.
+"""
+
+import collections
+import contextlib
+import csv
+import dataclasses
+import io
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from utils.errors import UserError, readable
+from utils.files import atomic_write_text, json_text, rename, temporary_of
+from utils.inference.inputs import NO_TARGET
+
+Format = Literal["csv", "jsonl", "parquet"]
+OutputType = Literal["prob", "logit"]
+FORMATS: tuple[Format, ...] = ("csv", "jsonl", "parquet")
+TOP = 5  # of the accuracy, besides 1
+PER_CLASS, CONFUSION = "per_class.csv", "confusion.csv"
+RESULTS = (*(f"predictions.{format}" for format in FORMATS), PER_CLASS, CONFUSION)
+ROWS = 20_000  # of a row group of parquet, at least: many small ones are slow to read
+
+
+@dataclasses.dataclass(frozen=True)
+class PredictOptions:
+    """What the command line of scripts/predict.py says.
+
+    Attributes:
+        checkpoint: a file, or the output folder of a run.
+        sources: see `utils.inference.inputs.list_inputs`.
+        topk: classes for each image; there may be fewer.
+        format: of the predictions.
+        output_type: probabilities or logits.
+        ema: whether to take the moving average of the weights; None for the better of the two.
+        batch_size: images per process and batch; None for that of the run.
+        workers: CPU threads per process; None for its share of the cores.
+        device: auto, cuda or cpu.
+        output_dir: where the files go.
+        eval_flip: whether logits are means over an image and its mirror image.
+    """
+
+    checkpoint: Path
+    sources: Sequence[str]
+    topk: int
+    format: Format
+    output_type: OutputType
+    ema: bool | None
+    batch_size: int | None
+    workers: int | None
+    device: Literal["auto", "cuda", "cpu"]
+    output_dir: Path
+    eval_flip: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """What is known of some images.
+
+    Attributes:
+        paths: of the images.
+        indices: of the likeliest classes, likeliest first: int64 (num_images, topk).
+        scores: probabilities or logits of these: float32 (num_images, topk).
+        targets: true classes, `NO_TARGET` where they are not known: int64 (num_images,).
+        errors: why an image could not be read; None for the others.
+    """
+
+    paths: Sequence[str]
+    indices: NDArray[np.int64]
+    scores: NDArray[np.float32]
+    targets: NDArray[np.int64]
+    errors: Sequence[str | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """The columns of predictions, and how rows become bytes.
+
+    Attributes:
+        format: of the file.
+        classes: names in label order. An output behind them has no label.
+        output_type: what the scores are.
+        topk: classes of each image.
+        has_targets: whether there are columns `target` and `correct`.
+    """
+
+    format: Format
+    classes: Sequence[str]
+    output_type: OutputType
+    topk: int
+    has_targets: bool
+
+    @property
+    def names(self) -> list[str]:
+        """Of the columns, in order."""
+        top = [f"{name}{_suffix(k)}" for k in range(self.topk) for name in ("label", "index", self.output_type)]
+        return ["path", *top, *(["target", "correct"] if self.has_targets else []), "error"]
+
+    def encode(self, rows: Rows) -> bytes:
+        """The rows as a piece of the file; without the heading of a CSV."""
+        values = self._values(rows)
+        if self.format == "parquet":
+            return self._encode_parquet(values)
+        if self.format == "jsonl":
+            lines = (json_text(dict(zip(values, row, strict=True))) for row in zip(*values.values(), strict=True))
+            return "".join(f"{line}\n" for line in lines).encode()
+        return _csv_text(zip(*map(_spell, values.values()), strict=True)).encode()
+
+    def heading(self) -> bytes:
+        """First line of the file; none where the rows name the columns themselves."""
+        return (",".join(self.names) + "\n").encode() if self.format == "csv" else b""
+
+    def _values(self, rows: Rows) -> dict[str, list[Any]]:
+        """Column name -> value of each image, None where there is none."""
+        good = [error is None for error in rows.errors]
+        values: dict[str, list[Any]] = {"path": [readable(path) for path in rows.paths]}
+        for k in range(self.topk):
+            indices, scores = rows.indices[:, k].tolist(), rows.scores[:, k]
+            # The shortest decimal number that is this float32, in all formats.
+            numbers = [float(str(score)) for score in scores]
+            values[f"label{_suffix(k)}"] = _where(good, [self._label(index) for index in indices])
+            values[f"index{_suffix(k)}"] = _where(good, indices)
+            values[f"{self.output_type}{_suffix(k)}"] = _where(good, numbers)
+        if self.has_targets:
+            correct = (rows.indices[:, 0] == rows.targets).tolist()
+            values["target"] = [self._label(target) for target in rows.targets.tolist()]
+            values["correct"] = _where([*map(all, zip(good, rows.targets >= 0, strict=True))], correct)
+        return values | {"error": [error and readable(error) for error in rows.errors]}
+
+    def _label(self, index: int) -> str | None:
+        return self.classes[index] if 0 <= index < len(self.classes) else None
+
+    def _encode_parquet(self, values: dict[str, list[Any]]) -> bytes:
+        import pyarrow as pa
+
+        batch = pa.record_batch(values, schema=self.schema())
+        with pa.BufferOutputStream() as sink:
+            with pa.ipc.new_stream(sink, batch.schema) as stream:
+                stream.write_batch(batch)
+            content: bytes = sink.getvalue().to_pybytes()
+        return content
+
+    def schema(self) -> Any:
+        """Of a parquet file."""
+        import pyarrow as pa
+
+        kinds = {"index": pa.int32(), self.output_type: pa.float32(), "correct": pa.bool_()}
+        return pa.schema([(name, kinds.get(name.partition("_")[0], pa.string())) for name in self.names])
+
+
+def require_pyarrow() -> None:
+    """Raise UserError unless parquet files can be written."""
+    try:
+        import pyarrow.parquet  # noqa: F401
+    except ImportError:
+        raise UserError("--format parquet: is written by the package pyarrow; pip install pyarrow") from None
+
+
+def _suffix(k: int) -> str:
+    return f"_{k + 1}" if k else ""
+
+
+def _where(known: Sequence[bool], values: Sequence[Any]) -> list[Any]:
+    return [value if is_known else None for is_known, value in zip(known, values, strict=True)]
+
+
+def _spell(values: Sequence[Any]) -> list[Any]:
+    """Values as a CSV has them: true and false as JSON."""
+    return [str(value).lower() if isinstance(value, bool) else value for value in values]
+
+
+class PredictionsFile:
+    """A file of predictions that has its name when it is complete.
+
+    Args:
+        path: of the file. What is written before `publish` is in a temporary file beside it.
+        columns: its columns.
+
+    Raises:
+        OSError: it cannot be written; as every method.
+    """
+
+    def __init__(self, path: Path, columns: Columns) -> None:
+        self._path, self._columns = path, columns
+        temporary = temporary_of(path)
+        temporary.unlink(missing_ok=True)  # of a run that was killed
+        self._file = temporary.open("wb")
+        self._file.write(columns.heading())
+        self._parquet: Any = None
+        self._batches: list[Any] = []
+        if columns.format == "parquet":
+            import pyarrow.parquet
+
+            self._parquet = pyarrow.parquet.ParquetWriter(self._file, columns.schema())
+
+    def write(self, piece: bytes) -> None:
+        """Append rows that `Columns.encode` has encoded; b"" is none."""
+        if self._parquet is None:
+            self._file.write(piece)
+        elif piece:
+            import pyarrow as pa
+
+            self._batches += pa.ipc.open_stream(piece)
+            if sum(batch.num_rows for batch in self._batches) >= ROWS:
+                self._write_batches()
+
+    def _write_batches(self) -> None:
+        import pyarrow as pa
+
+        if self._batches:
+            self._parquet.write_table(pa.Table.from_batches(self._batches))
+        self._batches = []
+
+    def complete(self) -> None:
+        """Write what is left, down to the disk."""
+        if self._parquet is not None:
+            self._write_batches()
+            self._parquet.close()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def publish(self) -> None:
+        """Give the complete file its name."""
+        rename(temporary_of(self._path), self._path)
+
+    def release(self) -> None:
+        """Close the file, whether it is complete or not; it gets no name."""
+        for each in (self._parquet, self._file):
+            with contextlib.suppress(OSError):
+                if each is not None:
+                    each.close()
+
+
+class ClassCounts:
+    """How often each class was predicted for images of each class.
+
+    Attributes:
+        confusion: (target, predicted) -> images.
+        hits: target -> images whose class is among the first `TOP`.
+    """
+
+    def __init__(self) -> None:
+        self.confusion: collections.Counter[tuple[int, int]] = collections.Counter()
+        self.hits: collections.Counter[int] = collections.Counter()
+
+    def update(self, targets: NDArray[np.int64], indices: NDArray[np.int64]) -> None:
+        """Count images.
+
+        Args:
+            targets: int64 (num_images,); `NO_TARGET` is not counted.
+            indices: of the likeliest classes, `TOP` or all of fewer: int64 (num_images, n).
+        """
+        known = targets != NO_TARGET
+        targets, indices = targets[known], indices[known, :TOP]
+        self.confusion.update(zip(targets.tolist(), indices[:, 0].tolist(), strict=True))
+        self.hits.update(targets[(indices == targets[:, None]).any(axis=1)].tolist())
+
+    def add(self, other: "ClassCounts") -> None:
+        """Add those of another rank."""
+        self.confusion.update(other.confusion)
+        self.hits.update(other.hits)
+
+    def summary(self) -> dict[str, float | int]:
+        """`top1` and `top5` in percent, and `count`, as an evaluation has them; {} for no image."""
+        count = self.confusion.total()
+        if not count:
+            return {}
+        top1 = sum(images for (target, predicted), images in self.confusion.items() if target == predicted)
+        return {"top1": 100 * top1 / count, "top5": 100 * self.hits.total() / count, "count": count}
+
+    def write(self, folder: Path, classes: Sequence[str]) -> None:
+        """Write per_class.csv, a line for each class, and confusion.csv, a line for each pair that occurs.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        images: collections.Counter[int] = collections.Counter()
+        for (target, _), number in self.confusion.items():
+            images[target] += number
+        lines: list[list[Any]] = [["class", "images", "top1", "top5"]]
+        for label, name in enumerate(classes):
+            hits = (self.confusion[label, label], self.hits[label])
+            lines.append([name, images[label], *(100 * each / images[label] if images[label] else "" for each in hits)])
+        _write_csv(folder / PER_CLASS, lines)
+        lines = [["target", "predicted", "count"]]
+        for (target, predicted), number in sorted(self.confusion.items()):
+            lines.append([classes[target], classes[predicted] if predicted < len(classes) else "", number])
+        _write_csv(folder / CONFUSION, lines)
+
+
+def _write_csv(path: Path, lines: Sequence[Sequence[Any]]) -> None:
+    atomic_write_text(path, _csv_text(lines))
+
+
+class _Lines(io.StringIO):
+    """Lines of a csv.writer that end with a line feed."""
+
+    def write(self, line: str) -> int:
+        return super().write(line.removesuffix("\r\n") + "\n")
+
+
+def _csv_text(rows: Iterable[Sequence[Any]]) -> str:
+    # The writer quotes the characters of its own line ending only, so it has both: a file's name may contain them.
+    lines = _Lines(newline="")
+    csv.writer(lines, lineterminator="\r\n").writerows(rows)
+    return lines.getvalue()

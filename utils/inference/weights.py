@@ -1,0 +1,48 @@
+"""Which checkpoint of a run, and which of its networks, is used when training is over."""
+
+import os
+from pathlib import Path
+
+from utils.errors import UserError
+from utils.training.state.checkpoint import BEST, EARLIER, LAST, Checkpoint
+from utils.training.state.train_state import NETWORKS
+
+
+def find_best_checkpoints(path: Path) -> list[Path]:
+    """The checkpoints that a path means: itself, or of an output folder best.pt, then the others, newest first.
+
+    Raises:
+        UserError: there is none.
+    """
+    if os.path.isfile(path):
+        return [path]
+    if not os.path.isdir(path):
+        raise UserError(
+            f"CHECKPOINT {path}: no such checkpoint; give best.pt or last.pt of a run, or its output folder"
+        )
+    found = [path / name for name in (BEST, LAST, *EARLIER) if os.path.isfile(path / name)]
+    if not found:
+        raise UserError(
+            f"CHECKPOINT {path}: no checkpoint in it; give the output folder of a run, or a checkpoint file"
+        )
+    return found
+
+
+def choose_network(saved: Checkpoint, ema: bool | None) -> str:
+    """Name of a checkpoint's network, in `NETWORKS`.
+
+    Args:
+        saved: the checkpoint, the same on all ranks.
+        ema: whether to take the moving average; None takes the better of the two by the checkpoint's evaluation, and
+            of a checkpoint without one the model.
+
+    Raises:
+        UserError: on all ranks: there is no moving average.
+    """
+    model, average = NETWORKS
+    if ema and average not in saved.state.networks:
+        raise UserError(f"--ema: {saved.path} has no EMA weights; leave --ema out", on_all_ranks=True)
+    if ema is None:
+        result = saved.state.result
+        ema = average in saved.state.networks and result.get("val/ema_top1", -1.0) > result.get("val/top1", -1.0)
+    return average if ema else model

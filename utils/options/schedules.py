@@ -1,0 +1,123 @@
+"""Values that change from an epoch on, as a flag gives them: `0:128,10:192,16:224`; and the lengths of schedules."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from utils.errors import UserError
+from utils.options.config import TrainConfig, choices
+from utils.options.flags import flag
+from utils.options.limits import MIN_8
+
+Value = TypeVar("Value")
+DECAY_EPOCHS = 30.0  # of --schedule step, as for ImageNet in the ResNet paper (arXiv:1512.03385)
+
+
+def parse_schedule(flag: str, text: str, read: Callable[[str], Value]) -> dict[int, Value]:
+    """`EPOCH:VALUE,...` -> value by the epoch, from 0, from which on it holds, in the order of the epochs; "" -> {}.
+
+    Args:
+        flag: for messages, as `--resize-schedule`.
+        text: the flag's value.
+        read: a value from its text; raises ValueError, whose message says what is expected.
+
+    Raises:
+        UserError: another form, epochs that do not rise, or a value that `read` refuses.
+    """
+    found: dict[int, Value] = {}
+    for part in text.split(",") if text else ():
+        epoch, colon, value = part.partition(":")
+        if not colon or not epoch.strip().isdecimal():
+            raise UserError(f"{flag} {text}: {part!r} is not EPOCH:VALUE; write it as 0:A,10:B")
+        if int(epoch) <= max(found, default=-1):
+            raise UserError(f"{flag} {text}: epochs must rise, from 0 for the first; put them in order")
+        try:
+            found[int(epoch)] = read(value.strip())
+        except ValueError as error:
+            raise UserError(f"{flag} {text}: {value!r} is not {error}") from None
+    return found
+
+
+def value_at(schedule: dict[int, Value], epoch: int, before: Value) -> Value:
+    """The value in an epoch, from 0; `before` is that before the first epoch of the schedule."""
+    return schedule.get(max((first for first in schedule if first <= epoch), default=-1), before)
+
+
+def size_schedule(config: TrainConfig) -> dict[int, int]:
+    """`--resize-schedule`: training size in pixels, by the epoch from which on it holds; {} where there is none.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or not MIN_8.allows(int(text)):
+            raise ValueError("a size of 8 pixels or more")
+        return int(text)
+
+    return parse_schedule("--resize-schedule", config.resize_schedule, read)
+
+
+def policy_schedule(config: TrainConfig) -> dict[int, str]:
+    """`--augment-schedule`: policy by the epoch from which on it holds; {} where there is none.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+
+    def read(text: str) -> str:
+        if text not in choices("augment"):
+            raise ValueError(f"one of {', '.join(choices('augment'))}")
+        return text
+
+    return parse_schedule("--augment-schedule", config.augment_schedule, read)
+
+
+def policies(config: TrainConfig) -> set[str]:
+    """The policies of all epochs of a run.
+
+    Raises:
+        UserError: the schedule cannot be read.
+    """
+    schedule = policy_schedule(config)
+    return set(schedule.values()) | (set() if 0 in schedule else {config.augment})
+
+
+def decay_epochs(config: TrainConfig) -> float:
+    """`--decay-epochs`, or what is usual."""
+    return DECAY_EPOCHS if config.decay_epochs is None else config.decay_epochs
+
+
+def unused_by(schedule: str) -> tuple[str, ...]:
+    """Fields of TrainConfig that are of other schedules of the rate."""
+    of_decay, of_steps = ("min_lr", "cooldown_epochs"), ("decay_epochs", "decay_rate")
+    return (*(of_decay if schedule not in ("cosine", "linear") else ()), *(of_steps if schedule != "step" else ()))
+
+
+def check_lr_schedule(config: TrainConfig) -> None:
+    """Raise UserError for flags that `--schedule` does not use, and for parts of it that have no epoch."""
+    unused = unused_by(config.schedule)
+    for name in ("min_lr", "cooldown_epochs") if "min_lr" in unused else ():
+        if value := getattr(config, name):
+            raise UserError(
+                f"{flag(name)} {value:g} with --schedule {config.schedule}: not used; leave it out, or use cosine or "
+                "linear"
+            )
+    for name in ("decay_epochs", "decay_rate") if "decay_rate" in unused else ():
+        if (value := getattr(config, name)) is not None:
+            raise UserError(f"{flag(name)} {value:g} with --schedule {config.schedule}: not used; use --schedule step")
+    if config.schedule == "step" and decay_epochs(config) >= config.epochs:
+        raise UserError(
+            f"--decay-epochs {decay_epochs(config):g}: must be less than --epochs {config.epochs}, or the rate "
+            "never falls; lower it, or use --schedule constant"
+        )
+    if config.cooldown_epochs and not config.min_lr:
+        raise UserError(
+            f"--cooldown-epochs {config.cooldown_epochs} without --min-lr: these epochs would have a rate of 0; give "
+            "--min-lr"
+        )
+    warmup = config.warmup_epochs or 0.0
+    if config.cooldown_epochs and warmup + config.cooldown_epochs >= config.epochs:
+        raise UserError(
+            f"--cooldown-epochs {config.cooldown_epochs}: with --warmup-epochs {warmup:g} must be less than --epochs "
+            f"{config.epochs}; lower one of them"
+        )

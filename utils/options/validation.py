@@ -1,0 +1,280 @@
+"""Checks of the configuration as the user gave it: single values, combinations of flags, and the data's folder."""
+
+import importlib.util
+import os
+import stat
+from pathlib import Path
+
+from utils.errors import UserError, readable
+from utils.options.arguments import model_arguments, optimizer_arguments
+from utils.options.config import RUNS, TrainConfig, check_limits, flag_fields
+from utils.options.flags import flag
+from utils.options.schedules import check_lr_schedule, policies, policy_schedule, size_schedule
+from utils.options.store_url import refuse_url, require_store, store_url
+
+# In the order in which they are taken. An index names the shards of a file.
+WEIGHTS_OF_A_FOLDER = (
+    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"
+)  # fmt: skip
+
+
+def validate(config: TrainConfig) -> None:
+    """Check each value against the limits of its field, then the combinations of flags.
+
+    What needs the data or the device is checked later, by `utils.training.settings.autotune.resolve` and the loaders.
+
+    Raises:
+        UserError: naming the flag, its value and the remedy.
+    """
+    for field in flag_fields():
+        check_limits(field.name, getattr(config, field.name))
+    _check_schedule_and_sizes(config)
+    _check_augmentation(config)
+    model_arguments(config)
+    optimizer_arguments(config)
+    _check_sources(config)
+    _check_val_images(config)
+    _check_cache(config)
+    _check_user_code(config)
+    _check_tracker(config)
+    _check_device(config)
+
+
+def _check_schedule_and_sizes(config: TrainConfig) -> None:
+    """Numbers that limit each other, and schedules."""
+    size_schedule(config)
+    check_sizes(config, is_final=not (config.evaluate or config.pretrained))
+    if 0 in policy_schedule(config) and config.augment != "none":
+        raise UserError(
+            f"--augment {config.augment} with --augment-schedule {config.augment_schedule}: two policies in epoch 0; "
+            "leave --augment out"
+        )
+    if config.warmup_epochs is not None and config.warmup_epochs >= config.epochs:
+        raise UserError(
+            f"--warmup-epochs {config.warmup_epochs:g}: must be less than --epochs {config.epochs}; lower it"
+        )
+    check_lr_schedule(config)
+    if config.bce_target_thresh is not None and not config.bce_loss:
+        raise UserError(
+            f"--bce-target-thresh {config.bce_target_thresh:g} without --bce-loss: there is no such target; give "
+            "--bce-loss"
+        )
+
+
+def check_sizes(config: TrainConfig, is_final: bool) -> None:
+    """Raise UserError unless the centre crop fits; `is_final`: no weights or checkpoint will change the sizes."""
+    size = config.val_image_size or (config.image_size if is_final or "image_size" in config.given else 0)
+    if config.val_resize is not None and config.val_resize < size:
+        name = "--val-image-size" if config.val_image_size else "--image-size"
+        raise UserError(
+            f"--val-resize {config.val_resize}: smaller than {name} {size}; the centre crop must fit, try "
+            f"--val-resize {round(size * 8 / 7)}"
+        )
+
+
+def _check_augmentation(config: TrainConfig) -> None:
+    """What the policies or the loader exclude; an evaluation augments nothing."""
+    if config.eval_flip and not config.evaluate:
+        raise UserError("--eval-flip without --evaluate: a run does not use it; add --evaluate, or leave it out")
+    if config.evaluate:
+        return
+    used = policies(config)
+    for name in ("randaugment_magnitude", "randaugment_ops", "randaugment_std"):
+        value = getattr(config, name)
+        if "randaugment" not in used and value != TrainConfig.__dataclass_fields__[name].default:
+            raise UserError(f"{flag(name)} {value:g} without --augment randaugment: nothing uses it; give that policy")
+    changing_colors = used - {"none", "three-augment"}
+    if config.color_jitter and changing_colors:
+        raise UserError(
+            f"--color-jitter {config.color_jitter:g} with the policy {min(changing_colors)}: it changes the colours "
+            "itself; leave one of them out"
+        )
+    if config.repeated_augmentation > 1 and config.loader == "stock":
+        raise UserError(
+            f"--repeated-augmentation {config.repeated_augmentation} with --loader stock: DALI's own reader gives each "
+            "image once; use --loader dali"
+        )
+
+
+def _check_sources(config: TrainConfig) -> None:
+    """Where images and weights come from, and where results go."""
+    if config.name is not None and (not config.name or "/" in config.name):
+        raise UserError(f"--name {config.name}: must be one word without /; --output-dir takes a path")
+    if config.name is not None and config.output_dir != RUNS / config.name:
+        raise UserError(f"--name {config.name} with --output-dir {config.output_dir}: two folders; give one of them")
+    if config.tensorboard and (shown := readable(str(config.output_dir))) != str(config.output_dir):
+        raise UserError(
+            f"--tensorboard with --output-dir {shown}: its package needs a name in UTF-8; give another folder, or "
+            "leave --tensorboard out"
+        )
+    if not config.evaluate or config.pretrained == "timm":  # a checkpoint has one
+        require_data(config)
+    for name in ("train_data", "val_data"):
+        if url := store_url(getattr(config, name)):
+            raise UserError(f"{flag(name)} {url}: is a pattern below --data-dir; give the URL as --data-dir")
+    if config.evaluate and config.resume == "none" and config.pretrained is None:
+        raise UserError("--evaluate with --resume none: nothing to evaluate; give --resume PATH or --pretrained")
+    if config.accept_changes and config.resume in ("auto", "none"):
+        raise UserError(
+            f"--accept-changes with --resume {config.resume}: give --resume PATH, the checkpoint to go on from"
+        )
+    if config.overwrite and config.resume == "auto":
+        raise UserError("--overwrite with --resume auto: nothing is replaced; add --resume none, or leave it out")
+    if config.pretrained_head != "auto" and config.pretrained is None:
+        raise UserError(
+            f"--pretrained-head {config.pretrained_head} without --pretrained: there are no weights; give --pretrained"
+        )
+    if config.pretrained_ema is not None and config.pretrained in (None, "timm"):
+        name = "--pretrained-ema" if config.pretrained_ema else "--no-pretrained-ema"
+        raise UserError(f"{name} without --pretrained FILE: there is no EMA; give a checkpoint's path")
+
+
+def _check_val_images(config: TrainConfig) -> None:
+    """Which images validate."""
+    name, fraction = config.val_split, config.val_fraction
+    if not name.strip(".") or "/" in name:
+        raise UserError(f"--val-split {name}: must be the name of a folder beside train/, such as val")
+    if name == "train" and not config.evaluate:
+        raise UserError("--val-split train: the training images; --val-fraction 0.1 holds out a tenth of them")
+    if fraction and config.data_dir is None and not config.evaluate:
+        raise UserError(
+            f"--val-fraction {fraction:g} without --data-dir: there are no images to hold out; leave it out"
+        )
+
+
+def _check_cache(config: TrainConfig) -> None:
+    """Which images can stay decoded, and where."""
+    if config.cache not in ("gpu", "host"):
+        return
+    if config.loader != "dali":
+        raise UserError(f"--cache {config.cache} with --loader {config.loader}: only --loader dali keeps images")
+    if config.decode == "fused":
+        raise UserError(f"--cache {config.cache} with --decode fused: whole images are kept; leave --decode out")
+    if config.cache == "gpu" and config.device == "cpu":
+        raise UserError("--cache gpu with --device cpu: there is no GPU to keep images on; use --cache host")
+
+
+def _check_user_code(config: TrainConfig) -> None:
+    """Whether users' own code has a place in the loader's work."""
+    if config.dali_plugin is not None and config.transform is None:
+        raise UserError(f"--dali-plugin {config.dali_plugin} without --transform: nothing uses it; give --transform")
+    if config.transform is None:
+        return
+    split_transform(config.transform)
+    if config.loader not in ("dali", "proxy") and not config.evaluate:
+        raise UserError(
+            f"--transform {config.transform} with --loader {config.loader}: it is made of DALI's operators; use "
+            "--loader dali or proxy"
+        )
+
+
+def _check_tracker(config: TrainConfig) -> None:
+    """Whether there is a tracker for what it is to get."""
+    if config.track != "none":
+        return
+    for name, value in (("track_project", config.track_project), ("track_checkpoint", config.track_checkpoint)):
+        if value:
+            given = flag(name) + (f" {value}" if isinstance(value, str) else "")
+            raise UserError(f"{given} without --track: nothing is sent; give --track NAME")
+
+
+def require_tracker(name: str) -> None:
+    """Raise UserError unless the tracker's package is installed; `none` needs none."""
+    if name != "none" and importlib.util.find_spec(name) is None:
+        raise UserError(f"--track {name}: the package {name} is missing; pip install {name}")
+
+
+def _check_device(config: TrainConfig) -> None:
+    """What needs a GPU, and what a CUDA graph excludes."""
+    if config.cuda_graph and config.device == "cpu":
+        raise UserError("--cuda-graph with --device cpu: there is no GPU to launch it on; use --no-cuda-graph")
+    if config.cuda_graph and config.grad_accum_steps > 1:
+        raise UserError(
+            f"--cuda-graph with --grad-accum-steps {config.grad_accum_steps}: a graph holds one batch; "
+            "use --no-cuda-graph"
+        )
+    if config.sync_bn and config.device == "cpu":
+        raise UserError("--sync-bn with --device cpu: torch has it on GPUs alone; leave it out")
+    if config.sync_bn and config.fused_layers:
+        raise UserError("--sync-bn with --fused-layers: these norms know one process alone; leave --fused-layers out")
+    if config.amp == "fp16" and config.device == "cpu":
+        raise UserError("--amp fp16 with --device cpu: the CPU has no fast float16; use --amp none or bf16")
+
+
+def require_data(config: TrainConfig) -> None:
+    """Raise UserError unless there are images to read."""
+    if config.data_dir is None and config.loader != "synthetic":
+        raise UserError(
+            f"--data-dir is missing: give the folder that holds train/ and val/ (--loader {config.loader} "
+            "reads images; --loader synthetic needs none)"
+        )
+
+
+def require_checkpoint(config: TrainConfig) -> None:
+    """Raise UserError unless the checkpoint that `--resume PATH` names is there."""
+    # Unlike Path.is_file, os.path.isfile is False for what may not be looked at.
+    if config.resume not in ("auto", "none") and not os.path.isfile(config.resume):
+        raise UserError(f"--resume {config.resume}: no such checkpoint; give an existing file, auto or none")
+
+
+def find_weights(path: str | Path) -> Path:
+    """The file that `--pretrained FILE` means: itself, or of a folder the one that the Hugging Face hub names so.
+
+    Raises:
+        UserError: there is none.
+    """
+    if not os.path.isdir(path):
+        files = [Path(path)]
+        remedy = "no such file; give a weights file, or no value for timm's weights"
+    else:
+        files = [Path(path) / name for name in WEIGHTS_OF_A_FOLDER]
+        best = os.path.join(path, "best.pt")
+        remedy = f"a folder without {' or '.join(WEIGHTS_OF_A_FOLDER[::2])}; give "
+        remedy += best if os.path.isfile(best) else "a weights file"
+    found = next((file for file in files if os.path.isfile(file)), None)
+    if found is None:
+        raise UserError(f"--pretrained {path}: {remedy}")
+    if found.suffix == ".safetensors" and readable(str(found)) != str(found):
+        raise UserError(f"--pretrained {found}: the package safetensors needs a path in UTF-8; rename it")
+    return found
+
+
+def split_transform(text: str) -> tuple[str, str]:
+    """`--transform FILE.py:NAME` -> path and name of the function.
+
+    Raises:
+        UserError: one of them is missing.
+    """
+    path, _, name = text.rpartition(":")
+    if not path or not name.isidentifier():
+        raise UserError(f"--transform {text}: must be FILE.py:NAME, such as examples/transform.py:grayscale")
+    return path, name
+
+
+def require_user_code(config: TrainConfig) -> None:
+    """Raise UserError unless the files that `--transform` and `--dali-plugin` name are there."""
+    if config.transform is not None and not os.path.isfile(path := split_transform(config.transform)[0]):
+        raise UserError(f"--transform {config.transform}: no such file {path}; give FILE.py:NAME")
+    if config.dali_plugin is not None and not os.path.isfile(config.dali_plugin):
+        raise UserError(f"--dali-plugin {config.dali_plugin}: no such file; give a compiled library of operators")
+
+
+def require_source(data_dir: Path, stage_dir: Path | None) -> None:
+    """Raise UserError unless there is such a folder, or a URL that can be staged."""
+    if store_url(data_dir):
+        require_store(data_dir, stage_dir)
+    else:
+        require_folder(data_dir)
+
+
+def require_folder(data_dir: Path) -> None:
+    """Raise UserError unless there is such a folder."""
+    refuse_url(data_dir, "--data-dir ")
+    try:
+        is_folder = stat.S_ISDIR(os.stat(data_dir).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        is_folder = False
+    except OSError as error:
+        raise UserError(f"--data-dir {data_dir}: cannot be read ({error.strerror}); check its permissions") from None
+    if not is_folder:
+        raise UserError(f"--data-dir {data_dir}: no such folder; give the one that holds train/ and val/")

@@ -1,0 +1,267 @@
+"""Resume: which checkpoint a launch goes on from, what it takes over from it, and which files it replaces."""
+
+import contextlib
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+import models
+from utils.data.loaders.sampler import Sampler
+from utils.data.loaders.scheduled_loader import config_of_epoch, schedules_agree
+from utils.distributed.collectives import all_gather_object, broadcast, sync_errors
+from utils.distributed.group import DistEnv
+from utils.distributed.launcher import restarted_by
+from utils.errors import START_ANEW, UserError
+from utils.log import EVENTS, emit
+from utils.network.parallel import warm_up_ddp_buckets
+from utils.options.config import ResolvedConfig, TrainConfig, flags_with
+from utils.options.flags import flag
+from utils.options.validation import require_data, validate
+from utils.report.tracking.sender import SENT, TRACKING
+from utils.seed import seed_process, set_random_state
+from utils.training.output import EVALUATION
+from utils.training.resume.changes import adapt, changed_names, require_other_folder
+from utils.training.settings.batch_layout import layout_of, saved_layout
+from utils.training.state.checkpoint import (
+    BEST,
+    LAST,
+    Checkpoint,
+    best_is_missing,
+    find_checkpoints,
+    load,
+    load_newest,
+    not_continued,
+)
+from utils.training.state.train_state import TrainState, reshard
+
+
+def open_checkpoint(config: TrainConfig, env: DistEnv) -> Checkpoint | None:
+    """The checkpoint that `--resume` means; None if there is none to use. Collective: call on every rank.
+
+    Raises:
+        UserError: on all ranks: missing, damaged, or not the same on all ranks.
+    """
+    saved: Checkpoint | None = None
+    skipped: list[str] = []
+    if saved_before_restart(config, env):
+        config = dataclasses.replace(config, resume="auto")
+    with sync_errors(env):
+        saved, skipped = load_newest(find_checkpoints(config))
+    if env.is_main:
+        for line in skipped:
+            emit(line)
+    found = all_gather_object((saved and saved.position, skipped), env)  # an evaluation changes the epoch alone
+    if len({position for position, _ in found}) > 1:
+        why = "".join(f"; rank {rank} {lines[0]}" for rank, (_, lines) in enumerate(found) if lines)
+        raise UserError(
+            f"--output-dir {config.output_dir}: not the same checkpoint on all ranks{why}; use a shared folder",
+            on_all_ranks=True,
+        )
+    return saved
+
+
+def saved_before_restart(config: TrainConfig, env: DistEnv) -> bool:
+    """Whether this launch has left a checkpoint before torchrun or Slurm started it again.
+
+    `--resume none` and `--resume PATH` say where a launch begins, not where each of its restarts does.
+    Collective: call on every rank.
+    """
+    launch_ids = {name for ids in all_gather_object(restarted_by(), env) for name in ids}
+    if not launch_ids or config.resume == "auto" or config.evaluate:
+        return False
+    saved: Checkpoint | None = None
+    with contextlib.suppress(UserError):  # none of them is whole
+        saved, _ = load_newest(find_checkpoints(dataclasses.replace(config, resume="auto")))
+    return any(all_gather_object(saved is not None and not launch_ids.isdisjoint(saved.launch_ids), env))
+
+
+def settings_of_checkpoint(
+    config: TrainConfig, before: TrainConfig, source: Path | str, env: DistEnv
+) -> tuple[TrainConfig, list[str]]:
+    """`--evaluate`: what was not given is as in the run that wrote a checkpoint.
+
+    Args:
+        config: as the user gave it.
+        before: the configuration of the checkpoint's run.
+        source: the checkpoint, for messages.
+        env: this process.
+
+    Returns:
+        The configuration to evaluate with, and notes on what differs from the run's.
+
+    Raises:
+        UserError: another architecture was given.
+    """
+    if "arch" in config.given and models.base_arch(config.arch) != models.base_arch(before.arch):
+        raise UserError(f"--arch {config.arch}: {source} holds {before.arch}, another architecture; leave --arch out")
+    inherited = flags_with(from_checkpoint=True)
+    values: dict[str, Any] = {name: getattr(before, name) for name in inherited if name not in config.given}
+    if "val_fraction" in config.given and config.val_fraction:
+        values.pop("val_split", None)
+    elif _names_val_folder(config, values):
+        values.pop("val_fraction", None)
+    if values.get("loader") == "synthetic" and "data_dir" in config.given:
+        del values["loader"]
+    if values.get("amp") == "fp16" and env.device.type == "cpu":
+        values["amp"] = "none"
+    if "image_size" in config.given and "val_image_size" not in config.given:
+        values["val_image_size"] = config.image_size
+    size = config.val_image_size or values["val_image_size"]
+    if size and "val_resize" in values and before.val_resize is not None:
+        values["val_resize"] = round(size * before.val_resize / (before.val_image_size or before.image_size))
+    config = dataclasses.replace(config, **values)
+    validate(config)
+    require_data(config)
+    now, then = config.to_dict(), before.to_dict()
+    notes = [
+        f"{flag(name)} {now[name]}, its run had {then[name]}"
+        for name in inherited
+        if name not in ("data_dir", "stage_dir", "batch_size", "hw_decoder_load") and now[name] != then[name]
+    ]
+    return config, notes
+
+
+def _names_val_folder(config: TrainConfig, values: dict[str, Any]) -> bool:
+    """Whether the user has named images to evaluate, so that a run's `--val-fraction` does not count."""
+    if "val_split" in config.given or "data_dir" not in config.given or config.data_dir is None:
+        return "val_split" in config.given
+    return os.path.isdir(config.data_dir / values["val_split"])
+
+
+def inherit_start(config: TrainConfig, saved: Checkpoint | None) -> TrainConfig:
+    """The configuration with the pretrained weights that the run began with, which a resume does not change.
+
+    Raises:
+        UserError: on all ranks: others were given.
+    """
+    if saved is None:
+        return config
+    names = ("pretrained", "pretrained_ema", "pretrained_head")
+    before = {name: getattr(saved.config, name) for name in names}
+    for name in names:
+        now = getattr(config, name)
+        same = _same_source(now, before[name]) if name == "pretrained" else now == before[name]
+        if name == "pretrained" and not same and now and os.path.dirname(os.path.realpath(now)) == _folder_of(saved):
+            raise UserError(
+                f"--pretrained {now}: {config.output_dir} holds the run that these weights are of; give --name NEW to "
+                "train on from them in another run, or leave --pretrained out to go on with this one",
+                on_all_ranks=True,
+            )
+        if name in config.given and not same:
+            raise UserError(
+                f"{flag(name)} {now}: not used, as {saved.path} is of a run that began with {before[name]}; leave "
+                f"it out, or {START_ANEW}",
+                on_all_ranks=True,
+            )
+    return dataclasses.replace(config, **before)
+
+
+def _folder_of(saved: Checkpoint) -> str:
+    return os.path.realpath(str(saved.path and saved.path.parent))
+
+
+def _same_source(one: str | None, other: str | None) -> bool:
+    if one is None or other is None or "timm" in (one, other):
+        return one == other
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
+def files_to_replace(config: ResolvedConfig, saved: Checkpoint | None, env: DistEnv) -> list[Path]:
+    """Files of the output folder that this launch removes with its first step. Collective: call on every rank.
+
+    Raises:
+        UserError: on all ranks: there are checkpoints that the run does not continue, and `--overwrite` was not given.
+    """
+    replaced: list[Path] = []
+    with sync_errors(env):
+        # With --resume PATH too, a restart goes on from its own last checkpoint.
+        goes_on = saved is not None and saved.path != Path(config.resume)
+        if env.is_main and not goes_on:
+            found = not_continued(config.output_dir, saved)
+            if found and not config.overwrite:
+                newest, reason = next(iter(found.items()))
+                raise UserError(
+                    f"--resume {config.resume}: --output-dir {config.output_dir} holds {newest.name}, {reason}; give "
+                    "--name NEW or --output-dir NEW for another folder, --resume auto to go on with it, or --overwrite "
+                    "to remove it"
+                )
+            replaced = list(found)
+            if replaced and saved is None:
+                replaced += [config.output_dir / name for name in (EVALUATION, EVENTS, TRACKING)]
+                for pattern in ("tensorboard/events.*", SENT.format("*")):
+                    replaced += sorted(config.output_dir.glob(pattern))
+    return replaced
+
+
+def restore(
+    state: TrainState,
+    net: nn.Module,
+    saved: Checkpoint | None,
+    config: ResolvedConfig,
+    fingerprint: dict[str, Any],
+    sampler: Sampler,
+) -> Any:
+    """Load a checkpoint, if there is one, into `state`; returns what this rank's loader continues from.
+
+    In another layout, and after changes, that is None: the images follow from the step, and what is random about them
+    is drawn anew.
+
+    Args:
+        state: before the first step.
+        net: the network as it is called, compiled and distributed.
+        saved: the checkpoint.
+        config: of the run.
+        fingerprint: `run_fingerprint` of this launch; what differs from the checkpoint's was accepted.
+        sampler: of this launch.
+    """
+    if saved is None:
+        return None
+    epoch = sampler.epoch_of(saved.state.step * config.grad_accum_steps)
+    warm_up_ddp_buckets(net, config_of_epoch(config, epoch), state.env)
+    same_layout = layout_of(config, state.env.world_size) == saved_layout(saved)
+    rank_state = saved.ranks[state.env.rank] if same_layout else reshard(saved.ranks, state.env.rank)
+    changes = changed_names(saved, fingerprint)
+    replicated = saved.state
+    if changes:
+        require_other_folder(saved, config.output_dir, sampler.steps_per_epoch)
+        replicated, rank_state = adapt(saved, rank_state, state, changes, sampler)
+    state.load(replicated, rank_state)
+    if not same_layout or changes:
+        seed_process(config.seed, state.env.rank, state.step)
+        return None
+    set_random_state(rank_state.random, state.env.device)
+    # A checkpoint between two parts of a schedule has no state of a loader.
+    return (rank_state.loader or None) if schedules_agree(config, saved.config, epoch) else None
+
+
+def _holds_run(folder: Path, run: str) -> bool:
+    """Whether last.pt in the folder is of that run."""
+    with contextlib.suppress(UserError):
+        return os.path.isfile(folder / LAST) and load(folder / LAST).record.run == run
+    return False
+
+
+def metrics_resume_point(
+    state: TrainState, saved: Checkpoint | None, replaced: list[Path], config: ResolvedConfig
+) -> tuple[int, int]:
+    """Epochs and steps up to which metrics.jsonl in the output folder is this run's. Collective: call on every rank.
+
+    `--resume PATH` may go on from a checkpoint elsewhere. The best epoch of `state` is forgotten where this folder does
+    not hold it: best.pt is then what is best from now on.
+    """
+    folder = config.output_dir
+    here, best = broadcast(
+        (
+            saved is None
+            or _folder_of(saved) == os.path.realpath(folder)
+            or (folder / LAST not in replaced and _holds_run(folder, saved.record.run)),
+            not best_is_missing(folder) and folder / BEST not in replaced,
+        ),
+        state.env,
+    )
+    if not (here and best):
+        state.best = None
+    return (state.epoch, state.step) if here else (-1, -1)

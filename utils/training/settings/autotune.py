@@ -1,0 +1,190 @@
+"""Settings that the user left open, chosen from the machine, the data and the checkpoint: given -> resolved config."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from utils.data.images.manifest import Manifest
+from utils.data.loaders.cache import mean_decoded_bytes
+from utils.data.loaders.settings import (
+    BY_DALI,
+    LoaderSettings,
+    check_cache_fits,
+    choose_loader_settings,
+    resolve_pixels,
+)
+from utils.data.loaders.workers import check_sockets
+from utils.distributed.collectives import all_gather_object, raise_on_all_ranks, sync_errors
+from utils.distributed.group import DistEnv
+from utils.distributed.machine import all_pairs_nvlink, inspect_machine
+from utils.errors import START_ANEW, UserError
+from utils.options.config import ResolvedConfig, TrainConfig
+from utils.text import count
+from utils.training.optimization.optim import resolve_optimizer
+from utils.training.settings.batch_layout import choose_batch_size, describe_processes
+from utils.training.state.checkpoint import Checkpoint
+
+MIN_COMPILE_IMAGES = 250_000  # of 224 px, a process; fewer train faster than they compile (decision 32)
+BY_WORKERS = ("proxy", "torch")  # loaders that run torch's DataLoader
+
+
+def choose_common_loader_settings(
+    config: TrainConfig, env: DistEnv, saved: Checkpoint | None, manifest: Manifest
+) -> LoaderSettings:
+    """`choose_loader_settings` with the same pixels on all ranks: as in the checkpoint `saved`, else as on rank 0.
+
+    Collective: call on every rank.
+
+    The decode path and the cache decide pixels, so that all ranks, and a resume on another machine, must use the same.
+
+    Raises:
+        UserError: on all ranks, if the cache does not fit on one of them, or DataLoader would hang.
+    """
+    with sync_errors(env):
+        if config.loader in BY_WORKERS:
+            check_sockets(f"workers of --loader {config.loader}")
+    machine = inspect_machine(env)
+    keeps = config.loader == "dali" and config.cache != "none" and not config.evaluate
+    mean = mean_decoded_bytes(manifest) if config.loader in BY_DALI and not config.evaluate else 0.0
+    decoded = round(len(manifest) * mean) if keeps else 0
+    choice = choose_loader_settings(config, machine, decoded, mean)
+    pixels, reasons = all_gather_object(({"decode": choice.decode, "cache": choice.cache}, choice.reasons), env)[0]
+    if saved and not config.evaluate:
+        pixels = {name: getattr(saved.config, name) for name in pixels}
+        reasons = dict.fromkeys(pixels, "as in the checkpoint")
+    open_names = [name for name in pixels if getattr(config, name) == "auto"]
+    choice = choose_loader_settings(
+        dataclasses.replace(config, **{name: pixels[name] for name in open_names}),  # type: ignore[arg-type]
+        machine,
+        decoded,
+        mean,
+    )
+    remedy = "use --cache none"
+    if saved and "cache" in open_names:
+        remedy = f"its checkpoint was trained so: resume where they fit, or {START_ANEW}"
+    raise_on_all_ranks(check_cache_fits(choice.cache, machine, decoded, remedy), env)
+    shown = {name: reasons[name] for name in open_names if name in reasons and config.loader in BY_DALI}
+    if reason := describe_processes(config, env.world_size):
+        shown["processes"] = reason
+    return dataclasses.replace(choice, reasons=choice.reasons | shown)
+
+
+def resolve(
+    config: TrainConfig,
+    classes: Sequence[str],
+    env: DistEnv,
+    settings: LoaderSettings,
+    saved: Checkpoint | None = None,
+    num_train: int | None = None,
+) -> ResolvedConfig:
+    """Replace every "auto" and every absent value by what fits this machine, the data and the checkpoint.
+
+    Collective: call on every rank.
+
+    Args:
+        config: as the user gave it.
+        classes: names of the data's classes.
+        env: this process.
+        settings: of the loaders.
+        saved: the checkpoint that the run goes on from, if there is one.
+        num_train: training images, where a run trains on them.
+
+    Raises:
+        UserError: on all ranks, for what does not fit the machine, the data or the checkpoint.
+    """
+    on_cuda = env.device.type == "cuda"
+    grad_exchange = config.grad_exchange
+    if grad_exchange == "auto" and env.world_size > 1:
+        grad_exchange = "flat" if all_pairs_nvlink(env) else "ddp"
+    resolved: dict[str, Any] = {
+        "batch_size": choose_batch_size(config, env, saved),
+        "workers": settings.workers,
+        "processes": env.world_size,
+        "amp": resolve_amp(config, env),
+        "grad_exchange": grad_exchange,
+        "decode": settings.decode,
+        "hw_decoder_load": settings.hw_decoder_load,
+        "cache": settings.cache,
+        "prefetch": settings.prefetch,
+        "device": "cuda" if on_cuda else "cpu",
+        "num_classes": config.num_classes or len(classes),
+        **resolve_pixels(config),
+        **_choose_step(config, on_cuda, num_train, env.world_size),
+        "warmup_epochs": resolve_warmup(config, saved),
+        **resolve_optimizer(config, saved.config if saved else None),
+    }
+    _check_fits(config, len(classes), on_cuda, saved)
+    given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return ResolvedConfig(**(given | resolved))
+
+
+def _choose_step(config: TrainConfig, on_cuda: bool, num_train: int | None, world_size: int) -> dict[str, bool]:
+    """How the step is computed where that was left open.
+
+    A run of few images ends before a compiled step has gained what the compiler takes. Without a compiler what lies
+    between the fused layers is not fused, which costs more than they gain. torch's own checkpointing saves random
+    state, which is not possible in a capture; the compiler has another way.
+    """
+    is_long = num_train is None
+    if num_train is not None:
+        images = config.epochs * num_train / world_size
+        is_long = images * (config.image_size / 224) ** 2 >= MIN_COMPILE_IMAGES
+    compiled = on_cuda and is_long if config.compile is None else config.compile
+    fused = on_cuda and compiled and not config.sync_bn
+    graph = on_cuda and config.grad_accum_steps == 1 and (compiled or not config.grad_checkpointing)
+    return {
+        "compile": compiled,
+        "fused_layers": fused if config.fused_layers is None else config.fused_layers,
+        "cuda_graph": graph if config.cuda_graph is None else config.cuda_graph,
+    }
+
+
+def _check_fits(config: TrainConfig, num_classes: int, on_cuda: bool, saved: Checkpoint | None) -> None:
+    if config.freeze_epochs and config.pretrained is None and saved is None and not config.evaluate:
+        raise UserError(
+            f"--freeze-epochs {config.freeze_epochs} without --pretrained: random layers would be frozen; give "
+            "--pretrained",
+            on_all_ranks=True,
+        )
+    if config.cuda_graph and not on_cuda:
+        raise UserError(
+            "--cuda-graph without a GPU: there is none to launch it on; use --no-cuda-graph", on_all_ranks=True
+        )
+    if config.sync_bn and not on_cuda:
+        raise UserError("--sync-bn without a GPU: torch has it on GPUs alone; leave it out", on_all_ranks=True)
+    if config.num_classes is not None and config.num_classes < num_classes:
+        raise UserError(
+            f"--num-classes {config.num_classes}: fewer than the {count(num_classes, 'class folder')}; leave it out "
+            "or raise it",
+            on_all_ranks=True,
+        )
+
+
+def resolve_amp(config: TrainConfig, env: DistEnv) -> str:
+    """`--amp`; auto is bf16 where all ranks' GPUs compute in it, fp16 on other GPUs, and none on the CPU.
+
+    Collective: call on every rank.
+
+    Raises:
+        UserError: on all ranks: fp16 on the CPU.
+    """
+    on_cuda = env.device.type == "cuda"
+    if config.amp == "fp16" and not on_cuda:
+        raise UserError(
+            "--amp fp16 without a GPU: the CPU has no fast float16; use --amp none or bf16", on_all_ranks=True
+        )
+    if config.amp != "auto":
+        return config.amp
+    if not on_cuda:
+        return "none"
+    all_can = all(all_gather_object(torch.cuda.is_bf16_supported(including_emulation=False), env))
+    return "bf16" if all_can else "fp16"
+
+
+def resolve_warmup(config: TrainConfig, saved: Checkpoint | None) -> float:
+    """`--warmup-epochs`, else that of the checkpoint, else a tenth of the epochs before the cooldown, at most 5."""
+    if config.warmup_epochs is not None:
+        return config.warmup_epochs
+    return saved.config.warmup_epochs if saved else min(5, (config.epochs - config.cooldown_epochs) / 10)

@@ -1,0 +1,187 @@
+"""How pretrained weights want their images: sizes, crop and interpolation, for what the user left open."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import timm
+from timm.models import PretrainedCfg
+
+import models
+from utils.errors import UserError
+from utils.network.weight_files import read_weights
+from utils.network.weight_names import current_name
+from utils.options.config import TrainConfig, choices
+from utils.options.flags import flag
+from utils.options.validation import check_sizes
+from utils.training.state.checkpoint import Checkpoint
+
+SIZES = ("val_image_size", "val_resize")
+PIXELS = (*SIZES, "val_crop", "interpolation")
+
+
+@dataclasses.dataclass(frozen=True)
+class Preprocessing:
+    """Of pretrained weights, in training and evaluation.
+
+    Attributes:
+        source: what says so, for the user.
+        image_size: side of the training images, pixels.
+        is_fixed: whether the network is built for one size.
+        val_image_size: side of the evaluated images, pixels.
+        crop_pct: share of the shorter side that the centre crop takes, at other sizes than `val_image_size`.
+        val_crop_pct: the same, at `val_image_size`.
+        val_crop, interpolation: values of the flags.
+        model_args: that of the network, where its architecture is the run's.
+    """
+
+    source: str
+    image_size: int
+    is_fixed: bool
+    val_image_size: int
+    crop_pct: float
+    val_crop_pct: float
+    val_crop: str
+    interpolation: str
+    model_args: str | None = None
+
+
+def fill_preprocessing(config: TrainConfig, saved: Checkpoint | None) -> tuple[TrainConfig, dict[str, str]]:
+    """The configuration with the sizes, crop, interpolation and `--model-args` of its weights, if these were not given.
+
+    Args:
+        config: as the user gave it, with the `--pretrained` of the run.
+        saved: the checkpoint that the run goes on from.
+
+    Returns:
+        The configuration, and by flag where its value is from. "pretrained" is in it if the weights have a
+        preprocessing that is known.
+
+    Raises:
+        UserError: the weights cannot be read, or want what there is not.
+    """
+    if saved is not None:
+        values, source = _of_checkpoint(config, saved.config), "as in the checkpoint"
+    elif wanted := _find_preprocessing(config):
+        values, source = _of_weights(config, wanted), wanted.source
+    else:
+        return config, {}
+    filled = dataclasses.replace(config, **values)
+    check_sizes(filled, is_final=True)
+    return filled, dict.fromkeys((*values, "pretrained"), source)
+
+
+def _of_checkpoint(config: TrainConfig, before: TrainConfig) -> dict[str, Any]:
+    """What a resume takes over; of a run that began without weights nothing, as its command says it all."""
+    if before.pretrained is None:
+        return {}
+    values: dict[str, Any] = {} if "image_size" in config.given else {"image_size": before.image_size}
+    same_size = (values or vars(config))["image_size"] == before.image_size
+    names = (*PIXELS, "model_args") if before.model_args is not None else PIXELS
+    open_names = [name for name in names if getattr(config, name) is None and (same_size or name not in SIZES)]
+    return values | {name: getattr(before, name) for name in open_names}
+
+
+def _of_weights(config: TrainConfig, wanted: Preprocessing) -> dict[str, Any]:
+    """What a run takes over from weights: their test size where it trains at their training size."""
+    values: dict[str, Any] = {}
+    if config.model_args is None and wanted.model_args is not None:
+        values["model_args"] = wanted.model_args
+    given = "image_size" in config.given
+    if not given and (wanted.is_fixed or config.evaluate):
+        values["image_size"] = wanted.image_size
+    image_size: int = values.get("image_size", config.image_size)
+    size = config.val_image_size
+    if size is None:
+        follows = image_size == wanted.image_size and not (given and config.evaluate)
+        size = values["val_image_size"] = wanted.val_image_size if follows else image_size
+    if config.val_resize is None:
+        share = wanted.val_crop_pct if size == wanted.val_image_size else wanted.crop_pct
+        if share > 1:
+            raise UserError(
+                f"--pretrained: {wanted.source} evaluates with a black border (crop_pct {share:g}), which there is not "
+                f"here; give --val-resize {size}"
+            )
+        values["val_resize"] = math.floor(size / share)
+    for name in ("val_crop", "interpolation"):
+        if getattr(config, name) is None:
+            value = values[name] = getattr(wanted, name)
+            if value not in choices(name):
+                raise UserError(
+                    f"--pretrained: {wanted.source} wants {flag(name)} {value}, which there is not here; give "
+                    f"{flag(name)} {choices(name)[0]}"
+                )
+    return values
+
+
+def _find_preprocessing(config: TrainConfig) -> Preprocessing | None:
+    """Of the weights that `--pretrained` names; None where nothing says what they want."""
+    if config.pretrained is None:
+        return None
+    models.check_arch(config.arch)
+    if config.pretrained != "timm":
+        weights = read_weights(Path(config.pretrained))
+        model_args = (
+            weights.model_args if weights.arch and current_name(weights.arch) == current_name(config.arch) else None
+        )
+        if weights.settings is not None:
+            return dataclasses.replace(_of_run(weights.settings, weights.source), model_args=model_args)
+        if weights.timm_settings is not None:
+            return dataclasses.replace(_of_timm(weights.timm_settings, weights.source), model_args=model_args)
+        if models.base_arch(config.arch) == config.arch:
+            return None
+    settings = timm.get_pretrained_cfg(config.arch)
+    assert settings is not None, "timm knows the architecture"
+    name = f"{models.base_arch(config.arch)}.{settings.tag}" if settings.tag else config.arch
+    return _of_timm(settings, f"timm's {name}")
+
+
+def _of_timm(settings: PretrainedCfg, source: str) -> Preprocessing:
+    """As `timm.data.resolve_data_config` reads them, with and without its `use_test_size`.
+
+    Raises:
+        UserError: the images are not square.
+    """
+    _, height, width = settings.input_size
+    if height != width:
+        raise UserError(
+            f"--pretrained: {source} is for images of {width} x {height} px, not square; give other weights"
+        )
+    return Preprocessing(
+        source=source,
+        image_size=width,
+        is_fixed=settings.fixed_input_size,
+        val_image_size=(settings.test_input_size or settings.input_size)[-1],
+        crop_pct=settings.crop_pct,
+        val_crop_pct=settings.test_crop_pct or settings.crop_pct,
+        val_crop=settings.crop_mode,
+        interpolation=settings.interpolation,
+    )
+
+
+def _of_run(settings: Mapping[str, Any], source: str) -> Preprocessing:
+    """Of the configuration that a checkpoint of Brisk holds."""
+    before = TrainConfig.from_dict(settings)
+    size = before.val_image_size or before.image_size
+    share = crop_pct(size, before.val_resize or size)
+    built_for = timm.get_pretrained_cfg(before.arch)
+    return Preprocessing(
+        source=source,
+        image_size=before.image_size,
+        is_fixed=built_for is not None and built_for.fixed_input_size,
+        val_image_size=size,
+        crop_pct=share,
+        val_crop_pct=share,
+        val_crop=before.val_crop or "center",
+        interpolation=before.interpolation or "bilinear",
+    )
+
+
+def crop_pct(size: int, resized: int) -> float:
+    """Share of `resized` that a crop of `size` takes, from which timm computes exactly `resized`."""
+    share = size / resized
+    while math.floor(size / share) != resized:  # rounding
+        share = math.nextafter(share, 0.0)
+    return share
