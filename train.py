@@ -54,7 +54,6 @@ from utils.report.tracking.sender import TrackerProcess
 from utils.seed import seed_process, seed_weights
 from utils.training.optimization.lr_schedule import create_schedule
 from utils.training.optimization.optim import check_optimizer
-from utils.training.output import lock_output, prepare_output
 from utils.training.preflight import check_start
 from utils.training.resume.compatibility import check_fingerprint, create_record, resume_warnings
 from utils.training.resume.restore import (
@@ -69,6 +68,7 @@ from utils.training.settings.autotune import choose_common_loader_settings, reso
 from utils.training.settings.preprocessing import fill_preprocessing
 from utils.training.state.checkpoint import Checkpoint
 from utils.training.state.checkpoint_writer import CheckpointWriter
+from utils.training.state.output import lock_output, prepare_output
 from utils.training.state.train_state import create_state
 from utils.training.summary import log_run_summary, write_summary
 

@@ -124,7 +124,7 @@ def benchmark(options: Options, argv: Sequence[str]) -> None:
     from utils.data.loaders.workers import check_sockets
     from utils.distributed.group import process_group
     from utils.distributed.ownership import own_process
-    from utils.training.output import prepare_output
+    from utils.training.state.output import prepare_output
 
     end_status()
     config = options.config

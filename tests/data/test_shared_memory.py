@@ -10,8 +10,8 @@ import pytest
 
 from tests.conftest import TINY, resolved
 from tests.harness import launch
-from utils.data.shared_memory import batches_bytes
 from utils.distributed.group import DistEnv
+from utils.distributed.shared_memory import batches_bytes
 
 # In a mount namespace of its fixed, with 1 MB in /dev/shm. Prints an exit status or an error for each use of it.
 PROGRAM = """

@@ -16,10 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import create_model
 from tests.harness import ROOT
-from utils.network.fused_layers import DepthwiseShape, depthwise_shapes, swap_fused_layers
+from utils.network.fused_layers import depthwise_shapes, swap_fused_layers
 from utils.network.gradient_plans import make_gradient_plan, start_gradient_plans, stop_gradient_plans
 from utils.network.gradients import ForwardBackward, GraphedForwardBackward, capture_stream
 from utils.network.input_check import check_input
+from utils.network.kernels.shapes import DepthwiseShape
 
 ARCH, SIZE, IMAGES = "mobilenetv3_small_050", 72, 2
 SHAPE = DepthwiseShape(8, 16, 16, 3, 1)
@@ -108,7 +109,7 @@ def test_a_gradient_that_fails_ends_the_thread_in_silence(capfd: pytest.CaptureF
 def test_the_end_of_the_process_does_not_wait_for_all_plans() -> None:
     code = f"""
 import itertools, torch
-from utils.network.fused_layers import DepthwiseShape
+from utils.network.kernels.shapes import DepthwiseShape
 from utils.network.gradient_plans import start_gradient_plans
 shapes = itertools.repeat(DepthwiseShape{tuple(SHAPE)})
 start_gradient_plans(shapes, 2, torch.bfloat16, torch.device("cpu"), True)

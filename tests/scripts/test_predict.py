@@ -24,7 +24,7 @@ from tests.data.test_verification import dali_accepts
 from tests.harness import ROOT, launch, launch_and_end, launch_series, read_checkpoint, read_metrics
 from utils.inference.predict import _finish
 from utils.inference.predictions import ClassCounts, Columns, PredictionsFile, PredictOptions
-from utils.training.output import PROBE_BYTES
+from utils.training.state.output import PROBE_BYTES
 from utils.training.state.train_state import NETWORKS
 
 SCRIPT = ROOT / "scripts" / "predict.py"

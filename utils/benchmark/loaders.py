@@ -24,10 +24,10 @@ from utils.data.images.manifest import Manifest
 from utils.data.loaders.cache import mean_decoded_bytes
 from utils.data.loaders.sampler import Sampler
 from utils.data.loaders.settings import check_cache_fits, choose_loader_settings
-from utils.data.loaders.workers import safe_fork
 from utils.data.reading.reader import READ_THREADS, open_image, read_image
-from utils.data.shared_memory import check_shared_memory
 from utils.distributed.machine import inspect_machine
+from utils.distributed.process_pool import safe_fork
+from utils.distributed.shared_memory import check_shared_memory
 from utils.errors import UserError
 from utils.network.augment import BatchAugment
 from utils.network.gradients import AMP_DTYPES

@@ -29,9 +29,9 @@ from utils.distributed.ownership import own_process
 from utils.distributed.stop import StopRequest
 from utils.network.compiler import enable_compile_cache
 from utils.options.config import BATCH_SIZE, ResolvedConfig, TrainConfig
-from utils.training.output import prepare_output
 from utils.training.run import Run
 from utils.training.settings.autotune import resolve
+from utils.training.state.output import prepare_output
 
 BuildRun = Callable[[ResolvedConfig, Splits, Splits, DistEnv, contextlib.ExitStack, StopRequest], Run]
 MIN_BATCHES = 2000  # per epoch, so that no loader meets the end of one in a window

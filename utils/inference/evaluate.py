@@ -12,11 +12,11 @@ import models
 import pipelines
 from utils.data.images.manifest import Manifest
 from utils.data.loaders.settings import with_val_batch
-from utils.data.shared_memory import check_shared_memory
 from utils.data.splits.selection import check_files, describe_exclusions, read_data, select_images
 from utils.data.staging.stage import stage
 from utils.distributed.collectives import all_reduce_sum, sync_errors
 from utils.distributed.group import DistEnv
+from utils.distributed.shared_memory import check_shared_memory
 from utils.errors import UserError
 from utils.files import write_json
 from utils.inference.mistakes import Mistakes, better_network, check_report, write_page
@@ -29,12 +29,12 @@ from utils.options.flags import flag
 from utils.options.validation import require_data
 from utils.progress import show_status, with_bar
 from utils.text import count, describe_alike
-from utils.training.output import EVALUATION, prepare_output
 from utils.training.resume.restore import open_checkpoint, settings_of_checkpoint
 from utils.training.run import Run
 from utils.training.settings.autotune import choose_common_loader_settings, resolve
 from utils.training.settings.preprocessing import fill_preprocessing
 from utils.training.state.checkpoint import BEST, Checkpoint, load
+from utils.training.state.output import EVALUATION, prepare_output
 from utils.training.state.train_state import NETWORKS
 
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 import models
 from utils.data.formats.index import read_shards
 from utils.data.images.manifest import Manifest, describe_counts
-from utils.data.shared_memory import check_shared_memory
 from utils.distributed.collectives import all_gather_object, broadcast, gather_to_rank0, sync_errors
 from utils.distributed.group import DistEnv
+from utils.distributed.shared_memory import check_shared_memory
 from utils.errors import UserError, first_line, readable
 from utils.files import temporary_of
 from utils.inference.evaluate import FlipAverage, compute_logits, describe_result, load_network, start_evaluation
@@ -44,10 +44,10 @@ from utils.network.gradients import AMP_DTYPES
 from utils.options.config import ResolvedConfig, TrainConfig
 from utils.progress import end_status, show_status, with_bar
 from utils.text import count, describe_alike
-from utils.training.output import lock_output, prepare_output
 from utils.training.resume.restore import settings_of_checkpoint
 from utils.training.settings.autotune import choose_common_loader_settings, resolve
 from utils.training.state.checkpoint import Checkpoint, load_newest
+from utils.training.state.output import lock_output, prepare_output
 from utils.training.state.train_state import NETWORKS
 
 

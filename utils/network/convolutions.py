@@ -5,9 +5,9 @@ from collections.abc import Collection
 import torch
 
 from utils.distributed.group import DistEnv
-from utils.network.fused_layers import DepthwiseShape
 from utils.network.gradient_plans import start_gradient_plans
 from utils.network.gradients import AMP_DTYPES
+from utils.network.kernels.shapes import DepthwiseShape
 from utils.options.config import ResolvedConfig
 
 MIN_SEARCH_IMAGES = 5_000_000  # docs/internals/decisions/0032

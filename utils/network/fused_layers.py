@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Collection, Iterator
-from typing import Literal, NamedTuple, cast
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from timm.models import resnet
 from torch import Tensor, nn
 
 from utils.network.fused_ops import _activate, _batch_norm_act, _column, _depthwise, _max_pool, batch_norm_stats
+from utils.network.kernels.shapes import DepthwiseShape
 
 Activation = Literal["identity", "relu", "silu"]
 Part = Literal["norm", "pool", "stem", "depthwise"]
@@ -97,16 +98,6 @@ class DepthwiseConv2d(nn.Conv2d):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         y = _depthwise(x, self.weight, self.stride[0])
         return y if self.bias is None else y + _column(self.bias).to(y.dtype)
-
-
-class DepthwiseShape(NamedTuple):
-    """What a depthwise convolution's kernels are compiled for; the input is (N, channels, height, width)."""
-
-    channels: int
-    height: int
-    width: int
-    kernel: int
-    stride: int
 
 
 @contextlib.contextmanager

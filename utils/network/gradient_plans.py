@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from utils.network.fused_layers import DepthwiseShape
+from utils.network.kernels.shapes import DepthwiseShape
 
 _threads: list[tuple[threading.Thread, threading.Event]] = []  # of this process, as cuDNN's plans are
 

@@ -6,9 +6,10 @@ from timm.layers import convert_sync_batchnorm
 from torch import nn
 
 from utils.errors import UserError
-from utils.network.fused_layers import DepthwiseShape, depthwise_shapes
+from utils.network.fused_layers import depthwise_shapes
 from utils.network.head import head_parameters
 from utils.network.input_check import check_inputs
+from utils.network.kernels.shapes import DepthwiseShape
 from utils.options.config import ResolvedConfig
 
 

@@ -278,7 +278,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a run holds the lock of its output folder; see `utils.training.output.lock_output`."""
+    """Whether a run holds the lock of its output folder; see `utils.training.state.output.lock_output`."""
     opened = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,9 +1,9 @@
 """What a run needs later is tried at its start: user code, room for batches, the page of `--report`."""
 
 from utils.data.augmentation.user_code import check_user_code
-from utils.data.shared_memory import check_shared_memory
 from utils.data.splits.selection import Splits, check_files
 from utils.distributed.group import DistEnv
+from utils.distributed.shared_memory import check_shared_memory
 from utils.inference.mistakes import check_report
 from utils.options.config import ResolvedConfig
 

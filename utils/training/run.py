@@ -30,10 +30,10 @@ from utils.progress import with_bar
 from utils.report.tracking.sender import TrackerProcess
 from utils.text import count
 from utils.training.optimization.optim import learning_rate
-from utils.training.output import has_summary
 from utils.training.state.checkpoint import RunRecord, create_checkpoint
 from utils.training.state.checkpoint_writer import CheckpointWriter, may_queue
 from utils.training.state.integrity import nonfinite_reason, require_finite_statistics, require_same_weights
+from utils.training.state.output import has_summary
 from utils.training.state.train_state import BestEpoch, TrainState, evaluation_top1
 
 MIN_LOSS_SCALE = 1e-3  # in fp16: 26 steps that overflow, from torch's first scale

@@ -23,10 +23,10 @@ from tqdm import tqdm
 from utils.data.images.codecs import is_image
 from utils.data.images.manifest import Manifest
 from utils.data.images.records import Record
-from utils.data.loaders.workers import process_pool
 from utils.data.reading.decoding import upright_rgb
 from utils.data.reading.reader import read_image
 from utils.data.reading.shard_reader import ShardFiles
+from utils.distributed.process_pool import process_pool
 from utils.errors import Stopped, UserError, first_line, readable
 from utils.files import rename, temporary_of, write_temporary
 

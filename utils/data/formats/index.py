@@ -22,9 +22,9 @@ from tqdm import tqdm
 
 from utils.data.formats.shards import ShardIndex, Shards, index_entries, join_indexes, split_index
 from utils.data.images.records import Entry, ShardFormat
-from utils.data.loaders.workers import process_pool
 from utils.distributed.collectives import all_gather_object, broadcast, gather_to_rank0, sync_errors
 from utils.distributed.group import DistEnv
+from utils.distributed.process_pool import process_pool
 from utils.errors import UserError
 from utils.files import atomic_write_bytes
 

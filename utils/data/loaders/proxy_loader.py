@@ -16,11 +16,12 @@ from utils.data.dali import dali_device, remove_generated_files, train_pipeline_
 from utils.data.images.batch import Batch
 from utils.data.images.manifest import Manifest
 from utils.data.loaders.sampler import Sampler
-from utils.data.loaders.workers import BatchSampler, label_tensor, safe_fork, shutdown_workers, worker_options
+from utils.data.loaders.workers import BatchSampler, label_tensor, shutdown_workers, worker_options
 from utils.data.reading.decode_pool import identify_bad_file
 from utils.data.reading.reader import note_images, request_of
 from utils.data.reading.shard_reader import ShardFiles
 from utils.distributed.group import DistEnv
+from utils.distributed.process_pool import safe_fork
 from utils.options.config import ResolvedConfig
 from utils.seed import Stream, derive_seed
 

@@ -19,7 +19,6 @@ from utils.data.loaders.sampler import Sampler, shard
 from utils.data.loaders.workers import (
     BatchSampler,
     label_tensor,
-    safe_fork,
     shutdown_workers,
     to_device,
     worker_options,
@@ -29,6 +28,7 @@ from utils.data.reading.decoding import upright_rgb
 from utils.data.reading.reader import read_image
 from utils.data.reading.shard_reader import ShardFiles
 from utils.distributed.group import DistEnv
+from utils.distributed.process_pool import safe_fork
 from utils.options.config import ResolvedConfig
 from utils.seed import Stream, seed_sequence
 

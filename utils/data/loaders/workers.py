@@ -1,13 +1,8 @@
-"""Worker processes, of torch's DataLoader and for reading many files: their batches, start, signals and end."""
+"""Worker processes of torch's DataLoader: their batches, signals and end."""
 
-import contextlib
-import gc
-import multiprocessing
-import os
 import signal
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.connection import Listener
 from typing import Any
 
@@ -17,31 +12,11 @@ from torch import Tensor
 from utils.data.images.batch import Batch
 from utils.data.images.manifest import Manifest
 from utils.data.loaders.sampler import Sampler
-from utils.data.shared_memory import explain_semaphores
 from utils.distributed.exit import install_worker_exit_handler
 from utils.distributed.group import DistEnv
-from utils.distributed.process import exit_with_parent
 from utils.distributed.stop import StopRequest
 from utils.errors import UserError
 from utils.options.config import ResolvedConfig
-
-
-@contextlib.contextmanager
-def safe_fork() -> Iterator[None]:
-    """Around the start of worker processes: no garbage of this process may be collected in them.
-
-    A worker that frees a DALI pipeline which it inherited waits for threads that it did not inherit, and aborts.
-
-    Raises:
-        UserError: as `explain_semaphores`.
-    """
-    gc.collect()
-    gc.freeze()
-    try:
-        with explain_semaphores():
-            yield
-    finally:
-        gc.unfreeze()
 
 
 class BatchSampler:
@@ -97,31 +72,6 @@ def to_device(images: Tensor, targets: Tensor, device: torch.device) -> Batch:
     """Batch on `device` of what a DataLoader has collated: uint8 (N, 3, H, W) and int64 (N,)."""
     images = images.to(device, non_blocking=True).contiguous(memory_format=torch.channels_last)
     return Batch(images, targets.to(device, non_blocking=True))
-
-
-@contextlib.contextmanager
-def process_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Processes that read or decode files. What they print on standard error goes to a file in memory of their own."""
-    # Forked: a fresh interpreter would import the trainer for seconds.
-    fork = multiprocessing.get_context("fork")
-    with explain_semaphores():
-        opened = ProcessPoolExecutor(workers, fork, _start_process, (os.getpid(),))
-    with opened as pool:
-        with safe_fork():
-            pool.submit(os.getpid)  # all processes start with the first task
-        try:
-            yield pool
-        finally:
-            pool.shutdown(cancel_futures=True)  # a verification that is stopped must not wait for all that is queued
-
-
-def _start_process(parent: int) -> None:
-    exit_with_parent(signal.SIGKILL, parent)  # or it would wait for work for ever
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent ends its workers
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    messages = os.memfd_create("messages")
-    os.dup2(messages, 2)  # decoders print there, past Python
-    os.close(messages)
 
 
 def check_sockets(users: str) -> None:

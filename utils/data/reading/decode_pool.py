@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from utils.data.dali import NUM_PIPELINES, dali_device
 from utils.data.images.manifest import Manifest
 from utils.data.images.records import Record
-from utils.data.loaders.workers import process_pool
 from utils.data.reading.decoding import DecodeError, ImageInfo, decoder_of
 from utils.data.reading.reader import READ_AHEAD, read_image, stat_image
-from utils.data.shared_memory import explain_full
 from utils.distributed.group import DistEnv
+from utils.distributed.process_pool import process_pool
+from utils.distributed.shared_memory import explain_full
 from utils.errors import BadFile
 from utils.options.config import ResolvedConfig
 from utils.text import count

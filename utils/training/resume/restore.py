@@ -22,7 +22,6 @@ from utils.options.flags import flag
 from utils.options.validation import require_data, validate
 from utils.report.tracking.sender import SENT, TRACKING
 from utils.seed import seed_process, set_random_state
-from utils.training.output import EVALUATION
 from utils.training.resume.changes import adapt, changed_names, require_other_folder
 from utils.training.settings.batch_layout import layout_of, saved_layout
 from utils.training.state.checkpoint import (
@@ -35,6 +34,7 @@ from utils.training.state.checkpoint import (
     load_newest,
     not_continued,
 )
+from utils.training.state.output import EVALUATION
 from utils.training.state.train_state import TrainState, reshard
 
 
