@@ -115,7 +115,7 @@ def benchmark(options: Options, argv: Sequence[str]) -> None:
     start_status("loading torch, DALI and timm")
 
     import models  # what takes seconds comes after the checks of the command line
-    from train import build, train_step
+    from train import train_step
     from utils.benchmark.images import generate_images, read_images
     from utils.benchmark.loaders import open_loaders
     from utils.benchmark.report import benchmark_json, draw_chart, format_verdict, introduction, table
@@ -124,6 +124,7 @@ def benchmark(options: Options, argv: Sequence[str]) -> None:
     from utils.data.loaders.workers import check_sockets
     from utils.distributed.group import process_group
     from utils.distributed.ownership import own_process
+    from utils.training.build import build
     from utils.training.state.output import prepare_output
 
     end_status()

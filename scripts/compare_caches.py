@@ -134,9 +134,10 @@ def compare(options: Options) -> None:
     """
     start_status("loading torch, DALI and timm")
 
-    from train import build, train_step
+    from train import train_step
     from utils.benchmark.images import read_images
     from utils.benchmark.run import comparison, measure_loaders, open_run
+    from utils.training.build import build
 
     end_status()
     output_dir = options.config.output_dir

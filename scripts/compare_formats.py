@@ -82,10 +82,11 @@ def compare(options: Options) -> None:
     """
     start_status("loading torch, DALI and timm")
 
-    from train import build, train_step
+    from train import train_step
     from utils.benchmark.images import read_images, repeat
     from utils.benchmark.loaders import open_loader
     from utils.benchmark.run import MIN_BATCHES, comparison, measure_loaders, open_run
+    from utils.training.build import build
 
     end_status()
     output_dir = options.config.output_dir

@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train
 from tests.conftest import number_of
-from train import build
 from utils.data.images.batch import Batch, TrainLoader
+from utils.training.build import build
 from utils.training.run import Run
 
 

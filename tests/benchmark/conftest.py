@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from train import build
 from utils.benchmark.images import read_images
 from utils.benchmark.run import open_run
 from utils.data.images.manifest import Manifest
 from utils.distributed.group import DistEnv
 from utils.options.config import TrainConfig
+from utils.training.build import build
 from utils.training.run import Run
 
 TINY = TrainConfig(

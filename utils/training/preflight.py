@@ -1,10 +1,9 @@
-"""What a run needs later is tried at its start: user code, room for batches, the page of `--report`."""
+"""What a run needs later is tried at its start: files, user code, room for batches."""
 
 from utils.data.augmentation.user_code import check_user_code
 from utils.data.splits.selection import Splits, check_files
 from utils.distributed.group import DistEnv
 from utils.distributed.shared_memory import check_shared_memory
-from utils.inference.mistakes import check_report
 from utils.options.config import ResolvedConfig
 
 
@@ -14,4 +13,3 @@ def check_start(config: ResolvedConfig, listed: Splits, env: DistEnv) -> None:
     check_user_code(config, env)
     num_val = len(listed["val"]) if "val" in listed else round(config.val_fraction * len(listed["train"]))
     check_shared_memory(config, num_val, env)
-    check_report(config, listed["train"], env)

@@ -12,8 +12,8 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from utils.network.kernels.tensors import channels_last, empty_images, is_inside, on_device_of
 from utils.network.kernels.shapes import DepthwiseShape
+from utils.network.kernels.tensors import channels_last, empty_images, is_inside, on_device_of
 
 STRIP = 7  # output rows of one program, which share their input rows
 BLOCK = 512  # elements of a row that one program makes

@@ -1,0 +1,156 @@
+"""From flags to a Run: the output folder, the settings, then all that the loop holds.
+
+Each step takes what must come before it, so that another order is a NameError. Where that is not so, a comment says why.
+"""
+
+import contextlib
+import dataclasses
+from typing import NamedTuple
+
+import models
+import pipelines
+from utils.data.loaders.sampler import create_sampler
+from utils.data.loaders.settings import LoaderSettings, keeps_val_batches, with_val_batch
+from utils.data.splits.selection import Splits, initial_manifest
+from utils.distributed.collectives import sync_errors
+from utils.distributed.group import DistEnv
+from utils.distributed.startup import show_startup
+from utils.distributed.stop import StopRequest
+from utils.log import Log
+from utils.network.augment import create_augment
+from utils.network.gradients import AMP_DTYPES, capture_stream, on_stream
+from utils.network.parallel import create_forward_backward, distribute
+from utils.options.config import ResolvedConfig, TrainConfig
+from utils.report.tracking.sender import TrackerProcess
+from utils.seed import seed_process, seed_weights
+from utils.training.optimization.lr_schedule import create_schedule
+from utils.training.preflight import check_start
+from utils.training.resume.compatibility import check_fingerprint, create_record, resume_warnings
+from utils.training.resume.restore import (
+    files_to_replace,
+    inherit_start,
+    metrics_resume_point,
+    open_checkpoint,
+    restore,
+)
+from utils.training.run import Run
+from utils.training.settings.autotune import choose_common_loader_settings, resolve
+from utils.training.settings.preprocessing import fill_preprocessing
+from utils.training.state.checkpoint import Checkpoint
+from utils.training.state.checkpoint_writer import CheckpointWriter
+from utils.training.state.output import lock_output, prepare_output
+from utils.training.state.train_state import create_state
+
+
+class OpenedOutput(NamedTuple):
+    """The output folder at the start of a launch.
+
+    Attributes:
+        is_locked: whether other runs are kept out; not yet where there is no folder.
+        saved: the checkpoint that the launch goes on from, if there is one.
+    """
+
+    is_locked: bool
+    saved: Checkpoint | None
+
+
+def open_output(given: TrainConfig, env: DistEnv, stack: contextlib.ExitStack) -> OpenedOutput:
+    """Lock the output folder, if it is there, and read its checkpoint. Collective: call on every rank.
+
+    Raises:
+        UserError: on all ranks: another run holds the folder, or its checkpoint cannot be used.
+    """
+    # Locked first: a launch that is ending may be about to write another checkpoint.
+    is_locked = lock_output(given.output_dir, env, stack)
+    return OpenedOutput(is_locked, open_checkpoint(given, env))
+
+
+def resolve_settings(
+    given: TrainConfig, saved: Checkpoint | None, listed: Splits, env: DistEnv
+) -> tuple[ResolvedConfig, LoaderSettings]:
+    """What the run uses: flags, else the checkpoint's, the weights', the machine's. Collective: call on every rank.
+
+    Raises:
+        UserError: on all ranks: flags do not fit the checkpoint, the machine or the data.
+    """
+    inherited = inherit_start(given, saved)
+    with sync_errors(env):
+        filled, by_weights = fill_preprocessing(inherited, saved)
+    settings = choose_common_loader_settings(filled, env, saved, listed["train"])
+    config = resolve(filled, listed["train"].classes, env, settings, saved, len(listed["train"]))
+    return config, dataclasses.replace(settings, reasons=settings.reasons | by_weights)
+
+
+def prepare_run(
+    config: ResolvedConfig, opened: OpenedOutput, listed: Splits, env: DistEnv, stack: contextlib.ExitStack
+) -> None:
+    """Try what the run needs later, then make and lock its folder. Collective: call on every rank.
+
+    Raises:
+        UserError: on all ranks: something of it fails; no folder was made.
+    """
+    # Tried first: a launch that is refused leaves no folder behind.
+    check_start(config, listed, env)
+    prepare_output(config.output_dir, env, stack)
+    if not opened.is_locked:
+        lock_output(config.output_dir, env, stack)
+
+
+def _create_network(
+    config: ResolvedConfig, env: DistEnv, classes: tuple[str, ...], saved: Checkpoint | None
+) -> models.Network:
+    """The network with its first weights, which follow from `--seed` alone, and are the same on all ranks."""
+    show_startup("creating the network")
+    seed_weights(config.seed)
+    network = models.create_network(config, env, classes, saved.record.normalization if saved else None)
+    # After the weights, which draw as many numbers as the network wants: from here on each rank has its own.
+    seed_process(config.seed, env.rank, step=0)
+    return network
+
+
+def build(
+    config: ResolvedConfig,
+    splits: Splits,
+    listed: Splits,
+    env: DistEnv,
+    stack: contextlib.ExitStack,
+    stop: StopRequest,
+    saved: Checkpoint | None = None,
+) -> Run:
+    """Everything that the loop holds, from the checkpoint `saved` if there is one. Collective: call on every rank.
+
+    `listed` are the `splits` with the files that `--bad-files skip` excludes; `stack` closes what is opened here.
+    """
+    sampler = create_sampler(config, len(splits["train"]), env)
+    # What is refused is refused before the network, which takes seconds.
+    replaced = files_to_replace(config, saved, env)
+    identity = check_fingerprint(config, splits, env, saved)
+    network = _create_network(config, env, splits["train"].classes, saved)
+    run_record, changed_files = create_record(config, identity, splits, listed, network.normalization, env, saved)
+    state = create_state(config, network.model, env, sampler.global_batch_size)
+    stream = capture_stream(env.device) if config.cuda_graph else None
+    net = distribute(state.model, config, env, stream)
+    schedule = create_schedule(config, state.optimizer, sampler.steps_per_epoch)
+    show_startup("opening the loaders")
+    val_loader = pipelines.create_val_loader(with_val_batch(config), splits["val"], env, keeps_val_batches(config, env))
+    with on_stream(stream):
+        loader_state = restore(state, net, saved, config, identity, sampler)
+    first_batch = state.step * config.grad_accum_steps
+    train_loader = pipelines.create_train_loader(config, splits["train"], sampler, env, first_batch, loader_state)
+    stack.callback(train_loader.close)
+    forward_backward = create_forward_backward(config, net, state.model, state.scaler, env, stream, state.epoch)
+    stack.callback(forward_backward.close)
+    log = Log(config.output_dir, env.is_main, config.epochs, sampler.steps_per_epoch, config.tensorboard, state.step)
+    stack.callback(log.close)
+    # The stack closes backwards: the writer ends before the tracker, which sends what it has written, and both before the log.
+    tracker = stack.enter_context(TrackerProcess(config, env.is_main, log))
+    writer = stack.enter_context(CheckpointWriter(config.output_dir, env, log))
+    return Run(
+        config=config, env=env, state=state, forward_backward=forward_backward, schedule=schedule, sampler=sampler,
+        train_loader=train_loader, val_loader=val_loader, num_val=len(splits["val"]), log=log, tracker=tracker,
+        augment=create_augment(config, network.normalization, env), amp_dtype=AMP_DTYPES[config.amp], stop=stop,
+        writer=writer, record=run_record, origin=network.origin, replaced=replaced,
+        initial={name: initial_manifest(each, run_record.excluded_files[name]) for name, each in listed.items()},
+        warnings=[*changed_files, *resume_warnings(config, saved, run_record, sampler, state, splits)],
+        metrics_cutoff=metrics_resume_point(state, saved, replaced, config),
+    )  # fmt: skip
