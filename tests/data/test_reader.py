@@ -32,8 +32,9 @@ from utils.distributed.group import DistEnv
 from utils.errors import BadFile
 
 READERS = (  # DALI's own reader is `--loader stock`; a user's code is no image; a conversion and staging write files
-    "utils.data.reading.reader", "utils.data.reading.shard_reader", "utils.data.loaders.stock_loader", "utils.data.augmentation.user_code",
-    "utils.data.conversion.convert", "utils.data.staging.staged_files", "utils.data.staging.stage",
+    "utils.data.reading.reader", "utils.data.reading.shard_reader", "utils.data.loaders.stock_loader",
+    "utils.data.augmentation.user_code", "utils.data.conversion.convert", "utils.data.staging.staged_files",
+    "utils.data.staging.stage",
 )  # fmt: skip
 FORMATS = "utils.data.formats."
 ROOMS_WITH_IMAGES = ("data", "pipelines", "benchmark")  # where a file that is opened would be an image
@@ -64,7 +65,7 @@ def offences(source: str, module: str) -> list[str]:
                 argument = ast.unparse(node.args[0])
                 forbidden = not (argument.startswith("io.BytesIO(") or argument in opened)
             else:
-                in_room = room_of(module) in ROOMS_WITH_IMAGES or module == "scripts.benchmark"
+                in_room = room_of(module).partition(".")[0] in ROOMS_WITH_IMAGES or module == "scripts.benchmark"
                 in_room = in_room and not (
                     module.startswith(FORMATS) and module != f"{FORMATS}folder"
                 )  # they open shards

@@ -220,8 +220,8 @@ def config_of_loader(name: str, run: Run, mean_image: float) -> ResolvedConfig:
 def reading_threads(workers: int) -> int:
     """Threads that read files for DALI's training loader, which has `workers` CPU threads that decode.
 
-    They mostly wait, so their number decides what a disk with a high latency delivers. `utils.data.reading.reader` sets it for
-    each of the pipelines.
+    They mostly wait, so their number decides what a disk with a high latency delivers. `utils.data.reading.reader` sets
+    it for each of the pipelines.
     """
     decoding = [max(1, (workers + pipeline) // NUM_PIPELINES) for pipeline in range(NUM_PIPELINES)]
     return sum(max(READ_THREADS, threads // 2) for threads in decoding)

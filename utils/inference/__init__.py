@@ -1,0 +1,1 @@
+"""What a trained network does: evaluate, predict, show its mistakes."""

@@ -1,0 +1,1 @@
+"""What the user may say: flags, configuration, recipes, limits, and their checks."""

@@ -1,0 +1,1 @@
+"""To shards of another form, and back."""

@@ -1,0 +1,1 @@
+"""Batches for a training loop of your own."""

@@ -1,0 +1,1 @@
+"""What all of `utils.data` speaks of: images, manifests, batches."""

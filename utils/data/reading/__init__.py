@@ -1,0 +1,1 @@
+"""Bytes of images and what decoders make of them; the only place that opens images."""

@@ -1,0 +1,1 @@
+"""train and val of a run: read, held out, looked at."""

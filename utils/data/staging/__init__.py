@@ -1,0 +1,1 @@
+"""Copies of what lies in object stores."""

@@ -1,0 +1,1 @@
+"""Runs that are sent to experiment trackers."""

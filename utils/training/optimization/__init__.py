@@ -1,0 +1,1 @@
+"""The optimizer, its step, and the learning rate."""

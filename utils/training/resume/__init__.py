@@ -1,0 +1,1 @@
+"""What a launch takes over from a checkpoint, and whether it may."""

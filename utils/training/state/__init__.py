@@ -1,0 +1,1 @@
+"""What a checkpoint keeps, and the files of it."""
