@@ -1,6 +1,6 @@
 """From flags to a Run: the output folder, the settings, then all that the loop holds.
 
-Each step takes what must come before it, so that another order is a NameError. Where that is not so, a comment says why.
+Each step takes what must come before it, so that another order is a NameError. Where it does not, a comment says why.
 """
 
 import contextlib
@@ -142,7 +142,7 @@ def build(
     stack.callback(forward_backward.close)
     log = Log(config.output_dir, env.is_main, config.epochs, sampler.steps_per_epoch, config.tensorboard, state.step)
     stack.callback(log.close)
-    # The stack closes backwards: the writer ends before the tracker, which sends what it has written, and both before the log.
+    # Closed backwards: the writer before the tracker, which sends what it has written, and both before the log.
     tracker = stack.enter_context(TrackerProcess(config, env.is_main, log))
     writer = stack.enter_context(CheckpointWriter(config.output_dir, env, log))
     return Run(

@@ -3,8 +3,7 @@
 `folder.py` lists images that are files. A format of shards, files that hold many images each, is a module beside this
 one with the functions of `ShardFormat`; `shards.py` makes the table of its images, and `index.py` saves it.
 
-Only the formats and `utils.data.reading.reader` look at a location. The loaders, the decode pool and the verification do
-not.
+Only the formats and `utils.data.reading.reader` look at a location. The loaders, decode pool and verification do not.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,7 @@
 """Experiment trackers that runs are sent to: trackio, wandb and mlflow, each by its own package.
 
-The packages are imported where they are used: they are optional, and `utils.report.tracking.sender` runs them in a process
-of their own. Servers, accounts and local stores are those of the package's environment variables.
+The packages are imported where they are used: they are optional, and `utils.report.tracking.sender` runs them in a
+process of their own. Servers, accounts and local stores are those of the package's environment variables.
 """
 
 import os
