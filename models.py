@@ -10,6 +10,7 @@ import timm
 import torch
 from torch import nn
 
+from utils.distributed.collective import collective
 from utils.distributed.collectives import sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import UserError, first_line
@@ -195,16 +196,13 @@ class Network(NamedTuple):
     note: str = ""
 
 
+@collective
 def create_network(
     config: ResolvedConfig, env: DistEnv, classes: Sequence[str], saved: Normalization | None = None
 ) -> Network:
     """The network on its device, with the weights of `--pretrained` if the run begins.
 
-    Collective: call on every rank.
-
     Args:
-        config: of the run.
-        env: this process.
         classes: names in label order.
         saved: normalization of the checkpoint that a run goes on from, whose weights come later.
 

@@ -59,7 +59,6 @@ def create_train_loader(
         config: resolved, see `resolve`.
         manifest: training split.
         sampler: order of the images.
-        env: this process.
         first_batch: batches of the whole run that this rank has already trained on.
         state: `TrainLoader.state()` of the checkpoint to continue, for the random draws of the augmentation.
     """

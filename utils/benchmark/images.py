@@ -27,7 +27,6 @@ def read_images(data_dir: Path, output_dir: Path, env: DistEnv, stage_dir: Path 
     Args:
         data_dir: a data set, or class folders; or a URL of either.
         output_dir: where an index of shards is saved if it cannot be saved beside them.
-        env: this process.
         stage_dir: where a URL is copied to.
 
     Raises:

@@ -117,7 +117,6 @@ def open_run(
     Args:
         config: its loader is `synthetic`.
         images: repeated until an epoch is long enough.
-        env: this process.
         work: temporary folder for the files of the run.
         stack: closes the run.
         build: train.py's.

@@ -8,21 +8,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from utils.distributed.collective import collective
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
 
 T = TypeVar("T")
 
 
+@collective
 def all_reduce_sum(tensor: Tensor) -> Tensor:
-    """Sum of `tensor` over all ranks, in place. Collective: call on every rank."""
+    """Sum of `tensor` over all ranks, in place."""
     if dist.is_initialized():
         dist.all_reduce(tensor)
     return tensor
 
 
+@collective
 def all_gather_object(value: T, env: DistEnv) -> list[T]:
-    """`value` of every rank, in rank order, on every rank. Collective: call on every rank."""
+    """`value` of every rank, in rank order, on every rank."""
     if env.world_size == 1:
         return [value]
     values: list[Any] = [None] * env.world_size
@@ -30,8 +33,9 @@ def all_gather_object(value: T, env: DistEnv) -> list[T]:
     return values
 
 
+@collective
 def broadcast(value: T, env: DistEnv) -> T:
-    """Rank 0's `value`, on every rank. Collective: call on every rank."""
+    """Rank 0's `value`, on every rank."""
     if env.world_size == 1:
         return value
     values: list[Any] = [value]
@@ -39,8 +43,9 @@ def broadcast(value: T, env: DistEnv) -> T:
     return cast(T, values[0])
 
 
+@collective
 def gather_to_rank0(value: T, env: DistEnv) -> list[T] | None:
-    """`value` of every rank, in rank order, on rank 0; None on the others. Collective: call on every rank."""
+    """`value` of every rank, in rank order, on rank 0; None on the others."""
     if env.world_size == 1:
         return [value]
     values: list[Any] | None = [None] * env.world_size if env.is_main else None
@@ -48,14 +53,12 @@ def gather_to_rank0(value: T, env: DistEnv) -> list[T] | None:
     return values
 
 
+@collective
 def raise_on_all_ranks(error: UserError | None, env: DistEnv) -> None:
     """Raise the first error of any rank on every rank, so that none is left waiting for the others.
 
-    Collective: call on every rank.
-
     Args:
         error: of this rank; None for none.
-        env: this process.
 
     Raises:
         UserError: with the message of the lowest rank that has an error.
@@ -65,12 +68,10 @@ def raise_on_all_ranks(error: UserError | None, env: DistEnv) -> None:
             raise UserError(message, on_all_ranks=True)
 
 
+@collective
 @contextlib.contextmanager
 def sync_errors(env: DistEnv) -> Iterator[None]:
-    """Around a check that may fail on some ranks only: a UserError of any rank is raised on all.
-
-    Collective: call on every rank.
-    """
+    """Around a check that may fail on some ranks only: a UserError of any rank is raised on all."""
     error = None
     try:
         yield

@@ -5,6 +5,7 @@ import os
 import torch
 import torch.distributed as dist
 
+from utils.distributed.collective import collective
 from utils.distributed.gpu_start import visible_device_for_rank
 from utils.distributed.launcher import Launch
 from utils.distributed.store import BoundedStore
@@ -65,8 +66,9 @@ def describe_device(device: torch.device) -> str:
     return f"cuda {torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else device.type
 
 
+@collective
 def check_devices(device: str, store: BoundedStore, rank: int, world_size: int, timeout: float) -> None:
-    """Compare the devices of all ranks. Collective: call on every rank, before any collective on those devices.
+    """Compare the devices of all ranks, before any collective on those devices.
 
     Args:
         device: of this rank, as `describe_device` has it.

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from utils.distributed.collective import collective
 from utils.distributed.crash import trace_crashes
 from utils.distributed.device import check_devices, describe_device
 from utils.distributed.launcher import end_idle_torchrun, read_launch, rendezvous_url
@@ -57,6 +58,7 @@ class DistEnv:
         return self.rank == 0
 
 
+@collective
 @contextlib.contextmanager
 def process_group(
     device: torch.device, timeout: float, print_error: Callable[[str], None] | None = None
@@ -82,6 +84,7 @@ def process_group(
         yield joined
 
 
+@collective
 @contextlib.contextmanager
 def _joined(env: DistEnv, timeout: float, print_error: Callable[[str], None] | None) -> Iterator[DistEnv]:
     device = env.device
@@ -118,6 +121,7 @@ def _joined(env: DistEnv, timeout: float, print_error: Callable[[str], None] | N
             dist.destroy_process_group()
 
 
+@collective
 def _rendezvous(env: DistEnv, limit: datetime.timedelta) -> tuple[Store, BoundedStore, RankMonitor]:
     """Connect to the launcher's store twice: for torch, and for us with a prefix that these processes alone have.
 
@@ -151,8 +155,9 @@ def _host_and_port(url: str) -> str:
     return "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ) if url == "env://" else url.partition("//")[2]
 
 
+@collective
 def create_store_prefix(store: BoundedStore, rank: int, world_size: int, timeout: float) -> BoundedStore:
-    """`store` with a prefix that these processes alone have. Collective: call on every rank.
+    """`store` with a prefix that these processes alone have.
 
     Several agents of torchrun keep one store over all restarts (seen with torch 2.15): processes that come back find
     the addresses of the dead in it and wait for those. So each process sets a random token, and rank 0 answers every

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from utils.distributed.collective import collective
 from utils.distributed.collectives import all_gather_object, broadcast
 from utils.distributed.gpu_start import jpeg_engines
 from utils.distributed.group import DistEnv
@@ -35,8 +36,9 @@ class Machine:
     host_memory: int
 
 
+@collective
 def inspect_machine(env: DistEnv) -> Machine:
-    """Look at this machine. Collective: call on every rank."""
+    """Look at this machine."""
     gpu = env.device.type == "cuda"
     allowed = os.sched_getaffinity(0)
     neighbours = [
@@ -91,11 +93,9 @@ def cpu_share(allowed: set[int], of_all: list[set[int]]) -> int:
     return max(1, int(sum(1 / sum(thread in others for others in of_all) for thread in allowed) + 1e-6))
 
 
+@collective
 def all_pairs_nvlink(env: DistEnv) -> bool:
-    """Whether all ranks are on one machine and NVLink joins every two of their GPUs.
-
-    Collective: call on every rank.
-    """
+    """Whether all ranks are on one machine and NVLink joins every two of their GPUs."""
     if env.device.type != "cuda" or env.local_world_size < env.world_size:
         return False
     gpus = all_gather_object(str(torch.cuda.get_device_properties(env.device).uuid), env)

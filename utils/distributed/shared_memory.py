@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Iterator
 
+from utils.distributed.collective import collective
 from utils.distributed.collectives import sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import UserError, first_line
@@ -25,9 +26,7 @@ def batches_bytes(config: ResolvedConfig, num_val: int, env: DistEnv) -> int:
     """Bytes of the batches that the workers of this machine's processes have ready at the same time, at least.
 
     Args:
-        config: of the run.
         num_val: validation images over all ranks.
-        env: this process.
     """
     per_process = config.workers * _SEMAPHORES
     if config.loader == "torch":  # DALI's server decodes in the trainer
@@ -38,10 +37,11 @@ def batches_bytes(config: ResolvedConfig, num_val: int, env: DistEnv) -> int:
     return per_process * env.local_world_size
 
 
+@collective
 def check_shared_memory(
     config: ResolvedConfig, num_val: int, env: DistEnv, loaders: int = 1, other: str = "--loader dali"
 ) -> None:
-    """Compare what `batches_bytes` says with what is free. Collective: call on every rank.
+    """Compare what `batches_bytes` says with what is free.
 
     Args:
         config, num_val, env: as of `batches_bytes`.

@@ -10,6 +10,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from utils.distributed.collective import collective
 from utils.distributed.group import DistEnv
 from utils.distributed.launcher import seconds_since_start
 from utils.distributed.monitor import RankMonitor
@@ -100,11 +101,9 @@ class StopRequest:
         """Whether this rank has received a signal, as all have that torchrun passes it on to."""
         return self._received_at is not None
 
+    @collective
     def should_stop(self) -> bool:
-        """Whether any rank has been asked to stop, the same answer on all ranks. Only after `enable`.
-
-        Collective: call on every rank, once a step.
-        """
+        """Whether any rank has been asked to stop, the same answer on all ranks. Once a step, only after `enable`."""
         assert self._env is not None, "enabled"
         if self._reason is None and 0 < self._time_limit <= seconds_since_start():
             self._reason = "the time limit"

@@ -14,6 +14,7 @@ from utils.data.images.manifest import Manifest
 from utils.data.loaders.settings import with_val_batch
 from utils.data.splits.selection import check_files, describe_exclusions, read_data, select_images
 from utils.data.staging.stage import stage
+from utils.distributed.collective import collective
 from utils.distributed.collectives import all_reduce_sum, sync_errors
 from utils.distributed.group import DistEnv
 from utils.distributed.shared_memory import check_shared_memory
@@ -79,6 +80,7 @@ class FlipAverage(nn.Module):
         return both / 2
 
 
+@collective
 @torch.inference_mode()
 def evaluate(
     model: nn.Module,
@@ -130,10 +132,11 @@ def evaluate(
     return {"top1": 100 * top1 / count, "top5": 100 * top5_count / count, "loss": loss / count, "count": int(count)}
 
 
+@collective
 def evaluate_checkpoint(config: TrainConfig, env: DistEnv) -> None:
     """`--evaluate`: the networks of a checkpoint, or pretrained weights, on val; writes evaluation.json.
 
-    What was not given is as in the checkpoint. Collective: call on every rank.
+    What was not given is as in the checkpoint.
 
     Raises:
         UserError: on all ranks: flags, data or the weights do not fit.
@@ -192,6 +195,7 @@ def _shown(key: str, value: Any) -> str:
     return f"{value:.{digits}f}" if isinstance(value, float) else str(value)
 
 
+@collective
 def _evaluate_networks(
     config: ResolvedConfig, val: Manifest, env: DistEnv, saved: Checkpoint | None
 ) -> tuple[dict[str, Any], str, Mistakes | None]:
@@ -255,10 +259,11 @@ def _source(result: dict[str, Any], saved: Checkpoint | None) -> dict[str, Any]:
     return {"checkpoint": result["checkpoint"]} | of_epoch | {"network": name, "top-1": f"{top1:.2f} %"}
 
 
+@collective
 def report_best(run: Run, val: Manifest) -> None:
     """With `--report`, at the end of a run: evaluate best.pt once more, and write report.json and report.html.
 
-    Collective: call on every rank, after all else, as the run's model gets other weights.
+    After all else, as the run's model gets other weights.
 
     Args:
         run: at its end.

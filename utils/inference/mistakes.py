@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from utils.data.images.manifest import Manifest
 from utils.data.loaders.sampler import shard
 from utils.data.loaders.stock_loader import stock_shard
+from utils.distributed.collective import collective
 from utils.distributed.collectives import gather_to_rank0, sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import UserError, first_line, readable
@@ -53,9 +54,7 @@ class Mistakes:
     """Predictions of one evaluation on this rank, and its images with the largest loss.
 
     Args:
-        config: of the run.
         manifest: the validation images of all ranks.
-        env: this process.
     """
 
     def __init__(self, config: ResolvedConfig, manifest: Manifest, env: DistEnv) -> None:
@@ -98,8 +97,9 @@ class Mistakes:
                 )  # fmt: skip
         self._worst = sorted(self._worst, key=lambda wrong: -wrong.loss)[:NUM_WORST]
 
+    @collective
     def pictures(self, source: dict[str, Any], samples: Samples | None) -> Pictures | None:
-        """The content of report.json on rank 0, None on the others. Collective: call on every rank.
+        """The content of report.json on rank 0, None on the others.
 
         Args:
             source: what was evaluated, as names and JSON-ready values.
@@ -167,15 +167,14 @@ def _encode(image: Tensor) -> str:
     return base64.b64encode(content.getvalue()).decode()
 
 
+@collective
 def check_report(config: ResolvedConfig, manifest: Manifest, env: DistEnv) -> None:
-    """With `--report`, make a page without results in a temporary folder. Collective: call on every rank.
+    """With `--report`, make a page without results in a temporary folder.
 
     What the end of a run needs is tried at its start: the template, its packages, the names, the pictures.
 
     Args:
-        config: of the run.
         manifest: images with the classes of the run.
-        env: this process.
 
     Raises:
         UserError: on all ranks: the page cannot be made, or not be written.

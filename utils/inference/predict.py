@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import models
 from utils.data.formats.index import read_shards
 from utils.data.images.manifest import Manifest, describe_counts
+from utils.distributed.collective import collective
 from utils.distributed.collectives import all_gather_object, broadcast, gather_to_rank0, sync_errors
 from utils.distributed.group import DistEnv
 from utils.distributed.shared_memory import check_shared_memory
@@ -51,8 +52,9 @@ from utils.training.state.output import lock_output, prepare_output
 from utils.training.state.train_state import NETWORKS
 
 
+@collective
 def predict(options: PredictOptions, env: DistEnv, stack: contextlib.ExitStack) -> None:
-    """Write the predictions of all images. Collective: call on every rank.
+    """Write the predictions of all images.
 
     Raises:
         UserError: on all ranks: the checkpoint, a source or the output folder cannot be used.
@@ -79,6 +81,7 @@ def predict(options: PredictOptions, env: DistEnv, stack: contextlib.ExitStack) 
     _write(predictor, options, env, stack)
 
 
+@collective
 def _open_checkpoint(path: Path, env: DistEnv) -> Checkpoint:
     """The checkpoint of a file, or of a run's output folder."""
     saved: Checkpoint | None = None
@@ -94,6 +97,7 @@ def _open_checkpoint(path: Path, env: DistEnv) -> Checkpoint:
     return saved
 
 
+@collective
 def _list_images(options: PredictOptions, classes: tuple[str, ...], env: DistEnv) -> tuple[Manifest, Mapping[str, int]]:
     """The images of the sources, as rank 0 finds them, and `Inputs.ignored`."""
     inputs = None
@@ -122,6 +126,7 @@ def _describe_folders(manifest: Manifest) -> str:
     return f"note: the true class of some images is not known: {alike}, a folder's name and a class" if alike else ""
 
 
+@collective
 def _resolve(options: PredictOptions, saved: Checkpoint, manifest: Manifest, env: DistEnv) -> ResolvedConfig:
     """The configuration with which `--evaluate` evaluates the checkpoint."""
     values: dict[str, Any] = {"data_dir": options.output_dir}  # not read
@@ -222,6 +227,7 @@ class _Predictor:
         return self.columns.encode(Rows(paths, indices[:, :topk], scores[:, :topk], targets, errors))
 
 
+@collective
 def _create_predictor(
     config: ResolvedConfig, saved: Checkpoint, name: str, options: PredictOptions, manifest: Manifest, env: DistEnv
 ) -> _Predictor:
@@ -252,6 +258,7 @@ def _create_predictor(
     )
 
 
+@collective
 def _write(predictor: _Predictor, options: PredictOptions, env: DistEnv, stack: contextlib.ExitStack) -> None:
     """Predict, and write the files as the rows come; `stack` closes what an error leaves open.
 
@@ -281,9 +288,10 @@ def _write(predictor: _Predictor, options: PredictOptions, env: DistEnv, stack: 
         _print_summary(len(predictor.manifest), sum(bad for _, bad in results), counts, options)
 
 
+@collective
 @contextlib.contextmanager
 def _writing(options: PredictOptions, env: DistEnv) -> Iterator[None]:
-    """Around writing on rank 0: an OSError ends all ranks in one line. Collective: call on every rank."""
+    """Around writing on rank 0: an OSError ends all ranks in one line."""
     with sync_errors(env):
         try:
             yield

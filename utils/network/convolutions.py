@@ -33,8 +33,6 @@ def prepare_depthwise(shapes: Collection[DepthwiseShape], config: ResolvedConfig
 
     Args:
         shapes: each kind once.
-        config: of the run.
-        env: this process.
     """
     if env.device.type != "cuda" or not shapes:
         return

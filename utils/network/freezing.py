@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from utils.distributed.collective import collective
 from utils.network.gradients import ForwardBackward, GraphedForwardBackward
 from utils.network.head import head_modules, head_parameters
 
@@ -50,8 +51,9 @@ class FreezingForwardBackward:
         self._inner, self._model, self._freeze_epochs, self._set_up = inner, model, freeze_epochs, set_up
         self._frozen = False
 
+    @collective
     def start_epoch(self, epoch: int) -> None:
-        """Freeze or unfreeze, where the epoch, from 0, is the first to need it. Collective: call on every rank.
+        """Freeze or unfreeze, where the epoch, from 0, is the first to need it.
 
         To be called after `model.train()`.
         """

@@ -18,7 +18,6 @@ def check_inputs(model: nn.Module, config: ResolvedConfig, batch_size: int) -> N
 
     Args:
         model: on the CPU, for training or evaluation as it will be used.
-        config: of the run.
         batch_size: images that batch norm takes together.
     """
     output = check_input(model, config.arch, config.image_size, batch_size)

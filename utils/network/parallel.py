@@ -14,6 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from utils.distributed.collective import collective
 from utils.distributed.collectives import all_gather_object, all_reduce_sum
 from utils.distributed.group import DistEnv
 from utils.distributed.startup import show_startup
@@ -41,16 +42,14 @@ _ALIGNMENT = 4  # float32 in the 16 bytes that a GPU's thread loads at once
 DDP_BUCKETS = (2**18, 25 * 2**18)  # float32: 1 MiB for the first, then 25 (torch 2.11's defaults)
 
 
+@collective
 def distribute(model: nn.Module, config: ResolvedConfig, env: DistEnv, stream: torch.cuda.Stream | None) -> nn.Module:
     """`model`, compiled on request, within DDP if that exchanges the gradients.
 
     DDP is compiled with the network, so that it is split where DDP's buckets end and their exchange begins early.
-    Collective: call on every rank.
 
     Args:
         model: on its device.
-        config: resolved.
-        env: this process.
         stream: where the step will be captured; None if it will not.
     """
     net = model
@@ -72,6 +71,7 @@ def distribute(model: nn.Module, config: ResolvedConfig, env: DistEnv, stream: t
     return compile_network(net) if config.compile else net
 
 
+@collective
 def create_forward_backward(
     config: ResolvedConfig,
     net: nn.Module,
@@ -83,14 +83,10 @@ def create_forward_backward(
 ) -> AnyForwardBackward:
     """What a step does with a batch. Compiles for the image sizes of later epochs.
 
-    Collective: call on every rank.
-
     Args:
-        config: of the run.
         net: `model` as `distribute` returned it.
         model: whose gradients are exchanged where DDP does not do it.
         scaler: of fp16.
-        env: this process.
         stream: where a CUDA graph is captured; None for no graph.
         epoch: in which this launch begins, from 0.
     """
@@ -126,24 +122,25 @@ def exchanges_by_ddp(config: ResolvedConfig, env: DistEnv) -> bool:
     return env.world_size > 1 and config.grad_exchange == "ddp"
 
 
+@collective
 def warm_up_ddp_buckets(net: nn.Module, config: ResolvedConfig, env: DistEnv) -> None:
     """A pass of zeros through DDP, to be called before a checkpoint is loaded over the state that it changes.
 
     DDP lays its gradient buckets out anew after the first backward pass of a launch, and the rounding of a sum over
     three and more ranks depends on the layout: without this the first resumed step would differ in its last bits.
-    Collective: call on every rank.
     """
     if exchanges_by_ddp(config, env):
         _pass_zeros(net, config, env)
 
 
+@collective
 def compile_later_sizes(
     net: nn.Module, model: nn.Module, config: ResolvedConfig, env: DistEnv, stream: torch.cuda.Stream | None, epoch: int
 ) -> None:
     """Compile `net` for the image sizes that follow `epoch`, from 0, so that no later epoch waits for the compiler.
 
     Those until the head is no longer alone, which sets `net` up anew. Leaves weights, statistics and random numbers as
-    they were. Collective: call on every rank. The other arguments are those of `create_forward_backward`.
+    they were.  The other arguments are those of `create_forward_backward`.
     """
     sizes, end = size_schedule(config), config.freeze_epochs if epoch < config.freeze_epochs else config.epochs
     later = {size for first, size in sizes.items() if epoch < first < end}
@@ -190,8 +187,9 @@ class FlatAllReduce:
             for parameter, offset in zip(self._parameters, offsets, strict=True)
         ]
 
+    @collective
     def __call__(self) -> None:
-        """Replace every `.grad` by its mean over the ranks. Collective: call on every rank.
+        """Replace every `.grad` by its mean over the ranks.
 
         It is then a view of a buffer that the next call overwrites. A parameter without a gradient, which must have
         none on all ranks, keeps none.
@@ -210,11 +208,12 @@ class FlatAllReduce:
             parameter.grad = view
 
 
+@collective
 @torch.no_grad()
 def diverged_parameters(module: nn.Module, env: DistEnv) -> dict[int, list[str]]:
     """By rank, the names of the parameters that are not bit for bit those of rank 0.
 
-    Collective: call on every rank. Compares a sum of each parameter's bits, read as integers.
+    Compares a sum of each parameter's bits, read as integers.
     """
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     parameters = dict(module.named_parameters())
@@ -229,19 +228,20 @@ def diverged_parameters(module: nn.Module, env: DistEnv) -> dict[int, list[str]]
     return {rank: names for rank, names in enumerate(diverged, start=1) if names}
 
 
+@collective
 @torch.no_grad()
 def broadcast_weights(module: nn.Module) -> None:
-    """Rank 0's parameters and buffers, on every rank, in place. Collective: call on every rank."""
+    """Rank 0's parameters and buffers, on every rank, in place."""
     for tensor in itertools.chain(module.parameters(), module.buffers()):
         dist.broadcast(tensor, 0)
 
 
+@collective
 def warm_up_nccl(module: nn.Module, env: DistEnv) -> None:
     """Let NCCL connect the ranks for all-reduces as large as `module`'s gradients and as DDP's buckets.
 
     NCCL connects within the first all-reduce that uses a new algorithm or path, and the host waits in C until all ranks
     are there. Now they are. Later one may compile for minutes longer than another, which could not handle a signal.
-    Collective: call on every rank.
     """
     if env.world_size == 1 or env.device.type != "cuda":
         return
@@ -250,11 +250,10 @@ def warm_up_nccl(module: nn.Module, env: DistEnv) -> None:
         dist.all_reduce(torch.zeros(numel, device=env.device))
 
 
+@collective
 @torch.no_grad()
 def average_buffers(module: nn.Module, env: DistEnv) -> None:
     """Replace floating-point buffers (batch norm's running statistics) by their mean over the ranks.
-
-    Collective: call on every rank.
 
     Each rank gathers statistics of its own images; evaluation must not depend on which rank it runs.
     """

@@ -20,7 +20,6 @@ def prepare_training(model: nn.Module, config: ResolvedConfig, world_size: int) 
 
     Args:
         model: on the CPU.
-        config: of the run.
         world_size: processes of the run.
 
     Returns:

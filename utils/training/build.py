@@ -12,6 +12,7 @@ import pipelines
 from utils.data.loaders.sampler import create_sampler
 from utils.data.loaders.settings import LoaderSettings, keeps_val_batches, with_val_batch
 from utils.data.splits.selection import Splits, initial_manifest
+from utils.distributed.collective import collective
 from utils.distributed.collectives import sync_errors
 from utils.distributed.group import DistEnv
 from utils.distributed.startup import show_startup
@@ -54,8 +55,9 @@ class OpenedOutput(NamedTuple):
     saved: Checkpoint | None
 
 
+@collective
 def open_output(given: TrainConfig, env: DistEnv, stack: contextlib.ExitStack) -> OpenedOutput:
-    """Lock the output folder, if it is there, and read its checkpoint. Collective: call on every rank.
+    """Lock the output folder, if it is there, and read its checkpoint.
 
     Raises:
         UserError: on all ranks: another run holds the folder, or its checkpoint cannot be used.
@@ -65,10 +67,11 @@ def open_output(given: TrainConfig, env: DistEnv, stack: contextlib.ExitStack) -
     return OpenedOutput(is_locked, open_checkpoint(given, env))
 
 
+@collective
 def resolve_settings(
     given: TrainConfig, saved: Checkpoint | None, listed: Splits, env: DistEnv
 ) -> tuple[ResolvedConfig, LoaderSettings]:
-    """What the run uses: flags, else the checkpoint's, the weights', the machine's. Collective: call on every rank.
+    """What the run uses: flags, else the checkpoint's, the weights', the machine's.
 
     Raises:
         UserError: on all ranks: flags do not fit the checkpoint, the machine or the data.
@@ -81,10 +84,11 @@ def resolve_settings(
     return config, dataclasses.replace(settings, reasons=settings.reasons | by_weights)
 
 
+@collective
 def prepare_run(
     config: ResolvedConfig, opened: OpenedOutput, listed: Splits, env: DistEnv, stack: contextlib.ExitStack
 ) -> None:
-    """Try what the run needs later, then make and lock its folder. Collective: call on every rank.
+    """Try what the run needs later, then make and lock its folder.
 
     Raises:
         UserError: on all ranks: something of it fails; no folder was made.
@@ -96,6 +100,7 @@ def prepare_run(
         lock_output(config.output_dir, env, stack)
 
 
+@collective
 def _create_network(
     config: ResolvedConfig, env: DistEnv, classes: tuple[str, ...], saved: Checkpoint | None
 ) -> models.Network:
@@ -108,6 +113,7 @@ def _create_network(
     return network
 
 
+@collective
 def build(
     config: ResolvedConfig,
     splits: Splits,
@@ -117,7 +123,7 @@ def build(
     stop: StopRequest,
     saved: Checkpoint | None = None,
 ) -> Run:
-    """Everything that the loop holds, from the checkpoint `saved` if there is one. Collective: call on every rank.
+    """Everything that the loop holds, from the checkpoint `saved` if there is one.
 
     `listed` are the `splits` with the files that `--bad-files skip` excludes; `stack` closes what is opened here.
     """

@@ -16,6 +16,7 @@ from utils.data.images.listing import save_listing
 from utils.data.loaders.sampler import Sampler
 from utils.data.loaders.settings import with_val_batch
 from utils.data.splits.selection import Splits
+from utils.distributed.collective import collective
 from utils.distributed.collectives import broadcast, sync_errors
 from utils.distributed.group import DistEnv
 from utils.distributed.launcher import seconds_since_launch, terminate_torchrun
@@ -45,7 +46,6 @@ class Run:
 
     Attributes:
         config: what the run uses.
-        env: this process.
         state: what a checkpoint keeps.
         forward_backward: loss and gradients of a batch.
         schedule: of the learning rate.
@@ -136,12 +136,14 @@ class Run:
         is_evaluated = self.state.result.get("epoch") == self.state.epoch
         return self.ends_early or (self.state.epoch >= self.config.epochs and is_evaluated)
 
+    @collective
     def is_finished(self) -> bool:
-        """Whether the run is done and summarised. Collective: call on every rank."""
+        """Whether the run is done and summarised."""
         return self.is_done and broadcast(has_summary(self.config.output_dir), self.env)
 
+    @collective
     def remaining_epochs(self) -> Iterator[int]:
-        """Epochs, from 0, that are neither trained nor evaluated. Collective: call on every rank.
+        """Epochs, from 0, that are neither trained nor evaluated.
 
         Raises:
             Stopped: the ranks agreed to stop between two epochs.
@@ -180,8 +182,9 @@ class Run:
     def _loss_and_lr(self) -> tuple[float | None, float]:
         return self.state.meter.recent_loss(), learning_rate(self.state.optimizer)
 
+    @collective
     def after_step(self) -> None:
-        """Log, stop and save where it is due. Collective: call on every rank, once a step.
+        """Log, stop and save where it is due.
 
         Raises:
             Stopped: the ranks agreed to stop; the checkpoint is written.
@@ -204,6 +207,7 @@ class Run:
         if is_due:
             self.save()
 
+    @collective
     def _after_first_step(self) -> None:
         """From now on there is something to lose."""
         self.stop.enable(self.env)  # at once: a signal that finds only one rank enabled ends the two in different ways
@@ -214,8 +218,9 @@ class Run:
         self.log.info(f"first step done {self.seconds_to_first_step:.1f} s after the launch")
         self.claim_output_dir()
 
+    @collective
     def _log_interval(self) -> None:
-        """Read the meter and write a line of metrics. Collective: call on every rank.
+        """Read the meter and write a line of metrics.
 
         Raises:
             RunFailed: the loss has not been finite for too many steps, or fp16 finds no scale for it.
@@ -239,14 +244,16 @@ class Run:
             self.finish_write()
             raise RunFailed(f"{where}: fp16 gradients overflow at any scale of the loss; use --amp bf16, or {remedy}")
 
+    @collective
     def begin_evaluation(self) -> None:
-        """A stop is heeded between batches from now on, where an evaluation is due. Collective: call on every rank."""
+        """A stop is heeded between batches from now on, where an evaluation is due."""
         self.stop.enable(self.env)
         self.claim_output_dir()
         self._evaluation_began = time.perf_counter()
 
+    @collective
     def val_batches(self) -> Iterator[Batch]:
-        """This rank's validation images, once. Collective: consume on every rank.
+        """This rank's validation images, once.
 
         Raises:
             Stopped: between two batches, on all ranks; the checkpoint from before the evaluation is kept.
@@ -261,8 +268,9 @@ class Run:
             if self.stop.should_stop():
                 self.stop_here()
 
+    @collective
     def end_epoch(self, result: dict[str, Any]) -> None:
-        """Note an evaluation, if there was one, and whether it is the best, and save. Collective: call on every rank.
+        """Note an evaluation, if there was one, and whether it is the best, and save.
 
         Args:
             result: the keys `val/...` of metrics.jsonl; {} for an epoch without evaluation.
@@ -280,11 +288,12 @@ class Run:
             self.log.epoch_without_evaluation(state.epoch)
         self.save(new_best, queued=bool(result) and may_queue(state.model))
 
+    @collective
     def claim_output_dir(self) -> None:
         """Make the output folder this run's, now that there is something to lose; does it once.
 
         metrics.jsonl ends where this launch began, config.json says how it runs, an earlier summary.json is removed, as
-        is what `--overwrite` replaces. Collective: call on every rank.
+        is what `--overwrite` replaces.
 
         Raises:
             UserError: on all ranks, if rank 0 cannot write there.
@@ -316,8 +325,9 @@ class Run:
         self.metrics_cutoff = None
         self.tracker.start()
 
+    @collective
     def save(self, new_best: BestEpoch | None = None, *, queued: bool = False) -> None:
-        """Copy the run aside as it is now; last.pt is written while training goes on. Collective: call on every rank.
+        """Copy the run aside as it is now; last.pt is written while training goes on.
 
         Weights that are not finite, or gave such a loss, do not replace a good checkpoint. A write that fails is
         logged, and the run goes on.
@@ -345,8 +355,9 @@ class Run:
             taken = create_checkpoint(state, self.train_loader.state(), self.config, self.record)
             self.writer.start(taken, is_best=new_best is not None)
 
+    @collective
     def finish_write(self) -> None:
-        """Wait until all saves are written, or have failed and been logged. Collective: call on every rank."""
+        """Wait until all saves are written, or have failed and been logged."""
         if not self.writer.num_pending:
             return
         with self.state.meter.paused():
@@ -355,8 +366,9 @@ class Run:
             self.last_save_error = error
             self.state.best = self._best_before  # what best.pt holds, and what the next epoch is compared with
 
+    @collective
     def stop_here(self) -> NoReturn:
-        """End the run as it was asked to, after its checkpoint. Collective: call on every rank.
+        """End the run as it was asked to, after its checkpoint.
 
         Raises:
             Stopped: always, or
@@ -372,8 +384,9 @@ class Run:
             terminate_torchrun()
         raise Stopped
 
+    @collective
     def require_saved(self) -> None:
-        """Check, before the run ends, that its last checkpoint was written. Collective: call on every rank.
+        """Check, before the run ends, that its last checkpoint was written.
 
         No rank ends before the check: as soon as one process ends, torchrun signals the others.
 

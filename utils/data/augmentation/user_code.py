@@ -27,6 +27,7 @@ from nvidia.dali import fn, plugin_manager
 from nvidia.dali.data_node import DataNode
 
 from utils.data.dali import dali_device, on_device, pipeline_options
+from utils.distributed.collective import collective
 from utils.distributed.collectives import all_gather_object, sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import UserError, first_line
@@ -66,8 +67,9 @@ _NONE: dict[str, str | None] = {"--transform": None, "--dali-plugin": None}
 _loaded: dict[tuple[str, str | None], UserCode] = {}
 
 
+@collective
 def check_user_code(config: ResolvedConfig, env: DistEnv) -> None:
-    """Load what `--transform` and `--dali-plugin` name, and try it on random images. Collective: call on every rank.
+    """Load what `--transform` and `--dali-plugin` name, and try it on random images.
 
     Raises:
         UserError: on all ranks: a file is missing or does not load, the function fails or returns something else than

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from utils.data.formats.shards import ShardIndex, Shards, index_entries, join_indexes, split_index
 from utils.data.images.records import Entry, ShardFormat
+from utils.distributed.collective import collective
 from utils.distributed.collectives import all_gather_object, broadcast, gather_to_rank0, sync_errors
 from utils.distributed.group import DistEnv
 from utils.distributed.process_pool import process_pool
@@ -41,10 +42,11 @@ class IndexedShard(NamedTuple):
     images: ShardIndex
 
 
+@collective
 def read_shards(
     split: str, source: ShardFormat, paths: Sequence[Path], output_dir: Path, workers: int, env: DistEnv
 ) -> Shards:
-    """The shards of a split with their index. Collective: call on every rank.
+    """The shards of a split with their index.
 
     The ranks share the shards that no index knows. A bar shows the progress.
 
@@ -54,7 +56,6 @@ def read_shards(
         paths: of the shards, the same on all ranks.
         output_dir: where the index is saved if it cannot be saved beside the shards.
         workers: processes of this rank.
-        env: this process.
 
     Raises:
         UserError: on all ranks: a shard cannot be read, is missing, or is not the same on all ranks.
@@ -90,8 +91,9 @@ def read_shards(
     )
 
 
+@collective
 def _stat_all(split: str, root: Path, paths: Sequence[Path], env: DistEnv) -> list[os.stat_result]:
-    """Sizes and times of the shards, whose sizes are the same on all ranks. Collective: call on every rank."""
+    """Sizes and times of the shards, whose sizes are the same on all ranks."""
     with sync_errors(env):
         stats = [_stat(path) for path in paths]
     if len(set(all_gather_object(tuple(found.st_size for found in stats), env))) > 1:
@@ -119,10 +121,11 @@ def _refuse_missing(known: Mapping[str, IndexedShard], names: Sequence[str], roo
             )
 
 
+@collective
 def _scan_by_all(
     source: ShardFormat, paths: Sequence[Path], pending: Sequence[int], workers: int, env: DistEnv
 ) -> Generator[list[tuple[int, ShardIndex | str]]]:
-    """Read the shards number `pending`, each on one rank. Collective: call on every rank.
+    """Read the shards number `pending`, each on one rank.
 
     Yields:
         On rank 0, the numbers and indexes of a round, or messages of what is wrong; on the others nothing.

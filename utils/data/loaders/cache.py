@@ -100,7 +100,6 @@ class ImageCache:
     Args:
         config: resolved; `cache` is gpu or host.
         manifest: the images.
-        env: this process.
 
     Raises:
         BadFile: an image cannot be decoded.

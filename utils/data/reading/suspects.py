@@ -1,7 +1,7 @@
 """Encoded images that must be looked at before DALI decodes them, found by their first bytes, a batch at once.
 
 DALI's decoders take different EXIF blocks where a JPEG has several (`utils.data.reading.orientation`). On a GPU some
-kinds of images get other pixels than on the CPU: `differs_on_gpu` names them. tests/runs/test_gpu_odd_files.py has the table.
+kinds of images get other pixels than on the CPU: `differs_on_gpu` names them.
 """
 
 import contextlib

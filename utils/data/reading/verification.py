@@ -17,6 +17,7 @@ from utils.data.images.manifest import Listing, Manifest
 from utils.data.reading.decode_pool import FileReport, content_digest, decode_files
 from utils.data.reading.decoding import Decoder, ImageInfo
 from utils.data.reading.reader import read_image
+from utils.distributed.collective import collective
 from utils.distributed.collectives import all_gather_object, broadcast, gather_to_rank0, raise_on_all_ranks
 from utils.distributed.group import DistEnv
 from utils.errors import Stopped, UserError
@@ -35,6 +36,7 @@ _T = TypeVar("_T")
 _UNKNOWN = FileReport(-1, -1, None)
 
 
+@collective
 def verify_dataset(
     listing: Listing,
     decoder: Decoder,
@@ -44,7 +46,7 @@ def verify_dataset(
     partial: bool = False,
     stopped_by: Callable[[], str] = str,
 ) -> dict[str, FileReport] | None:
-    """Find the files of a listing that cannot be decoded. Collective: call on every rank.
+    """Find the files of a listing that cannot be decoded.
 
     Files that an earlier verification knows, and that have not changed, are not decoded again. The ranks share the
     others. Rank 0 saves what is known every few seconds; a verification that is killed continues from there.
@@ -54,7 +56,6 @@ def verify_dataset(
         decoder: decides which are bad.
         output_dir: of manifest.json and bad_files.json.
         workers: processes of this rank.
-        env: this process.
         partial: whether the data set has more files; their entries in manifest.json are kept.
         stopped_by: called now and then, where this process is the only one; a name of a cause stops the verification.
 
@@ -75,16 +76,14 @@ def verify_dataset(
             raise_on_all_ranks(saver.save_at_times(known) if env.is_main else None, env)
             if env.world_size == 1 and not done and (reason := stopped_by()):
                 raise saver.save(known) or Stopped(reason)
-    if not env.is_main:
-        raise_on_all_ranks(None, env)
-        return None
-    current = {entry.name: known[entry.name] for entry in listing.entries}
-    raise_on_all_ranks(saver.save_all(known if partial else current), env)
+    current = {entry.name: known[entry.name] for entry in listing.entries} if env.is_main else None
+    raise_on_all_ranks(None if current is None else saver.save_all(known if partial else current), env)
     return current
 
 
+@collective
 def read_digests(listing: Listing, output_dir: Path, workers: int, env: DistEnv) -> dict[str, FileReport] | None:
-    """The digests of all files of a listing. Collective: call on every rank.
+    """The digests of all files of a listing.
 
     Files that an earlier call or verification knows, and that have not changed, are not read again. The ranks share the
     others. What is known is saved every few seconds, as by `verify_dataset`.
@@ -93,7 +92,6 @@ def read_digests(listing: Listing, output_dir: Path, workers: int, env: DistEnv)
         listing: the files, the same on all ranks.
         output_dir: of digests.json; also manifest.json is looked at.
         workers: processes of this rank.
-        env: this process.
 
     Returns:
         On rank 0, what is known of each file, `bad` where it cannot be read; None on the others.
@@ -131,10 +129,11 @@ def _pending(listing: Listing, known: Mapping[str, FileReport]) -> list[int]:
     ]
 
 
+@collective
 def _decode_by_all(
     listing: Listing, pending: list[int], decoder: Decoder, workers: int, env: DistEnv, title: str = "scanning"
 ) -> Generator[tuple[dict[str, FileReport], bool]]:
-    """Decode the `pending` files, each on one rank. Collective: call on every rank.
+    """Decode the `pending` files, each on one rank.
 
     The ranks exchange results every few seconds, so that none waits longer for another than --timeout allows.
 

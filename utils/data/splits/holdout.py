@@ -11,15 +11,17 @@ from numpy.typing import NDArray
 from utils.data.images.manifest import FileEntry, Listing, Manifest, describe, files_fingerprint
 from utils.data.reading.decode_pool import FileReport
 from utils.data.reading.verification import content_digests, read_digests
+from utils.distributed.collective import collective
 from utils.distributed.collectives import broadcast, sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
 
 
+@collective
 def choose_by_content(
     manifest: Manifest, fraction: float, output_dir: Path, workers: int, env: DistEnv
 ) -> NDArray[np.bool_]:
-    """`choose` for the images of a manifest, (num_images,). Collective: call on every rank.
+    """`choose` for the images of a manifest, (num_images,).
 
     Every file is read once, by one rank; the output folder keeps the digests.
 

@@ -20,6 +20,7 @@ from utils.data.images.records import Record
 from utils.data.reading.decoding import decoder_of
 from utils.data.reading.verification import BAD_FILES, bad_files, verify_dataset
 from utils.data.splits.holdout import check_classes, choose_by_content, choose_by_name, divide
+from utils.distributed.collective import collective
 from utils.distributed.collectives import all_gather_object, broadcast, sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
@@ -31,12 +32,12 @@ SYNTHETIC_TRAIN, SYNTHETIC_VAL, SYNTHETIC_CLASSES = 128_000, 5_000, 1_000  # of 
 Splits = dict[str, Manifest]  # by the name of the split
 
 
+@collective
 def read_data(config: TrainConfig, env: DistEnv, splits: Sequence[str] = ()) -> Splits:
-    """List the images of the run. Collective: call on every rank.
+    """List the images of the run.
 
     Args:
         config: with `data_dir`, or None for synthetic data.
-        env: this process.
         splits: train, val or both; () for those that the run needs.
 
     Returns:
@@ -84,6 +85,7 @@ def _read_folders(config: TrainConfig, splits: Sequence[str]) -> Splits:
     return dict(zip(SPLITS, folder.scan_splits(config.data_dir, skip_bad, config.val_split), strict=True))
 
 
+@collective
 def _read_shards(config: TrainConfig, source: Source, splits: Sequence[str], env: DistEnv) -> Splits:
     assert source.format is not None, "class folders have no shards"
     with sync_errors(env):  # before all shards are read
@@ -139,17 +141,16 @@ class InitialFiles:
         return list(listed) if files_fingerprint(names, sizes) == self.fingerprints["val"] else []
 
 
+@collective
 def select_images(
     config: ResolvedConfig, listed: Splits, env: DistEnv, initial: InitialFiles | None
 ) -> tuple[Splits, Splits]:
-    """Divide train/ by `--val-fraction`, then exclude files by `--bad-files skip`. Collective: call on every rank.
+    """Divide train/ by `--val-fraction`, then exclude files by `--bad-files skip`.
 
     Where a run continues, files may have turned bad or good since its start: see `apply_exclusions`.
 
     Args:
-        config: resolved.
         listed: the images, from `read_data`.
-        env: this process.
         initial: the files with which the run began; None for a new run.
 
     Returns:
@@ -184,6 +185,7 @@ def _bad_of(manifest: Manifest, bad: Mapping[str, str]) -> dict[str, str]:
     return {name: bad[path] for name in manifest.names() if (path := f"{manifest.folder}/{name}") in bad} if bad else {}
 
 
+@collective
 def _hold_out(config: ResolvedConfig, train: Manifest, env: DistEnv, initial: InitialFiles | None) -> Splits:
     """Train and val of `--val-fraction`: as the run began where its listing is there, else by the files' contents."""
     chosen = None
@@ -195,8 +197,9 @@ def _hold_out(config: ResolvedConfig, train: Manifest, env: DistEnv, initial: In
     return divide(train, chosen)
 
 
+@collective
 def _find_bad_files(config: ResolvedConfig, splits: Splits, env: DistEnv) -> dict[str, str]:
-    """The files that the loader cannot read, relative to the data set, and why. Collective: call on every rank.
+    """The files that the loader cannot read, relative to the data set, and why.
 
     Every file is decoded once, each by one rank. The output folder keeps the results, so that the next launch decodes
     only what has changed.
@@ -280,7 +283,8 @@ def describe_exclusions(splits: Splits, output_dir: Path) -> str:
     return f"{'; '.join(parts)}: {output_dir / BAD_FILES}" if parts else ""
 
 
+@collective
 def check_files(splits: Splits, data_dir: Path | None, env: DistEnv) -> None:
-    """Raise UserError on all ranks unless all list the same files. Collective: call on every rank."""
+    """Raise UserError on all ranks unless all list the same files."""
     if len(set(all_gather_object(tuple(manifest.fingerprint for manifest in splits.values()), env))) > 1:
         raise UserError(f"--data-dir {data_dir}: not the same files on all ranks; give all the same", on_all_ranks=True)

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from utils.data.staging.object_store import Cancelled, ObjectStore, Outage
 from utils.data.staging.staged_files import StagedFiles, StoredObject
+from utils.distributed.collective import collective
 from utils.distributed.collectives import all_gather_object, raise_on_all_ranks
 from utils.distributed.group import DistEnv
 from utils.errors import Stopped, UserError
@@ -53,15 +54,15 @@ class Progress(NamedTuple):
     error: str | None = None
 
 
+@collective
 def stage(config: TrainConfig, env: DistEnv, stopped_by: Callable[[], str] = str) -> TrainConfig:
-    """Copy the objects of a URL to this machine. Collective: call on every rank.
+    """Copy the objects of a URL to this machine.
 
     One rank of each machine copies; the others wait, for any time. What is there already, and is the same in the
     store, is not copied again. Does nothing for a folder.
 
     Args:
         config: whose `data_dir` may be a URL.
-        env: this process.
         stopped_by: names a signal that has come, "" before.
 
     Returns:
@@ -93,6 +94,7 @@ def stage(config: TrainConfig, env: DistEnv, stopped_by: Callable[[], str] = str
     return dataclasses.replace(config, data_dir=folder, data_url=url)
 
 
+@collective
 def _wait_for_all(work: "Staging | None", url: str, folder: Path, env: DistEnv, stopped_by: Callable[[], str]) -> None:
     """Until all machines have all objects. The ranks meet once a second, so that no collective waits for long."""
     started = printed_at = time.monotonic()

@@ -91,7 +91,6 @@ def check_images(config: ResolvedConfig, folder: Path | None) -> tuple[Tensor, s
     """Images for a comparison, in the geometry of the evaluation.
 
     Args:
-        config: of the run.
         folder: that has images; None for the validation images of the run, and generated ones where they are missing.
 
     Returns:

@@ -50,7 +50,6 @@ class TrackerProcess(contextlib.AbstractContextManager["TrackerProcess"]):
     At the end of the `with` block the rest is sent. If that takes long, the process goes on alone.
 
     Args:
-        config: of the run.
         is_main: whether this process is rank 0.
         log: gets a warning.
     """

@@ -30,7 +30,6 @@ def create_schedule(config: ResolvedConfig, optimizer: Optimizer, steps_per_epoc
     `step_update(step)` sets the rate of that step (from 0): the schedule is a function of the step and has no state.
 
     Args:
-        config: of the run.
         optimizer: new, whose groups have the rate of the peak.
         steps_per_epoch: optimizer steps.
     """

@@ -19,6 +19,7 @@ from utils.data.loaders.scheduled_loader import schedules_agree
 from utils.data.loaders.settings import BY_DALI
 from utils.data.reading.verification import compare_contents, content_digests, load_digests
 from utils.data.splits.selection import Splits, initial_manifest
+from utils.distributed.collective import collective
 from utils.distributed.collectives import broadcast, sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import START_ANEW, UserError
@@ -61,8 +62,9 @@ def run_fingerprint(config: ResolvedConfig, splits: Splits, env: DistEnv) -> dic
     }
 
 
+@collective
 def check_fingerprint(config: ResolvedConfig, splits: Splits, env: DistEnv, saved: Checkpoint | None) -> dict[str, Any]:
-    """`run_fingerprint` of this launch, and the refusal of a checkpoint of another run. Collective: call on every rank.
+    """`run_fingerprint` of this launch, and the refusal of a checkpoint of another run.
 
     Raises:
         UserError: on all ranks, naming what differs and both values.
@@ -102,6 +104,7 @@ def _describe_change(name: str, before: Any, now: Any, saved: Checkpoint, splits
     return f"{name}: {then} then, {now} now"
 
 
+@collective
 def create_record(
     config: ResolvedConfig,
     identity: dict[str, Any],
@@ -113,15 +116,11 @@ def create_record(
 ) -> tuple[RunRecord, list[str]]:
     """What the run's checkpoints will say of it, and a line for each kind of file that has changed.
 
-    Collective: call on every rank.
-
     Args:
-        config: of the run.
         identity: its `run_fingerprint`.
         splits: what is trained and evaluated on.
         listed: the same with the files that `--bad-files skip` excludes.
         normalization: mean and standard deviation per channel, of images in [0, 1].
-        env: this process.
         saved: the checkpoint that the run goes on from.
 
     Raises:
@@ -201,6 +200,7 @@ def changed_versions(before: dict[str, str], now: dict[str, str]) -> list[str]:
     return [f"{name} {before.get(name)} -> {version}" for name, version in now.items() if before.get(name) != version]
 
 
+@collective
 def describe_files(
     config: ResolvedConfig,
     listed: Splits,
@@ -208,17 +208,15 @@ def describe_files(
     saved: Checkpoint | None,
     env: DistEnv,
 ) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
-    """`RunRecord.files`, and lines on the files that have changed since the checkpoint. Collective: call on every rank.
+    """`RunRecord.files`, and lines on the files that have changed since the checkpoint.
 
     Names and sizes are the fingerprint's. Of a file with another time of change nobody knows the content, unless
     it was known when the checkpoint was written: then it is read again.
 
     Args:
-        config: of the run.
         listed: all files, also those that `--bad-files skip` excludes.
         excluded_files: of each split, what the run has been without from its start.
         saved: the checkpoint, if there is one.
-        env: this process.
 
     Raises:
         UserError: on all ranks: a file is known to have another content.

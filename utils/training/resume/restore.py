@@ -11,6 +11,7 @@ from torch import nn
 import models
 from utils.data.loaders.sampler import Sampler
 from utils.data.loaders.scheduled_loader import config_of_epoch, schedules_agree
+from utils.distributed.collective import collective
 from utils.distributed.collectives import all_gather_object, broadcast, sync_errors
 from utils.distributed.group import DistEnv
 from utils.distributed.launcher import restarted_by
@@ -38,8 +39,9 @@ from utils.training.state.output import EVALUATION
 from utils.training.state.train_state import TrainState, reshard
 
 
+@collective
 def open_checkpoint(config: TrainConfig, env: DistEnv) -> Checkpoint | None:
-    """The checkpoint that `--resume` means; None if there is none to use. Collective: call on every rank.
+    """The checkpoint that `--resume` means; None if there is none to use.
 
     Raises:
         UserError: on all ranks: missing, damaged, or not the same on all ranks.
@@ -63,11 +65,11 @@ def open_checkpoint(config: TrainConfig, env: DistEnv) -> Checkpoint | None:
     return saved
 
 
+@collective
 def saved_before_restart(config: TrainConfig, env: DistEnv) -> bool:
     """Whether this launch has left a checkpoint before torchrun or Slurm started it again.
 
     `--resume none` and `--resume PATH` say where a launch begins, not where each of its restarts does.
-    Collective: call on every rank.
     """
     launch_ids = {name for ids in all_gather_object(restarted_by(), env) for name in ids}
     if not launch_ids or config.resume == "auto" or config.evaluate:
@@ -87,7 +89,6 @@ def settings_of_checkpoint(
         config: as the user gave it.
         before: the configuration of the checkpoint's run.
         source: the checkpoint, for messages.
-        env: this process.
 
     Returns:
         The configuration to evaluate with, and notes on what differs from the run's.
@@ -169,8 +170,9 @@ def _same_source(one: str | None, other: str | None) -> bool:
     return os.path.realpath(one) == os.path.realpath(other)
 
 
+@collective
 def files_to_replace(config: ResolvedConfig, saved: Checkpoint | None, env: DistEnv) -> list[Path]:
-    """Files of the output folder that this launch removes with its first step. Collective: call on every rank.
+    """Files of the output folder that this launch removes with its first step.
 
     Raises:
         UserError: on all ranks: there are checkpoints that the run does not continue, and `--overwrite` was not given.
@@ -196,6 +198,7 @@ def files_to_replace(config: ResolvedConfig, saved: Checkpoint | None, env: Dist
     return replaced
 
 
+@collective
 def restore(
     state: TrainState,
     net: nn.Module,
@@ -213,7 +216,6 @@ def restore(
         state: before the first step.
         net: the network as it is called, compiled and distributed.
         saved: the checkpoint.
-        config: of the run.
         fingerprint: `run_fingerprint` of this launch; what differs from the checkpoint's was accepted.
         sampler: of this launch.
     """
@@ -244,10 +246,11 @@ def _holds_run(folder: Path, run: str) -> bool:
     return False
 
 
+@collective
 def metrics_resume_point(
     state: TrainState, saved: Checkpoint | None, replaced: list[Path], config: ResolvedConfig
 ) -> tuple[int, int]:
-    """Epochs and steps up to which metrics.jsonl in the output folder is this run's. Collective: call on every rank.
+    """Epochs and steps up to which metrics.jsonl in the output folder is this run's.
 
     `--resume PATH` may go on from a checkpoint elsewhere. The best epoch of `state` is forgotten where this folder does
     not hold it: best.pt is then what is best from now on.

@@ -16,6 +16,7 @@ from utils.data.loaders.settings import (
     resolve_pixels,
 )
 from utils.data.loaders.workers import check_sockets
+from utils.distributed.collective import collective
 from utils.distributed.collectives import all_gather_object, raise_on_all_ranks, sync_errors
 from utils.distributed.group import DistEnv
 from utils.distributed.machine import all_pairs_nvlink, inspect_machine
@@ -30,12 +31,11 @@ MIN_COMPILE_IMAGES = 250_000  # of 224 px, a process; fewer train faster than th
 BY_WORKERS = ("proxy", "torch")  # loaders that run torch's DataLoader
 
 
+@collective
 def choose_common_loader_settings(
     config: TrainConfig, env: DistEnv, saved: Checkpoint | None, manifest: Manifest
 ) -> LoaderSettings:
     """`choose_loader_settings` with the same pixels on all ranks: as in the checkpoint `saved`, else as on rank 0.
-
-    Collective: call on every rank.
 
     The decode path and the cache decide pixels, so that all ranks, and a resume on another machine, must use the same.
 
@@ -71,6 +71,7 @@ def choose_common_loader_settings(
     return dataclasses.replace(choice, reasons=choice.reasons | shown)
 
 
+@collective
 def resolve(
     config: TrainConfig,
     classes: Sequence[str],
@@ -81,12 +82,9 @@ def resolve(
 ) -> ResolvedConfig:
     """Replace every "auto" and every absent value by what fits this machine, the data and the checkpoint.
 
-    Collective: call on every rank.
-
     Args:
         config: as the user gave it.
         classes: names of the data's classes.
-        env: this process.
         settings: of the loaders.
         saved: the checkpoint that the run goes on from, if there is one.
         num_train: training images, where a run trains on them.
@@ -162,10 +160,9 @@ def _check_fits(config: TrainConfig, num_classes: int, on_cuda: bool, saved: Che
         )
 
 
+@collective
 def resolve_amp(config: TrainConfig, env: DistEnv) -> str:
     """`--amp`; auto is bf16 where all ranks' GPUs compute in it, fp16 on other GPUs, and none on the CPU.
-
-    Collective: call on every rank.
 
     Raises:
         UserError: on all ranks: fp16 on the CPU.

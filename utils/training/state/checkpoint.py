@@ -14,6 +14,7 @@ import torch
 
 from models import create_model_arguments
 from utils.data.splits.selection import SPLITS, InitialFiles
+from utils.distributed.collective import collective
 from utils.distributed.collectives import gather_to_rank0
 from utils.distributed.launcher import launch_ids
 from utils.errors import START_ANEW, UserError, first_line
@@ -297,17 +298,17 @@ def _read_whole(path: Path, flag: str) -> Any:
     return content
 
 
+@collective
 def create_checkpoint(
     state: TrainState, loader: dict[str, Any], config: ResolvedConfig, record: RunRecord
 ) -> Checkpoint | None:
-    """The run as it is now, on rank 0; None on the others. Collective: call on every rank.
+    """The run as it is now, on rank 0; None on the others.
 
     Its tensors are those of the network and of the optimizer, which the next step changes.
 
     Args:
         state: the run.
         loader: this rank's `TrainLoader.state()`.
-        config: of the run.
         record: of the run.
     """
     ranks = gather_to_rank0(state.rank_state(loader), state.env)

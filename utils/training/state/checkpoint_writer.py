@@ -12,6 +12,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor, UntypedStorage, nn
 
+from utils.distributed.collective import collective
 from utils.distributed.collectives import broadcast
 from utils.distributed.exit import MAX_WRITES, write_slots
 from utils.distributed.group import DistEnv
@@ -90,8 +91,9 @@ class CheckpointWriter:
             )
         return error
 
+    @collective
     def wait(self) -> str | None:
-        """Wait for the end of all writes. Collective: call on every rank.
+        """Wait for the end of all writes.
 
         No collective lasts for longer than WAIT_INTERVAL, and each is a heartbeat: a disk that is slower than --timeout
         makes no rank look hung.

@@ -3,14 +3,16 @@
 import torch
 from torch import nn
 
+from utils.distributed.collective import collective
 from utils.distributed.collectives import all_gather_object
 from utils.errors import RunFailed
 from utils.network.parallel import diverged_parameters
 from utils.training.state.train_state import TrainState
 
 
+@collective
 def require_same_weights(state: TrainState, resume_hint: str) -> None:
-    """Check that all ranks have the same weights, bit for bit. Collective: call on every rank.
+    """Check that all ranks have the same weights, bit for bit.
 
     Raises:
         RunFailed: on all ranks, they have not; the message says what resumes the run.
@@ -26,8 +28,9 @@ def require_same_weights(state: TrainState, resume_hint: str) -> None:
         )
 
 
+@collective
 def require_finite_statistics(state: TrainState, amp: str) -> None:
-    """Check batch norm's running statistics of all ranks. Collective: call on every rank.
+    """Check batch norm's running statistics of all ranks.
 
     A forward pass that overflows leaves them infinite for ever, even if fp16's scaler skips the step, so that
     evaluations alone would show it.
@@ -54,8 +57,9 @@ def require_finite_statistics(state: TrainState, amp: str) -> None:
         )
 
 
+@collective
 def nonfinite_reason(state: TrainState) -> str | None:
-    """Why the weights are not worth saving, the same on all ranks; None if they are. Collective: call on every rank.
+    """Why the weights are not worth saving, the same on all ranks; None if they are.
 
     In fp16 the loss may be infinite, as the scaler has skipped that step.
     """

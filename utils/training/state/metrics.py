@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from utils.distributed.collective import collective
 from utils.distributed.collectives import all_reduce_sum
 from utils.distributed.group import DistEnv
 
@@ -206,18 +207,14 @@ class Meter:
         self._grad_norm += norm
         self._clipped_steps += 1
 
+    @collective
     def is_finite(self) -> bool:
-        """Whether the last step's loss was, on every rank. Waits for the device.
-
-        Collective: call on every rank.
-        """
+        """Whether the last step's loss was, on every rank. Waits for the device."""
         return all_reduce_sum(self._bad_steps.clamp(max=1).cpu()).item() == 0
 
+    @collective
     def read(self) -> Interval:
-        """Sum over all ranks and begin the next interval. Waits for the device.
-
-        Collective: call on every rank.
-        """
+        """Sum over all ranks and begin the next interval. Waits for the device."""
         self._wait_for_device()
         if self._env.device.type == "cuda":
             wait = sum(start.elapsed_time(end) for start, end in self._waits) / 1000

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from utils.distributed.collective import collective
 from utils.distributed.collectives import all_gather_object, sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
@@ -19,14 +20,14 @@ OUTPUTS = ("config.json", METRICS, EVENTS, "last.pt", "best.pt", SUMMARY, EVALUA
 PROBE_BYTES = 100_000  # more than the small files take: a full disk is found before the run
 
 
+@collective
 def prepare_output(
     folder: Path, env: DistEnv, stack: contextlib.ExitStack | None = None, names: Sequence[str] = OUTPUTS
 ) -> None:
-    """Make the output folder and check that it can be written. Collective: call on every rank.
+    """Make the output folder and check that it can be written.
 
     Args:
         folder: to be made, unless it is there.
-        env: this process.
         stack: at its end a folder that was made here is removed, if it is still empty.
         names: of files that will be written there.
 
@@ -58,8 +59,9 @@ def _remove_empty(folder: Path) -> None:
         folder.rmdir()
 
 
+@collective
 def lock_output(folder: Path, env: DistEnv, stack: contextlib.ExitStack) -> bool:
-    """Keep other runs out of the output folder while this process lives. Collective: call on every rank.
+    """Keep other runs out of the output folder while this process lives.
 
     The lock is the kernel's, on the folder itself: it leaves no file and ends with the process, however that ends.
 

@@ -90,7 +90,6 @@ class TrainState:
         optimizer, scaler: as torch's.
         ema: moving average of `model`, or None.
         meter: the log interval under way.
-        env: this process.
         graphed_step: the optimizer's step as a CUDA graph, or None.
         epoch: epochs that are trained and, where that is due, evaluated. Between an epoch's last step and the end of
             its evaluation, `step` is ahead: a resume then goes straight to the evaluation.
@@ -198,9 +197,7 @@ def create_state(config: ResolvedConfig, model: nn.Module, env: DistEnv, global_
     """The state before the first step.
 
     Args:
-        config: of the run.
         model: on its device, with its first weights.
-        env: this process.
         global_batch_size: images of an optimizer step.
     """
     optimizer = create_optimizer(config, model, global_batch_size)
