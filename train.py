@@ -139,7 +139,7 @@ def run(config: TrainConfig) -> None:
         if resolved.compile:
             enable_compile_cache()
         built = build(resolved, splits, listed, env, stack, stop, saved)
-        log_run_summary(built, splits, settings, saved)
+        built.facts = log_run_summary(built, splits, settings, saved)
         built.augment.keep_samples(NUM_SAMPLES if resolved.report else 0)
         del saved, opened  # memory for the whole run otherwise
         if not built.is_finished():

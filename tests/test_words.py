@@ -46,14 +46,14 @@ IDENTIFIERS = {
     "introduce": "log_run_summary",
     "again": "resume_hint",
     "begin": "claim_output_dir",
-    "kept": "metrics_cutoff, or another telling name",
+    "kept": "metrics_until, or another telling name",
     "unsaved": "last_save_error",
     "_unfit": "nonfinite_reason",
     "left_out": "excluded_files",
     "without_later": "apply_exclusions",
     "with_stand_ins": "with_replacements",
     "settle_buckets": "warm_up_ddp_buckets",
-    "history": "metrics_resume_point",
+    "history": "Claim",
     "share_out": "reshard",
     "shared": "replicated_state",
     "own": "rank_state",
@@ -94,7 +94,7 @@ IDENTIFIERS = {
 PREFIXES = {"LEAST_": "MIN_", "FeedSettings": "LoaderSettings"}
 # Pattern in prose, help and messages -> what is written now.
 PHRASES = {
-    r"\bA collective\.": "Collective: call on every rank.",
+    r"\b(A collective|Collective: call)\b": "@collective",
     r"\btells? \S+ classes apart\b": "has N classes",
     r"\bcannot be had\b": "is not available",
     r"\bgood checkpoint stands\b": "the last good checkpoint is kept",

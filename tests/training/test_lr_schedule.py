@@ -15,12 +15,12 @@ from utils.errors import UserError
 from utils.options.config import ResolvedConfig
 from utils.options.validation import validate
 from utils.training.optimization.lr_schedule import create_schedule, describe_schedule, rate_at
-from utils.training.optimization.optim import create_optimizer, learning_rate, resolve_optimizer
+from utils.training.optimization.optim import create_optimizer, learning_rate, peak_lr, resolve_optimizer
 
 
 def rates(config: ResolvedConfig, steps_per_epoch: int) -> list[float]:
     optimizer = create_optimizer(config, torch.nn.Linear(2, 2), 512)
-    schedule = create_schedule(config, optimizer, steps_per_epoch)
+    schedule = create_schedule(config, optimizer, peak_lr(config, 512), steps_per_epoch)
     found = []
     for step in range(config.epochs * steps_per_epoch):
         schedule.step_update(step)
@@ -107,8 +107,8 @@ def test_cooldown_keeps_the_end_of_the_schedule() -> None:
 def test_groups_follow_the_schedule_with_their_own_factor() -> None:
     config = resolved(epochs=10, lr=0.1, warmup_epochs=2.0, min_lr=0.01)
     groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr_scale": scale} for scale in (0.5, 3.0)]
-    optimizer = SGD(groups, lr=0.2)
-    schedule = create_schedule(config, optimizer, STEPS)
+    optimizer = SGD(groups)
+    schedule = create_schedule(config, optimizer, 0.2, STEPS)
     for step, expected in enumerate(rates(config, STEPS)):
         schedule.step_update(step)
         assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.5 * expected, 3 * expected])
@@ -156,3 +156,12 @@ def test_what_is_refused(flags: dict[str, Any], message: str) -> None:
 def test_a_schedule_must_fall() -> None:
     with pytest.raises(UserError, match=r"^--min-lr 0\.3: must be less than --lr 0\.256; lower it$"):
         resolve_optimizer(resolved(min_lr=0.3))
+
+
+def test_the_rates_of_a_checkpoint_do_not_matter() -> None:
+    """A schedule may be made before or after the optimizer has loaded its state."""
+    config = resolved(epochs=10, lr=0.1, warmup_epochs=2.0)
+    optimizer = create_optimizer(config, torch.nn.Linear(2, 2), 512)
+    create_schedule(config, optimizer, 7.0, STEPS).step_update(30)
+    create_schedule(config, optimizer, peak_lr(config, 512), STEPS).step_update(30)
+    assert optimizer.param_groups[0]["lr"] == rates(config, STEPS)[30]

@@ -25,12 +25,12 @@ from utils.options.config import ResolvedConfig, TrainConfig
 from utils.report.tracking.sender import TrackerProcess
 from utils.seed import seed_process, seed_weights
 from utils.training.optimization.lr_schedule import create_schedule
+from utils.training.optimization.optim import peak_lr
 from utils.training.preflight import check_start
 from utils.training.resume.compatibility import check_fingerprint, create_record, resume_warnings
 from utils.training.resume.restore import (
     files_to_replace,
     inherit_start,
-    metrics_resume_point,
     open_checkpoint,
     restore,
 )
@@ -136,13 +136,16 @@ def build(
     state = create_state(config, network.model, env, sampler.global_batch_size)
     stream = capture_stream(env.device) if config.cuda_graph else None
     net = distribute(state.model, config, env, stream)
-    schedule = create_schedule(config, state.optimizer, sampler.steps_per_epoch)
+    peak = peak_lr(config, sampler.global_batch_size)
+    schedule = create_schedule(config, state.optimizer, peak, sampler.steps_per_epoch)
     show_startup("opening the loaders")
     val_loader = pipelines.create_val_loader(with_val_batch(config), splits["val"], env, keeps_val_batches(config, env))
     with on_stream(stream):
-        loader_state = restore(state, net, saved, config, identity, sampler)
+        restored = restore(state, net, saved, config, identity, sampler, replaced)
     first_batch = state.step * config.grad_accum_steps
-    train_loader = pipelines.create_train_loader(config, splits["train"], sampler, env, first_batch, loader_state)
+    train_loader = pipelines.create_train_loader(
+        config, splits["train"], sampler, env, first_batch, restored.loader_state
+    )
     stack.callback(train_loader.close)
     forward_backward = create_forward_backward(config, net, state.model, state.scaler, env, stream, state.epoch)
     stack.callback(forward_backward.close)
@@ -155,8 +158,7 @@ def build(
         config=config, env=env, state=state, forward_backward=forward_backward, schedule=schedule, sampler=sampler,
         train_loader=train_loader, val_loader=val_loader, num_val=len(splits["val"]), log=log, tracker=tracker,
         augment=create_augment(config, network.normalization, env), amp_dtype=AMP_DTYPES[config.amp], stop=stop,
-        writer=writer, record=run_record, origin=network.origin, replaced=replaced,
+        writer=writer, record=run_record, origin=network.origin, claim=restored.claim,
         initial={name: initial_manifest(each, run_record.excluded_files[name]) for name, each in listed.items()},
         warnings=[*changed_files, *resume_warnings(config, saved, run_record, sampler, state, splits)],
-        metrics_cutoff=metrics_resume_point(state, saved, replaced, config),
     )  # fmt: skip

@@ -5,7 +5,6 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -31,6 +30,7 @@ from utils.progress import with_bar
 from utils.report.tracking.sender import TrackerProcess
 from utils.text import count
 from utils.training.optimization.optim import learning_rate
+from utils.training.resume.restore import Claim
 from utils.training.state.checkpoint import RunRecord, create_checkpoint
 from utils.training.state.checkpoint_writer import CheckpointWriter, may_queue
 from utils.training.state.integrity import nonfinite_reason, require_finite_statistics, require_same_weights
@@ -60,8 +60,7 @@ class Run:
         stop: whether the ranks are asked to stop.
         origin: where the weights of a new run are from, for the user.
         warnings: of a resume, for the user.
-        metrics_cutoff: until `claim_output_dir`: epochs and steps up to which metrics.jsonl is kept.
-        replaced: files of the output folder that `claim_output_dir` removes.
+        claim: on the output folder, until `claim_output_dir`.
         initial: the images that the run began with.
         seconds_to_first_step: of this launch, from the start of the process; None before it.
         first_step_seconds: the part of it in the first step, with its input and compilation.
@@ -89,8 +88,7 @@ class Run:
     writer: CheckpointWriter
     origin: str
     warnings: list[str]
-    metrics_cutoff: tuple[int, int] | None
-    replaced: list[Path]
+    claim: Claim | None
     initial: Splits
     seconds_to_first_step: float | None = None
     first_step_seconds: float | None = None
@@ -298,17 +296,17 @@ class Run:
         Raises:
             UserError: on all ranks, if rank 0 cannot write there.
         """
-        if self.metrics_cutoff is None:
+        claim = self.claim
+        if claim is None:
             return
         with sync_errors(self.env):
             try:
-                self.log.truncate_after(*self.metrics_cutoff)
+                self.log.truncate_after(*(claim.metrics_until or (0, 0)))
                 if self.env.is_main:
-                    for path in self.replaced:
+                    for path in claim.replaced:
                         path.unlink(missing_ok=True)
                     self.config.save(self.config.output_dir / "config.json")
-                    # A new run, one from another folder, or accepted changes.
-                    if self.metrics_cutoff in ((0, 0), (-1, -1)) or self.config.accept_changes:
+                    if claim.metrics_until is None or self.config.accept_changes:
                         save_listing(self.config.output_dir, self.initial)
                     (self.config.output_dir / SUMMARY).unlink(missing_ok=True)
                     self.log.event(
@@ -322,7 +320,7 @@ class Run:
                 raise UserError(
                     f"--output-dir {self.config.output_dir}: cannot be written ({error.strerror}); make room there"
                 ) from error
-        self.metrics_cutoff = None
+        self.claim = None
         self.tracker.start()
 
     @collective

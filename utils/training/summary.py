@@ -33,8 +33,8 @@ from utils.training.state.checkpoint import BEST, Checkpoint
 from utils.training.state.train_state import TrainState, evaluation_top1
 
 
-def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: Checkpoint | None) -> None:
-    """The start-up block: what will run, on what, and from where.
+def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: Checkpoint | None) -> dict[str, str]:
+    """The start-up block: what will run, on what, and from where. Prints it, and returns its names and texts.
 
     Args:
         run: about to start.
@@ -74,7 +74,6 @@ def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: C
         facts["ignored"] = listed
     if changes := changed_flags(saved.config, config, env.world_size) if saved else []:
         facts["changed"] = ", ".join(changes)
-    run.facts = facts
     for name, fact in facts.items():
         run.log.info(f"{name:>8}  {fact}", indent=10)
     odd = describe_oddities(splits, run.sampler.steps_per_epoch) if env.is_main and saved is None else []
@@ -82,6 +81,7 @@ def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: C
         run.log.info(f"warning: {line}")
     if run.is_done:
         run.log.info(_describe_early_end(run) if run.ends_early else _describe_end(run))
+    return facts
 
 
 def _describe_choices(config: ResolvedConfig, settings: LoaderSettings) -> Iterator[str]:

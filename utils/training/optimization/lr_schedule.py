@@ -17,7 +17,7 @@ from utils.training.optimization.optim import describe_lr, peak_lr
 DECAY_RATE = 0.1  # of --schedule step
 
 
-def create_schedule(config: ResolvedConfig, optimizer: Optimizer, steps_per_epoch: int) -> Scheduler:
+def create_schedule(config: ResolvedConfig, optimizer: Optimizer, peak: float, steps_per_epoch: int) -> Scheduler:
     """timm's schedule: linear warmup over `warmup_epochs`, then what `--schedule` names.
 
     - cosine: half a cosine towards `--min-lr`, which the step after the last has, or the first of `--cooldown-epochs`.
@@ -30,12 +30,14 @@ def create_schedule(config: ResolvedConfig, optimizer: Optimizer, steps_per_epoc
     `step_update(step)` sets the rate of that step (from 0): the schedule is a function of the step and has no state.
 
     Args:
-        optimizer: new, whose groups have the rate of the peak.
+        optimizer: its groups get their rates, new or loaded from a checkpoint.
+        peak: highest rate, `peak_lr`.
         steps_per_epoch: optimizer steps.
     """
     total_steps = config.epochs * steps_per_epoch
     warmup_steps = min(round(config.warmup_epochs * steps_per_epoch), total_steps - 1)
-    peak = optimizer.param_groups[0]["lr"]
+    for group in optimizer.param_groups:
+        group["initial_lr"] = peak  # which timm takes for the peak, and a checkpoint may have another one
     warmup: dict[str, Any] = {
         "warmup_t": warmup_steps,
         "warmup_lr_init": peak / max(1, warmup_steps),
@@ -60,8 +62,8 @@ def create_schedule(config: ResolvedConfig, optimizer: Optimizer, steps_per_epoc
 
 def rate_at(config: ResolvedConfig, step: int, steps_per_epoch: int, global_batch_size: int) -> float:
     """Learning rate of a run's step number `step`, from 0."""
-    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=peak_lr(config, global_batch_size))
-    create_schedule(config, optimizer, steps_per_epoch).step_update(step)
+    optimizer = SGD([nn.Parameter(torch.zeros(1))])
+    create_schedule(config, optimizer, peak_lr(config, global_batch_size), steps_per_epoch).step_update(step)
     return float(optimizer.param_groups[0]["lr"])
 
 

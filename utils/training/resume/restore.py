@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -198,6 +198,31 @@ def files_to_replace(config: ResolvedConfig, saved: Checkpoint | None, env: Dist
     return replaced
 
 
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """What a launch does to its output folder with its first step.
+
+    Attributes:
+        metrics_until: epochs and steps up to which metrics.jsonl is this run's; None where the run begins in this folder.
+        replaced: files that are removed.
+    """
+
+    metrics_until: tuple[int, int] | None
+    replaced: list[Path]
+
+
+class Restored(NamedTuple):
+    """What a launch goes on from.
+
+    Attributes:
+        loader_state: of this rank's loader; None where the images follow from the step.
+        claim: on the output folder.
+    """
+
+    loader_state: dict[str, Any] | None
+    claim: Claim
+
+
 @collective
 def restore(
     state: TrainState,
@@ -206,21 +231,54 @@ def restore(
     config: ResolvedConfig,
     fingerprint: dict[str, Any],
     sampler: Sampler,
-) -> Any:
-    """Load a checkpoint, if there is one, into `state`; returns what this rank's loader continues from.
+    replaced: list[Path],
+) -> Restored:
+    """Load a checkpoint, if there is one, into `state`.
 
-    In another layout, and after changes, that is None: the images follow from the step, and what is random about them
-    is drawn anew.
+    `--resume PATH` may go on from a checkpoint elsewhere. The best epoch of `state` is forgotten where this folder does
+    not hold it: best.pt is then what is best from now on.
 
     Args:
         state: before the first step.
         net: the network as it is called, compiled and distributed.
         saved: the checkpoint.
+        config: of the run.
         fingerprint: `run_fingerprint` of this launch; what differs from the checkpoint's was accepted.
         sampler: of this launch.
+        replaced: `files_to_replace`.
     """
-    if saved is None:
-        return None
+    loader_state = _load(state, net, saved, config, fingerprint, sampler) if saved else None
+    folder = config.output_dir
+    is_here, has_best = broadcast(
+        (
+            saved is not None
+            and (
+                _folder_of(saved) == os.path.realpath(folder)
+                or (folder / LAST not in replaced and _holds_run(folder, saved.record.run))
+            ),
+            not best_is_missing(folder) and folder / BEST not in replaced,
+        ),
+        state.env,
+    )
+    if not (is_here and has_best):
+        state.best = None
+    return Restored(loader_state, Claim((state.epoch, state.step) if is_here else None, replaced))
+
+
+@collective
+def _load(
+    state: TrainState,
+    net: nn.Module,
+    saved: Checkpoint,
+    config: ResolvedConfig,
+    fingerprint: dict[str, Any],
+    sampler: Sampler,
+) -> Any:
+    """Load a checkpoint into `state`; returns what this rank's loader continues from.
+
+    In another layout, and after changes, that is None: the images follow from the step, and what is random about them
+    is drawn anew.
+    """
     epoch = sampler.epoch_of(saved.state.step * config.grad_accum_steps)
     warm_up_ddp_buckets(net, config_of_epoch(config, epoch), state.env)
     same_layout = layout_of(config, state.env.world_size) == saved_layout(saved)
@@ -244,27 +302,3 @@ def _holds_run(folder: Path, run: str) -> bool:
     with contextlib.suppress(UserError):
         return os.path.isfile(folder / LAST) and load(folder / LAST).record.run == run
     return False
-
-
-@collective
-def metrics_resume_point(
-    state: TrainState, saved: Checkpoint | None, replaced: list[Path], config: ResolvedConfig
-) -> tuple[int, int]:
-    """Epochs and steps up to which metrics.jsonl in the output folder is this run's.
-
-    `--resume PATH` may go on from a checkpoint elsewhere. The best epoch of `state` is forgotten where this folder does
-    not hold it: best.pt is then what is best from now on.
-    """
-    folder = config.output_dir
-    here, best = broadcast(
-        (
-            saved is None
-            or _folder_of(saved) == os.path.realpath(folder)
-            or (folder / LAST not in replaced and _holds_run(folder, saved.record.run)),
-            not best_is_missing(folder) and folder / BEST not in replaced,
-        ),
-        state.env,
-    )
-    if not (here and best):
-        state.best = None
-    return (state.epoch, state.step) if here else (-1, -1)
