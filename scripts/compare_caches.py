@@ -104,6 +104,7 @@ def open_loaders(run: "Run", images: "Manifest", stack: contextlib.ExitStack) ->
     """A loader for each place, in use; `stack` closes them."""
     import pipelines
     from utils.benchmark.loaders import READ_AHEAD, Loader
+    from utils.data.loaders.dali_loader import DaliTrainLoader
 
     sampler = dataclasses.replace(run.sampler, num_images=len(images))
     config = dataclasses.replace(run.config, loader="dali")
@@ -114,7 +115,7 @@ def open_loaders(run: "Run", images: "Manifest", stack: contextlib.ExitStack) ->
         if name == BY_DALI:
             if run.env.device.type == "cpu":
                 continue
-            streams[name] = pipelines.DaliTrainLoader(of_cache, images, sampler, run.env, 0, None)
+            streams[name] = DaliTrainLoader(of_cache, images, sampler, run.env, 0, None, pipelines.train_pipeline)
         else:
             streams[name] = pipelines.create_train_loader(of_cache, images, sampler, run.env)
         stack.callback(streams[name].close)

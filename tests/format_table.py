@@ -48,6 +48,7 @@ from tests.shards import (
 )
 from utils.data.images.batch import Batch, TrainLoader
 from utils.data.images.codecs import is_image
+from utils.training.build import build
 from utils.training.run import Run
 
 EPOCHS = 3
@@ -115,7 +116,7 @@ class LoggingLoader:
 
 def run_rank(argv: Sequence[str]) -> int:
     """train.py in this process with a `LoggingLoader`; argv: folder of the log, `stop_after`, then train.py's flags."""
-    build, log, stop_after = train.build, Path(argv[0]), int(argv[1])
+    log, stop_after = Path(argv[0]), int(argv[1])
 
     def logged_run(*parts: Any) -> Run:
         run = build(*parts)

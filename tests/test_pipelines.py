@@ -18,6 +18,7 @@ from PIL import Image
 import pipelines
 from tests.conftest import resolved, write_data
 from utils.data.formats.folder import scan, scan_splits
+from utils.data.loaders.dali_loader import DaliTrainLoader
 from utils.data.loaders.sampler import Sampler, create_sampler
 from utils.distributed.group import DistEnv
 from utils.options.config import ResolvedConfig
@@ -133,7 +134,7 @@ def test_pipelines_share_threads_and_queue(
     train, _ = scan_splits(data)
     config = config_for(workers=workers, prefetch=prefetch)
     stream = pipelines.create_train_loader(config, train, Sampler(len(train), 8), cpu)
-    assert isinstance(stream, pipelines.DaliTrainLoader)
+    assert isinstance(stream, DaliTrainLoader)
     assert [pipeline.num_threads for pipeline in stream._pipelines] == threads
     assert [pipeline.prefetch_queue_depth for pipeline in stream._pipelines] == depths
 

@@ -15,13 +15,14 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2 import functional
 
-from pipelines import DaliValLoader, create_train_loader, create_val_loader
+from pipelines import create_train_loader, create_val_loader
 from tests.conftest import assert_same, resolved
 from utils.data.augmentation.crop_draws import draw_crops
 from utils.data.formats.folder import scan, scan_splits
 from utils.data.images.batch import Batch
 from utils.data.images.manifest import Manifest
 from utils.data.loaders import memory_loader
+from utils.data.loaders.dali_loader import DaliValLoader
 from utils.data.loaders.memory_loader import (
     DECODED_AT_ONCE,
     DecodedImages,

@@ -41,7 +41,7 @@ RUN = "utils.training.run.Run"
 
 def imports(tree: ast.Module) -> dict[str, str]:
     """Name in a module -> full name of what it imports."""
-    found = {}
+    found: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
             found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}

@@ -17,6 +17,7 @@ from tests.test_pipelines import RECIPES
 from utils.data.augmentation.user_code import load_user_code
 from utils.data.formats.folder import scan_splits
 from utils.data.images.manifest import synthetic
+from utils.data.loaders.dali_loader import DaliTrainLoader
 from utils.data.loaders.memory_loader import MemoryTrainLoader, MemoryValLoader
 from utils.data.loaders.sampler import Sampler, create_sampler
 from utils.distributed.group import DistEnv
@@ -134,8 +135,14 @@ def test_cached_images_are_those_of_the_files(data: Path, gpu: DistEnv) -> None:
     """Those that DALI crops; of the GPU's memory it does so where a policy or a transform follows."""
     train, _ = scan_splits(data)
     files, on_gpu, on_host = (
-        pipelines.DaliTrainLoader(
-            config_for("dali", decode="full", cache=cache), train, Sampler(len(train), 8), gpu, 0, None
+        DaliTrainLoader(
+            config_for("dali", decode="full", cache=cache),
+            train,
+            Sampler(len(train), 8),
+            gpu,
+            0,
+            None,
+            pipelines.train_pipeline,
         )
         for cache in ("none", "gpu", "host")
     )
@@ -202,7 +209,7 @@ def test_a_run_that_dali_has_fed_goes_on_so(data: Path, gpu: DistEnv) -> None:
     """Bit for bit, from a state that holds the random draws of DALI's pipelines."""
     train, _ = scan_splits(data)
     config, sampler = config_for("dali", **IN_MEMORY), Sampler(len(train), 8)
-    before = pipelines.DaliTrainLoader(config, train, sampler, gpu, 0, None)
+    before = DaliTrainLoader(config, train, sampler, gpu, 0, None, pipelines.train_pipeline)
     for _ in range(3):
         next(before)
     resumed = pipelines.create_train_loader(config, train, sampler, gpu, 3, before.state())
@@ -297,7 +304,8 @@ def test_validation_images_are_torchvisions(data: Path, gpu: DistEnv, interpolat
 def test_validation_batches_stay_on_the_gpu(data: Path, gpu: DistEnv, values: dict[str, Any], keep: bool) -> None:
     """DALI's, to the last bit, in every pass."""
     _, val = scan_splits(data)
-    expected = [(targets, images.clone()) for images, targets in pipelines.DaliValLoader(config_for("dali"), val, gpu)]
+    plain = pipelines.create_val_loader(config_for("dali"), val, gpu)
+    expected = [(targets, images.clone()) for images, targets in plain]
     loader = pipelines.create_val_loader(config_for("dali", **values), val, gpu, keep)
     for _ in range(3):
         assert_same([(targets, images) for images, targets in loader], expected)

@@ -203,7 +203,7 @@ class Claim:
     """What a launch does to its output folder with its first step.
 
     Attributes:
-        metrics_until: epochs and steps up to which metrics.jsonl is this run's; None where the run begins in this folder.
+        metrics_until: epochs and steps up to which metrics.jsonl is this run's; None where it begins in this folder.
         replaced: files that are removed.
     """
 
