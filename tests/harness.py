@@ -33,6 +33,12 @@ def tracked_files(*patterns: str) -> list[Path]:
     return sorted(path for path in {ROOT / name for name in names if name} if path.is_file())
 
 
+def offences(paths: Iterable[Path], find: Callable[[str], list[str]]) -> dict[str, list[str]]:
+    """Path -> what `find` finds in the text of a file, for the files with some."""
+    found = {str(path.relative_to(ROOT)): find(path.read_text(encoding="utf-8")) for path in paths}
+    return {name: each for name, each in found.items() if each}
+
+
 @dataclass(frozen=True)
 class Finished:
     """A program that has ended.

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 from tests.damage import ARITHMETIC as JPEG
-from tests.export.checkpoints import write_checkpoint
 from tests.harness import read_checkpoint
+from tests.inference.exported import write_checkpoint
 from tests.shards import write_tar
 
 

@@ -2,25 +2,18 @@
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
-import pytest
-
-from tests.harness import ROOT, tracked_files
+from tests.harness import ROOT, offences, tracked_files
 
 MAX_FILE_LINES, MAX_TRAIN_LINES, MAX_FUNCTION_LINES = 400, 250, 50
 PYTHON = tracked_files("*.py")
 MODULES = [path for path in PYTHON if path.parent == ROOT or ROOT / "utils" in path.parents]
 
 
-def name_of(path: Path) -> str:
-    return str(path.relative_to(ROOT))
-
-
-@pytest.mark.parametrize("path", PYTHON, ids=name_of)
-def test_a_file_is_short(path: Path) -> None:
-    limit = MAX_TRAIN_LINES if path == ROOT / "train.py" else MAX_FILE_LINES
-    assert len(path.read_text().splitlines()) <= limit
+def test_files_are_short() -> None:
+    lengths = {path: len(path.read_text().splitlines()) for path in PYTHON}
+    limits = {path: MAX_TRAIN_LINES if path == ROOT / "train.py" else MAX_FILE_LINES for path in PYTHON}
+    assert {path: length for path, length in lengths.items() if length > limits[path]} == {}
 
 
 def long_functions(source: str) -> Iterator[str]:
@@ -32,9 +25,8 @@ def long_functions(source: str) -> Iterator[str]:
                 yield f"{node.name}: {length} lines"
 
 
-@pytest.mark.parametrize("path", PYTHON, ids=name_of)
-def test_a_function_is_short(path: Path) -> None:
-    assert list(long_functions(path.read_text())) == []
+def test_functions_are_short() -> None:
+    assert offences(PYTHON, lambda source: list(long_functions(source))) == {}
 
 
 def test_a_long_function_is_found() -> None:
@@ -50,9 +42,8 @@ def has_first_line(source: str) -> bool:
     return source == "" or (first.endswith(".") and (rest == "" or rest.startswith("\n")))
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_the_first_line_says_what_a_file_is_for(path: Path) -> None:
-    assert has_first_line(path.read_text())
+def test_the_first_line_says_what_a_file_is_for() -> None:
+    assert [path for path in MODULES if not has_first_line(path.read_text())] == []
 
 
 def test_a_wrong_first_line_is_found() -> None:

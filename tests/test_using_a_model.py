@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from models import create_model
 from scripts import export
-from tests.export.checkpoints import write_checkpoint
 from tests.harness import ROOT, read_checkpoint
+from tests.inference.exported import write_checkpoint
 from tests.pages import blocks
 from utils.data.reading.decoding import upright_rgb
 from utils.options.arguments import model_options

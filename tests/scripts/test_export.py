@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from scripts import export, make_digits
 from tests.conftest import Refused, call_main
-from tests.export.checkpoints import write_checkpoint
 from tests.harness import ROOT, launch, launch_and_end, read_checkpoint
+from tests.inference.exported import write_checkpoint
 from utils.inference.export.formats import FORMATS
 
 SCRIPT = ROOT / "scripts" / "export.py"
@@ -121,7 +121,7 @@ def test_a_difference_leaves_the_folder_as_it_was(
     assert snapshot(tmp_path / "out") == before
 
 
-@pytest.mark.slow  # repeats in processes of their own what tests/export/ shows
+@pytest.mark.slow  # repeats in processes of their own what tests/inference/ shows
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_kill_leaves_no_half_file(best: Path, tmp_path: Path, name: str) -> None:
     out = tmp_path / "out"

@@ -6,8 +6,8 @@ import pytest
 
 from scripts import export
 from tests.conftest import CLASSES, assert_same
-from tests.export.checkpoints import MEAN, STD, write_checkpoint
 from tests.harness import read_checkpoint
+from tests.inference.exported import MEAN, STD, write_checkpoint
 from utils.errors import UserError
 from utils.inference.export.hub import model_card
 from utils.inference.export.trained import load_trained

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.export.checkpoints import write_checkpoint
 from tests.harness import ROOT, Finished, launch
+from tests.inference.exported import write_checkpoint
 
 COMMIT = "0" * 40
 LOADED = """

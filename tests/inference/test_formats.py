@@ -15,8 +15,8 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from tests.conftest import CLASSES
-from tests.export.checkpoints import MEAN, STD, write_checkpoint
 from tests.harness import ROOT
+from tests.inference.exported import MEAN, STD, write_checkpoint
 from tests.pages import blocks
 from utils.data.loaders.torch_loader import torch_val_transform
 from utils.errors import UserError
