@@ -26,13 +26,14 @@ if __name__ == "__main__":
 
 import typer
 
-from utils.benchmark.verdict import CACHED, TIMM_POLICIES, TITLES, diagnose
+from utils.benchmark.verdict import CACHED, TITLES, diagnose
 from utils.distributed.launcher import read_launch
 from utils.errors import BadFile, UserError, escape_control_chars
 from utils.files import write_json
 from utils.options.cli import Program, number_option, train_flag, with_train_flags
 from utils.options.config import TrainConfig
 from utils.options.limits import ABOVE_0
+from utils.options.policies import POLICIES
 from utils.options.store_url import require_store, store_url
 from utils.options.validation import validate
 from utils.progress import end_status, start_status
@@ -92,7 +93,7 @@ def read_options(
         raise UserError(f"--windows {windows}: a median needs {MIN_WINDOWS} or more")
     ABOVE_0.check("--window-seconds", window_seconds)
     config = TrainConfig(loader="synthetic", resume="none", **train_flags)
-    if "timm" in (given or TITLES) and config.augment not in TIMM_POLICIES:
+    if "timm" in (given or TITLES) and POLICIES[config.augment].timm_name is None:
         others = ",".join(name for name in TITLES if name != "timm")
         raise UserError(
             f"--augment {config.augment} with --loaders timm: timm has no such policy; add --loaders {others}"

@@ -30,11 +30,12 @@ from utils.data.dali import remove_generated_files, train_pipeline_options
 from utils.data.loaders.torch_loader import torch_train_transform
 from utils.distributed.group import DistEnv
 from utils.options.config import ResolvedConfig
+from utils.options.policies import POLICIES
 
 ImageInfo = NDArray[np.uint8]  # (H, W, 3)
 Step = tuple[str, int, int]  # torchvision's operation, bin of its magnitude, sign
-POLICIES = ("autoaugment", "randaugment", "trivialaugment")
-BINS = {"autoaugment": 10, "randaugment": 31, "trivialaugment": 31}
+NAMED = ("autoaugment", "randaugment", "trivialaugment")
+BINS = {name: POLICIES[name].ranges.bins for name in NAMED}  # type: ignore[union-attr]
 NAMES = {
     "Identity": "identity",
     "ShearX": "shear_x",
@@ -128,7 +129,7 @@ def dali_steps(policy: str, pictures: list[ImageInfo], steps: list[Step]) -> lis
         positions[name].append(position)
     done = list(pictures)
     for name, chosen in positions.items():
-        operation = policies.operations(policy, len(pictures[0]))[NAMES[name]]
+        operation = policies.operations(POLICIES[policy], len(pictures[0]))[NAMES[name]]
         inputs = [
             [pictures[position] for position in chosen],
             [np.int32(steps[position][1]) for position in chosen],
@@ -234,7 +235,7 @@ def chance_of(drawn: list[ImageInfo], expected: dict[bytes, float]) -> float:
 
 
 @pytest.mark.parametrize("runs", [2, pytest.param(32, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", NAMED)
 def test_frequencies_are_those_of_torchvisions_tables(policy: str, runs: int) -> None:
     image = info(40)
     expected = outcomes(policy, image, dali_steps)
@@ -243,7 +244,7 @@ def test_frequencies_are_those_of_torchvisions_tables(policy: str, runs: int) ->
 
 
 @pytest.mark.parametrize("draws", [2048, pytest.param(16384, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", NAMED)
 def test_torchvision_keeps_to_its_tables(policy: str, draws: int) -> None:
     """The expectations of these tests, held against the transform of `--loader torch`."""
     image = info(40)
@@ -278,7 +279,7 @@ def differences(policy: str, name: str, image: ImageInfo) -> dict[Step, float]:
     }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", NAMED)
 def test_every_magnitude_does_what_torchvisions_does(policy: str) -> None:
     image = info(144)
     turned = np.array(Image.fromarray(image).rotate(25, Image.Resampling.BILINEAR))  # black corners, for equalisation
@@ -289,7 +290,7 @@ def test_every_magnitude_does_what_torchvisions_does(policy: str) -> None:
             assert found[worst] <= LIMITS[name], worst
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", NAMED)
 def test_pixels_change_as_much_as_by_torchvision(policy: str) -> None:
     """Mean absolute change of a picture: the expectation over everything that the policy may do to it."""
     image = info(160)

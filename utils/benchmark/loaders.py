@@ -16,7 +16,7 @@ from torch import Tensor
 import models
 import pipelines
 from utils.benchmark.measure import Case, settle, synchronize
-from utils.benchmark.verdict import CACHED, TIMM_POLICIES, TITLES
+from utils.benchmark.verdict import CACHED, TITLES
 from utils.data.augmentation.policies import RATIO
 from utils.data.dali import NUM_PIPELINES
 from utils.data.images.batch import Batch, TrainLoader
@@ -32,6 +32,7 @@ from utils.errors import UserError
 from utils.network.augment import BatchAugment
 from utils.network.gradients import AMP_DTYPES
 from utils.options.config import ResolvedConfig, TrainConfig
+from utils.options.policies import POLICIES
 from utils.text import count
 from utils.training.run import Run
 
@@ -68,7 +69,7 @@ class TimmLoader:
             ratio=RATIO,
             hflip=config.hflip,
             color_jitter=None,
-            auto_augment=TIMM_POLICIES[config.augment],
+            auto_augment=POLICIES[config.augment].timm_name or None,
             interpolation=config.interpolation,
             mean=mean,
             std=std,

@@ -53,8 +53,6 @@ TITLES = {
     "torch": "torch's DataLoader",
     "timm": "timm's loader",
 }
-# --augment -> timm's name
-TIMM_POLICIES = {"none": None, "autoaugment": "original", "randaugment": "rand-m9-n2", "three-augment": "3a"}
 FLAGS = {
     "dali-fused": "--loader dali --decode fused",
     "dali-full": "--loader dali --decode full",

@@ -27,6 +27,7 @@ from utils.options.flags import (
 )
 from utils.options.flags import define_flag as _flag
 from utils.options.limits import ABOVE_0, MIN_0, MIN_1, MIN_8, Limit
+from utils.options.policies import POLICIES
 from utils.options.store_url import store_url
 
 BATCH_SIZE = 256  # images per process and step, of a new run
@@ -124,9 +125,7 @@ class TrainConfig:
     workers: int | None = _flag(
         None, DATA, "CPU threads (torch: workers) per process.", MIN_1, shown="its share of the cores", chosen=True
     )
-    augment: Literal["none", "autoaugment", "randaugment", "trivialaugment", "three-augment"] = _flag(
-        "none", AUGMENTATION, "Policy, with any loader.", role="fixed"
-    )
+    augment: str = _flag("none", AUGMENTATION, "Policy, with any loader.", names=tuple(POLICIES), role="fixed")
     randaugment_magnitude: int = _flag(
         9, AUGMENTATION, "Of 30; timm's m9 is 27.", Limit(minimum=0, maximum=30), role="fixed"
     )
@@ -384,6 +383,8 @@ def flag_fields() -> list[dataclasses.Field[Any]]:
 
 def choices(name: str) -> tuple[str, ...]:
     """The words that a field admits, if it names them; () if not."""
+    if names := flag_info(TrainConfig.__dataclass_fields__[name]).names:
+        return names
     found = (typing.get_args(kind) for kind in kinds(TrainConfig.__dataclass_fields__[name]))
     return next((words for words in found if words), ())
 

@@ -28,6 +28,7 @@ class FlagInfo:
         metavar: name of its value in `--help`; "" for that of its type.
         unit: of its value.
         limits: ranges, each with its own message, that the value must be in.
+        names: the words that the value can be, where its type does not name them.
         role: what a resume with another value does.
         is_path: whether the value can be a path, though its type is not one; then `~` stands for the home folder.
         from_checkpoint: whether `--evaluate` takes the value from the checkpoint where it is not given.
@@ -43,6 +44,7 @@ class FlagInfo:
     metavar: str = ""
     unit: str = ""
     limits: tuple[Limit, ...] = ()
+    names: tuple[str, ...] = ()
     role: Role = "free"
     is_path: bool = False
     from_checkpoint: bool = False

@@ -9,6 +9,7 @@ from utils.errors import UserError, readable
 from utils.options.arguments import model_arguments, optimizer_arguments
 from utils.options.config import RUNS, TrainConfig, check_limits, flag_fields
 from utils.options.flags import flag
+from utils.options.policies import POLICIES
 from utils.options.schedules import check_lr_schedule, policies, policy_schedule, size_schedule
 from utils.options.store_url import refuse_url, require_store, store_url
 
@@ -81,9 +82,12 @@ def _check_augmentation(config: TrainConfig) -> None:
     used = policies(config)
     for name in ("randaugment_magnitude", "randaugment_ops", "randaugment_std"):
         value = getattr(config, name)
-        if "randaugment" not in used and value != TrainConfig.__dataclass_fields__[name].default:
+        if (
+            not any(POLICIES[each].draw == "several" for each in used)
+            and value != TrainConfig.__dataclass_fields__[name].default
+        ):
             raise UserError(f"{flag(name)} {value:g} without --augment randaugment: nothing uses it; give that policy")
-    changing_colors = used - {"none", "three-augment"}
+    changing_colors = {name for name in used if POLICIES[name].changes_colors}
     if config.color_jitter and changing_colors:
         raise UserError(
             f"--color-jitter {config.color_jitter:g} with the policy {min(changing_colors)}: it changes the colours "

@@ -1,15 +1,9 @@
-"""AutoAugment, RandAugment, TrivialAugment, 3-Augment: for Pillow's images, and the same made of DALI's operators.
+"""The policies of `utils.options.policies`: for Pillow's images, and the same made of DALI's operators.
 
 Both draw the same operations with the same probabilities, magnitudes and signs (docs/internals/decisions/0012 and
 0030). Shear, shift and rotation interpolate bilinearly and fill with black. Shear fixes the upper left corner, rotation
-the centre. The first three are torchvision's.
-
-- autoaugment: the 25 sub-policies for ImageNet of arXiv:1805.09501, table 9, with magnitudes out of 10 bins.
-- randaugment: some of 14 operations, by default 2 with magnitude 9 of 31 bins (arXiv:1909.13719). With noise each
-  operation has a magnitude of its own, a normal number rounded to a bin.
-- trivialaugment: 1 of 14 operations with a random magnitude of 31 bins ("wide", arXiv:2103.10158).
-- three-augment: grayscale, solarization from 128 on, or Gaussian blur with a sigma from 0.1 to 2 pixels
-  (arXiv:2204.07118).
+the center. All but 3-Augment are torchvision's. With noise each operation of RandAugment has a magnitude of its own, a
+normal number rounded to a bin.
 """
 
 import math
@@ -22,19 +16,16 @@ import torch
 from numpy.typing import NDArray
 from nvidia.dali import fn, types
 from nvidia.dali.auto_aug import augmentations as ops
-from nvidia.dali.auto_aug import auto_augment, rand_augment, trivial_augment
-from nvidia.dali.auto_aug.core import Policy, _Augmentation, augmentation, select, signed_bin
+from nvidia.dali.auto_aug import auto_augment, core, rand_augment, trivial_augment
+from nvidia.dali.auto_aug.core import _Augmentation, augmentation, select, signed_bin
 from PIL import Image, ImageFilter
 from torchvision.transforms import v2
 
 from utils.options.config import ResolvedConfig
+from utils.options.policies import POLICIES, Policy
 
-TRANSLATE = 150 / 331  # largest shift of AutoAugment and RandAugment, of the side (arXiv:1805.09501)
-TRIVIAL_TRANSLATE = 32  # TrivialAugment's largest shift, pixels (arXiv:2103.10158, table 1)
-IMAGENET_BINS = 10  # magnitudes of AutoAugment
-BINS = 31  # magnitudes of RandAugment and TrivialAugment
 SOLARIZE, BLUR = 128, (0.1, 2.0)  # of 3-Augment: least value that is inverted, sigma in pixels
-# (operation, probability, magnitude). Where it has one operation, the paper's other one has the probability 0.
+# Of AutoAugment: (operation, probability, magnitude). Where it has one operation, the paper's other has probability 0.
 IMAGENET: tuple[tuple[tuple[str, float, int | None], ...], ...] = (
     (("posterize", 0.4, 8), ("rotate", 0.6, 9)),
     (("solarize", 0.6, 5), ("auto_contrast", 0.6, None)),
@@ -68,32 +59,38 @@ RATIO = (3 / 4, 4 / 3)  # aspect of a random crop, torchvision's and Inception's
 def torchvision_policy(config: ResolvedConfig) -> torch.nn.Module:
     """A transform of a PIL image: `config.augment`, one of those above."""
     options: dict[str, Any] = {"interpolation": v2.InterpolationMode.BILINEAR, "fill": 0}
+    policy = POLICIES[config.augment]
     transform: torch.nn.Module
-    if config.augment == "autoaugment":
+    if policy.draw == "pairs":
         transform = v2.AutoAugment(**options)
-    elif config.augment == "randaugment" and config.randaugment_std:
-        transform = _NoisyRandAugment(config, options)
-    elif config.augment == "randaugment":
-        transform = v2.RandAugment(config.randaugment_ops, config.randaugment_magnitude, BINS, **options)
-    elif config.augment == "trivialaugment":
-        transform = v2.TrivialAugmentWide(**options)
+    elif policy.draw == "several" and config.randaugment_std:
+        transform = _NoisyRandAugment(config, _bins(policy), options)
+    elif policy.draw == "several":
+        transform = v2.RandAugment(config.randaugment_ops, config.randaugment_magnitude, _bins(policy), **options)
+    elif policy.draw == "one":
+        transform = v2.TrivialAugmentWide(_bins(policy), **options)
     else:
         transform = v2.RandomChoice([v2.Grayscale(3), v2.RandomSolarize(SOLARIZE, p=1), _GaussianBlur()])
     return transform
 
 
+def _bins(policy: Policy) -> int:
+    assert policy.ranges is not None, "only called where there are magnitudes"
+    return policy.ranges.bins
+
+
 class _NoisyRandAugment(torch.nn.Module):
     """torchvision's RandAugment, whose every operation has a normally distributed magnitude, as timm's `mstd`."""
 
-    def __init__(self, config: ResolvedConfig, options: dict[str, Any]) -> None:
+    def __init__(self, config: ResolvedConfig, bins: int, options: dict[str, Any]) -> None:
         super().__init__()
         self._count = config.randaugment_ops
         self._mean, self._std = float(config.randaugment_magnitude), config.randaugment_std
-        self._by_bin = [v2.RandAugment(1, number, BINS, **options) for number in range(BINS)]
+        self._by_bin = [v2.RandAugment(1, number, bins, **options) for number in range(bins)]
 
     def forward(self, image: Image.Image) -> Image.Image:
         for _ in range(self._count):
-            drawn = min(max(float(torch.normal(self._mean, self._std, ())), 0), BINS - 1)
+            drawn = min(max(float(torch.normal(self._mean, self._std, ())), 0), len(self._by_bin) - 1)
             image = self._by_bin[math.floor(drawn + 0.5)](image)
         return image
 
@@ -115,33 +112,34 @@ def apply_policy(images: Any, config: ResolvedConfig) -> Any:
 def _apply_policy(images: Any, config: ResolvedConfig) -> Any:
     # No seed: DALI would then draw operation and magnitude from one number.
     options = {"fill_value": 0, "interp_type": types.INTERP_LINEAR}
-    policy = config.augment
-    if policy == "autoaugment":
-        return auto_augment.apply_auto_augment(_imagenet_policy(config.image_size), images, **options)
-    if policy == "randaugment":
-        suite = list(operations(policy, config.image_size).values())
-        count, magnitude, std = config.randaugment_ops, config.randaugment_magnitude, config.randaugment_std
-        if std > 0:
-            return _noisy_rand_augment(suite, images, count, magnitude, std, options)
-        return rand_augment.apply_rand_augment(suite, images, count, magnitude, BINS, **options)
-    if policy == "trivialaugment":
-        suite = list(operations(policy, config.image_size).values())
-        return trivial_augment.apply_trivial_augment(suite, images, BINS, **options)
-    if policy == "three-augment":
+    policy = POLICIES[config.augment]
+    if policy.draw == "none":
+        return images
+    if policy.draw == "kinds":
         kind = fn.random.uniform(values=[0, 1, 2], dtype=types.INT32)
         sigma = fn.random.uniform(range=list(BLUR))
         return select([_grayscale, _solarize, _blur], kind, images, sigma)
-    return images
+    suite, bins = operations(policy, config.image_size), _bins(policy)
+    if policy.draw == "pairs":
+        return auto_augment.apply_auto_augment(_imagenet_policy(suite, bins), images, **options)
+    drawn = list(suite.values())
+    if policy.draw == "one":
+        return trivial_augment.apply_trivial_augment(drawn, images, bins, **options)
+    if config.randaugment_std > 0:
+        return _noisy_rand_augment(drawn, images, config, bins, options)
+    count, magnitude = config.randaugment_ops, config.randaugment_magnitude
+    return rand_augment.apply_rand_augment(drawn, images, count, magnitude, bins, **options)
 
 
 def _noisy_rand_augment(
-    suite: list[Any], images: Any, count: int, magnitude: int, std: float, options: dict[str, Any]
+    suite: list[Any], images: Any, config: ResolvedConfig, bins: int, options: dict[str, Any]
 ) -> Any:
-    for _ in range(count):
-        drawn = dali.math.clamp(fn.random.normal(mean=float(magnitude), stddev=std), 0.0, float(BINS - 1))
+    mean, std = float(config.randaugment_magnitude), config.randaugment_std
+    for _ in range(config.randaugment_ops):
+        drawn = dali.math.clamp(fn.random.normal(mean=mean, stddev=std), 0.0, float(bins - 1))
         number = fn.cast(dali.math.floor(drawn + 0.5), dtype=types.INT32)
         kind = fn.random.uniform(values=list(range(len(suite))), dtype=types.INT32)
-        images = select(suite, kind, images, magnitude_bin=signed_bin(number), num_magnitude_bins=BINS, **options)
+        images = select(suite, kind, images, magnitude_bin=signed_bin(number), num_magnitude_bins=bins, **options)
     return images
 
 
@@ -159,25 +157,25 @@ def _blur(images: Any, sigma: Any) -> Any:
 
 
 @dali.pipeline.do_not_convert  # type: ignore[untyped-decorator]
-def _imagenet_policy(image_size: int) -> Any:
-    by_name = operations("autoaugment", image_size)
-    sub_policies = [[(by_name[name], chance, magnitude) for name, chance, magnitude in each] for each in IMAGENET]
-    return Policy("ImageNet", IMAGENET_BINS, sub_policies)
+def _imagenet_policy(suite: dict[str, Any], bins: int) -> Any:
+    sub_policies = [[(suite[name], chance, magnitude) for name, chance, magnitude in each] for each in IMAGENET]
+    return core.Policy("ImageNet", bins, sub_policies)
 
 
 @dali.pipeline.do_not_convert  # type: ignore[untyped-decorator]
-def operations(policy: str, image_size: int) -> dict[str, Any]:
+def operations(policy: Policy, image_size: int) -> dict[str, Any]:
     """DALI's augmentations with torchvision's magnitudes, by name.
 
     Magnitudes: shear as a tangent, shift in pixels, rotation in degrees, brightness to sharpness as the distance from
     the factor 1, posterize in bits that remain, solarize as the least value that is inverted, of 1. Those from shear
     to sharpness get a random sign.
     """
-    trivial = policy == "trivialaugment"
-    shear, rotation, factor, bits = (0.99, 135, 0.99, 2) if trivial else (0.3, 30, 0.9, 4)
-    shift = TRIVIAL_TRANSLATE if trivial else TRANSLATE * image_size
-    bins = IMAGENET_BINS if policy == "autoaugment" else BINS
-    shears, shifts, angles, factors = (_steps(0, most, bins) for most in (shear, shift, rotation, factor))
+    ranges = policy.ranges
+    assert ranges is not None, "only called where there are magnitudes"
+    bins, shift = ranges.bins, ranges.shift if ranges.shift >= 1 else ranges.shift * image_size
+    shears, shifts, angles, factors = (
+        _steps(0, most, bins) for most in (ranges.shear, shift, ranges.rotation, ranges.factor)
+    )
     found = {
         "shear_x": ops.shear_x.augmentation(shears, True),
         "shear_y": ops.shear_y.augmentation(shears, True),
@@ -188,12 +186,12 @@ def operations(policy: str, image_size: int) -> dict[str, Any]:
         "color": ops.color.augmentation(factors, True, ops.shift_enhance_range),
         "contrast": ops.contrast.augmentation(factors, True, ops.shift_enhance_range),
         "sharpness": ops.sharpness.augmentation(factors, True, ops.sharpness_kernel),
-        "posterize": ops.posterize.augmentation(_steps(8, bits, bins), False, ops.poster_mask_uint8),
+        "posterize": ops.posterize.augmentation(_steps(8, ranges.bits, bins), False, ops.poster_mask_uint8),
         "solarize": ops.solarize.augmentation(_steps(1, 0, bins), False, _least_inverted),
         "auto_contrast": ops.auto_contrast,
         "equalize": equalize,
     }
-    found |= {"invert": ops.invert} if policy == "autoaugment" else {"identity": ops.identity}
+    found |= {"invert": ops.invert} if policy.draw == "pairs" else {"identity": ops.identity}
     return {name: each.augmentation(augmentation_cls=_Operation) for name, each in found.items()}
 
 

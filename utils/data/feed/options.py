@@ -67,7 +67,7 @@ class DataOptions(TypedDict, total=False):
     """
 
     workers: int | None
-    augment: Literal["none", "autoaugment", "randaugment", "trivialaugment", "three-augment"]
+    augment: str
     randaugment_magnitude: int
     randaugment_ops: int
     randaugment_std: float

@@ -17,7 +17,7 @@ def config_of_epoch(config: ResolvedConfig, epoch: int) -> ResolvedConfig:
     return dataclasses.replace(
         config,
         image_size=value_at(size_schedule(config), epoch, config.image_size),
-        augment=value_at(policy_schedule(config), epoch, config.augment),  # type: ignore[arg-type]
+        augment=value_at(policy_schedule(config), epoch, config.augment),
     )
 
 
