@@ -1,6 +1,7 @@
 """Small real data, flags, comparisons and fixtures for all tests."""
 
 import dataclasses
+import gc
 import multiprocessing.util
 import signal
 import tempfile
@@ -66,6 +67,14 @@ def number_of(colour: Sequence[float]) -> int:
     """The number of an image of `write_numbered` from its mean colour, 0 to 255."""
     assert all(abs((channel - 25) / 51 - round((channel - 25) / 51)) < 0.15 for channel in colour), colour
     return sum(round((channel - 25) / 51) * _LEVELS**power for power, channel in enumerate(colour))
+
+
+@pytest.fixture(autouse=True)
+def small_heap() -> Iterator[None]:
+    """A garbage collection looks at the objects of one test; all older ones are frozen. It takes a second otherwise."""
+    gc.freeze()
+    yield
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,5 @@
 """docs/internals/refusals.md is true: each of its rows ends in exit status 2 and the line that the page shows."""
 
-import gc
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,14 +10,6 @@ from tests.harness import assert_refused
 from tests.refusals import CASES, COMMANDS_HEAD, HEAD, PAGE, command_row, row, written
 from tests.refused_commands import COMMANDS, Command, prepare
 from tests.refused_folders import Case
-
-
-@pytest.fixture
-def frozen() -> Iterator[None]:
-    """No object of this process is looked at before each fork, which would take most of the time."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def name_of(case: Case) -> str:
@@ -38,7 +28,6 @@ def test_the_page_has_these_rows() -> None:
     assert len(set(lines)) == len(lines)
 
 
-@pytest.mark.usefixtures("frozen")
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_a_row_is_true(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
     with written(case) as folder:

@@ -1,6 +1,7 @@
 """Processes that are forked from this one: what they must not inherit, and a pool of them that reads many files."""
 
 import contextlib
+import functools
 import gc
 import multiprocessing
 import os
@@ -14,20 +15,39 @@ from utils.distributed.shared_memory import explain_semaphores
 
 @contextlib.contextmanager
 def safe_fork() -> Iterator[None]:
-    """Around the start of worker processes: no garbage of this process may be collected in them.
+    """Around the start of worker processes: what they inherit is never collected in them as garbage.
 
     A worker that frees a DALI pipeline which it inherited waits for threads that it did not inherit, and aborts.
 
     Raises:
         UserError: as `explain_semaphores`.
     """
-    gc.collect()
-    gc.freeze()
+    _register_once()
+    _collects.append(gc.isenabled())
+    gc.disable()  # until each worker has frozen what it inherits; a collection here would take longer than the fork
     try:
         with explain_semaphores():
             yield
     finally:
-        gc.unfreeze()
+        if _collects.pop():
+            gc.enable()
+
+
+_collects: list[bool] = []  # of each `safe_fork` under way: whether garbage is collected outside of it
+
+
+@functools.cache
+def _register_once() -> None:
+    os.register_at_fork(after_in_child=_keep_inherited)
+
+
+def _keep_inherited() -> None:
+    """In a worker, before any other code of it."""
+    if _collects:
+        gc.freeze()
+        if _collects[0]:
+            gc.enable()
+        _collects.clear()
 
 
 @contextlib.contextmanager
