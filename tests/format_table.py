@@ -32,7 +32,8 @@ import torch
 
 import train
 from tests.conftest import TINY, assert_same, assert_same_run
-from tests.harness import Finished, launch_forked, read_checkpoint
+from tests.forked import launch_forked
+from tests.harness import Finished, read_checkpoint
 from tests.shards import (
     with_imagenet_names,
     write_arrow,

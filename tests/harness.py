@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -14,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -77,6 +76,26 @@ def environment(changes: Mapping[str, object] | None = None) -> dict[str, str]:
     return others | {name: str(value) for name, value in chosen.items() if value is not None}
 
 
+class Process(Protocol):
+    """What is used of a subprocess.Popen."""
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+
+    def poll(self) -> int | None:
+        """The exit status, -N for signal N; None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end; raises subprocess.TimeoutExpired."""
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+
+    def send_signal(self, signal: int) -> None:
+        """Send a signal."""
+
+
 class Started:
     """A program that runs. At the end of the `with` block it is killed, with all that it has started.
 
@@ -89,9 +108,12 @@ class Started:
     def __init__(self, words: Sequence[str], environ: dict[str, str], cwd: Path | None = None) -> None:
         self._list_output = partial(list_output, words, cwd)
         self._before = self._list_output()
-        self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 -- closed at the end
+        self._out, self._err = tempfile.NamedTemporaryFile(), tempfile.NamedTemporaryFile()  # noqa: SIM115 -- closed at the end
         self._seen: dict[int, int] = {}
-        self.process = subprocess.Popen(words, stdout=self._out, stderr=self._err, env=environ, cwd=cwd)
+        self.process = self._open(words, environ, cwd)
+
+    def _open(self, words: Sequence[str], environ: dict[str, str], cwd: Path | None) -> "Process":
+        return subprocess.Popen(words, stdout=self._out, stderr=self._err, env=environ, cwd=cwd)
 
     def __enter__(self) -> Self:
         return self
@@ -159,6 +181,17 @@ class Started:
         status = self.process.wait(timeout)
         return Finished(status, self.out, self.err, changed_names(self._before, self._list_output()))
 
+    def end_when(self, when: Callable[[], bool], number: int = signal.SIGKILL, rank: int | None = None) -> int:
+        """Send a signal to the program, or to one of its ranks, once `when()`; returns the exit status."""
+        self.wait_for(when)
+        if rank is not None:
+            self.send(number, self.ranks()[rank])
+        elif number == signal.SIGKILL:
+            self.kill()
+        else:
+            self.send(number, self.pid)  # torchrun passes it on
+        return self.process.wait(LIMIT)
+
     def check_nothing_left(self, timeout: float = 100) -> None:
         """Every process that was seen below the program ends within `timeout` seconds."""
         deadline = time.monotonic() + timeout
@@ -218,96 +251,7 @@ def launch_and_end(
 ) -> int:
     """Start a program and end it, or one of its ranks, with a signal once `when()`; returns the exit status."""
     with start(*flags, **options) as started:
-        started.wait_for(when)
-        if rank is not None:
-            started.send(number, started.ranks()[rank])
-        elif number == signal.SIGKILL:
-            started.kill()
-        else:
-            started.send(number, started.pid)  # torchrun passes it on
-        return started.process.wait(LIMIT)
-
-
-def launch_forked(
-    *flags: object, program: str, env: Mapping[str, object] | None = None, timeout: float = LIMIT
-) -> Finished:
-    """Run the text of a Python program to its end, in a process that has already imported train.py.
-
-    That saves seconds. A test of how a process starts needs `launch`.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["train"])
-    words = list(map(str, flags))
-    before = list_output(words)
-    with tempfile.TemporaryDirectory() as folder:
-        out, err = (Path(folder, name) for name in ("out", "err"))
-        process = context.Process(target=_run_forked, args=(program, words, environment(env), out, err))
-        process.start()
-        process.join(timeout)
-        if process.is_alive() and process.pid is not None:
-            kill_tree(process.pid)
-            raise TimeoutError(f"{timeout} s\n{out.read_text()}{err.read_text()}")
-        status = process.exitcode
-        assert status is not None
-        return Finished(status, out.read_text(), err.read_text(), changed_names(before, list_output(words)))
-
-
-def _run_forked(program: str, words: list[str], environ: dict[str, str], out: Path, err: Path) -> None:
-    for path, stream in ((out, sys.stdout), (err, sys.stderr)):
-        with path.open("w") as file:
-            os.dup2(file.fileno(), stream.fileno())
-    os.environ.clear()
-    os.environ.update(environ)
-    multiprocessing.set_start_method(None, force=True)  # the default one, not that of this process
-    torch.set_num_threads(1)  # OMP_NUM_THREADS comes too late
-    sys.argv = ["-c", *words]
-    exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
-
-
-def run_train(*flags: object, processes: int = 1) -> Finished:
-    """Run train.py to its end as `launch` does, but a single process has already imported it."""
-    if processes > 1:
-        return launch(*flags, processes=processes)
-    return launch_forked(*flags, program="import sys, train; sys.exit(train.main(sys.argv[1:]))")
-
-
-# Runs a list of command lines of train.py. Writes for each the exit status, the names of the files with its standard
-# output and error, and the changed files to the file `results`.
-_SERIES = """
-import json, os, sys
-import train
-from tests.harness import changed_names, list_output
-
-folder, commands = sys.argv[1], json.loads(sys.argv[2])
-results = []
-for number, words in enumerate(commands):
-    paths = [f"{folder}/{number}.{name}" for name in ("out", "err")]
-    for stream, path in zip((sys.stdout, sys.stderr), paths):
-        stream.flush()
-        with open(path, "w") as file:
-            os.dup2(file.fileno(), stream.fileno())
-    before = list_output(words)
-    status = train.main(words)
-    results.append((status, *paths, sorted(changed_names(before, list_output(words)))))
-    sys.stdout.flush()
-with open(f"{folder}/results", "w") as file:
-    json.dump(results, file)
-"""
-
-
-def launch_series(*commands: Sequence[object], timeout: float = LIMIT) -> list[Finished]:
-    """Run train.py once for each tuple of flags, one after the other in one process that has already imported it.
-
-    For tests of what launches leave to each other. A test of the process itself needs `launch`.
-    """
-    with tempfile.TemporaryDirectory() as name:
-        folder, words = Path(name), json.dumps([list(map(str, flags)) for flags in commands])
-        done = launch_forked(folder, words, program=_SERIES, timeout=timeout)
-        assert done.status == 0, (done, [path.read_text() for path in sorted(folder.iterdir())])
-        return [
-            Finished(status, Path(out).read_text(), Path(err).read_text(), frozenset(written))
-            for status, out, err, written in json.loads((folder / "results").read_text())
-        ]
+        return started.end_when(when, number, rank)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

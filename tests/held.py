@@ -1,8 +1,9 @@
 """Ends a train.py that is held at a step: where it is ended does not depend on the machine's speed."""
 
+import signal
 from collections.abc import Callable
-from typing import Any
 
+from tests.forked import start_forked
 from tests.harness import launch_and_end
 
 # train.py that has done HOLD_AT steps and takes the next when it is asked to stop; or has evaluated two batches.
@@ -30,12 +31,18 @@ sys.exit(train.main(sys.argv[1:]))
 """
 
 
-def hold_and_end(*flags: object, at: int | str, when: Callable[[], bool], **options: Any) -> int:
-    """`launch_and_end` of a train.py that goes no further.
+def hold_and_end(
+    *flags: object, at: int | str, when: Callable[[], bool], number: int = signal.SIGKILL, processes: int = 1
+) -> int:
+    """End a train.py that goes no further with a signal; returns the exit status.
 
     Args:
         at: after this step, or "evaluation" for two batches of each evaluation. A signal that asks to stop lets all
             processes which get it go on.
         when: no later than that.
     """
-    return launch_and_end(*flags, when=when, program=HOLDS, env={"HOLD_AT": at}, **options)
+    env = {"HOLD_AT": at}
+    if processes > 1:
+        return launch_and_end(*flags, when=when, number=number, program=HOLDS, env=env, processes=processes)
+    with start_forked(*flags, program=HOLDS, env=env) as started:
+        return started.end_when(when, number)

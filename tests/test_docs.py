@@ -15,7 +15,8 @@ from torch.distributed import run as torchrun
 
 from tests.conftest import TINY, assert_same, write_images
 from tests.contract import CONTRACT
-from tests.harness import ROOT, launch_forked, read_checkpoint, tracked_files
+from tests.forked import launch_forked
+from tests.harness import ROOT, read_checkpoint, tracked_files
 from tests.pages import USER_PAGES, Block, Command, anchors, blocks, code_spans, commands, links
 from tests.shards import write_ilsvrc, write_imagenet, write_webdataset
 from tests.test_contract import PROGRAMS

@@ -16,12 +16,12 @@ import torch
 
 from tests.conftest import TINY, assert_same, write_data
 from tests.contract import assert_keys
+from tests.forked import launch_series
 from tests.harness import (
     Finished,
     assert_refused,
     launch,
     launch_and_end,
-    launch_series,
     read_checkpoint,
     read_losses,
     read_metrics,

@@ -16,7 +16,8 @@ import torch
 
 import pipelines
 from tests.conftest import TINY, Refused, assert_same, assert_same_run, resolved, write_data
-from tests.harness import assert_refused, launch, read_checkpoint, run_train
+from tests.forked import run_train
+from tests.harness import assert_refused, launch, read_checkpoint
 from utils.data.formats.folder import scan_splits
 from utils.data.images.batch import Batch, TrainLoader
 from utils.data.images.manifest import Manifest

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.conftest import resolved
-from tests.harness import launch_forked
+from tests.forked import launch_forked
 from utils.data.formats.folder import scan_splits
 from utils.data.loaders.torch_loader import TorchImages
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.conftest import TINY
-from tests.harness import launch, read_checkpoint, read_losses, run_train, start
+from tests.forked import run_train
+from tests.harness import launch, read_checkpoint, read_losses, start
 from tests.processes import free_port
 from utils.distributed.launcher import Launch, read_launch, seconds_since_launch, seconds_since_start
 from utils.errors import UserError

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from tests.conftest import TINY, assert_same_run
-from tests.harness import Finished, launch_forked, read_checkpoint, read_metrics, run_train
+from tests.forked import launch_forked, run_train
+from tests.harness import Finished, read_checkpoint, read_metrics
 from tests.held import hold_and_end
 from utils.distributed import stop as stop_module
 from utils.distributed.group import DistEnv

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tests.harness import Started, error_line, start
+from tests.forked import start_forked
+from tests.harness import Started, error_line
 from tests.processes import alive, free_port, identify
 from utils.distributed import monitor as monitor_module
 from utils.distributed import store as store_module
@@ -223,7 +224,7 @@ def start_rank() -> Iterator[StartRank]:
         def start_rank(rank: int, port: int, *arguments: object) -> Started:
             env: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
             env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            return stack.enter_context(start(*arguments, program=WORKER, env=env))
+            return stack.enter_context(start_forked(*arguments, program=WORKER, env=env))
 
         yield start_rank
 

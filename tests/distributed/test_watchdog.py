@@ -10,7 +10,8 @@ import pytest
 
 from tests import damage
 from tests.conftest import NUMBERED, TINY, write_data, write_numbered
-from tests.harness import ROOT, Finished, error_line, launch, read_checkpoint, run_train
+from tests.forked import run_train
+from tests.harness import ROOT, Finished, error_line, launch, read_checkpoint
 from utils.data.formats.folder import scan
 from utils.data.loaders.sampler import Sampler
 

@@ -12,7 +12,8 @@ from torch import nn
 import models
 import pipelines
 from tests.conftest import TINY, resolved
-from tests.harness import launch, launch_series
+from tests.forked import launch_series
+from tests.harness import launch
 from utils.data.formats.folder import scan_splits
 from utils.distributed.group import DistEnv
 from utils.inference.evaluate import FlipAverage, _shown, compute_logits, evaluate

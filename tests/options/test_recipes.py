@@ -10,7 +10,8 @@ import timm
 import torch
 
 from tests.conftest import resolved
-from tests.harness import ROOT, launch_series, read_losses
+from tests.forked import launch_series
+from tests.harness import ROOT, read_losses
 from utils.options.arguments import model_options
 from utils.options.cli import parse
 from utils.options.config import TrainConfig

@@ -11,7 +11,8 @@ import torch
 
 from scripts import runs
 from tests.conftest import TINY, resolved
-from tests.harness import launch_series, read_metrics
+from tests.forked import launch_series
+from tests.harness import read_metrics
 from tests.training.checkpoints import checkpoint_of
 from utils.report.output_folder import read_best, read_run
 from utils.report.terminal import epoch_table, headline

@@ -14,7 +14,8 @@ import pytest
 
 from scripts import track
 from tests.conftest import TINY, Refused
-from tests.harness import Finished, Started, launch, launch_series, read_metrics, start
+from tests.forked import launch_series
+from tests.harness import Finished, Started, launch, read_metrics, start
 from tests.tracker import FOLLOW, PARENT, SHORT, FileTracker
 from utils.report.tracking.sender import Sender
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import TINY, assert_same_run
-from tests.harness import assert_refused, launch_series, read_checkpoint
+from tests.forked import launch_series
+from tests.harness import assert_refused, read_checkpoint
 
 RANDAUGMENT = (
     "--augment-schedule", "0:randaugment,1:none", "--randaugment-magnitude", 21, "--randaugment-ops", 1,

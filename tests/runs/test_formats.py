@@ -11,7 +11,8 @@ import pytest
 
 from tests import format_table, index_table
 from tests.conftest import TINY, assert_same_run
-from tests.harness import assert_refused, launch, launch_series, read_checkpoint, read_metrics
+from tests.forked import launch_series
+from tests.harness import assert_refused, launch, read_checkpoint, read_metrics
 from tests.shards import write_arrow, write_lmdb, write_recordio, write_tfrecord, write_webdataset
 
 WRITERS: dict[str, Callable[[Path, Path], Path]] = {

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import TINY, write_data
-from tests.harness import ROOT, Finished, error_line, launch_series, read_losses, run_train, start
+from tests.forked import launch_series, run_train
+from tests.harness import ROOT, Finished, error_line, read_losses, start
 from utils.options.config import flag_fields
 from utils.options.flags import flag
 

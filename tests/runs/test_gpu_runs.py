@@ -13,15 +13,8 @@ import torch
 from tests import damage
 from tests.conftest import TINY, assert_same, write_data
 from tests.contract import assert_keys
-from tests.harness import (
-    Finished,
-    error_line,
-    launch,
-    launch_forked,
-    read_checkpoint,
-    read_losses,
-    read_metrics,
-)
+from tests.forked import launch_forked
+from tests.harness import Finished, error_line, launch, read_checkpoint, read_losses, read_metrics
 from tests.held import hold_and_end
 from utils.distributed.machine import nvlink_between
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import TINY
-from tests.harness import error_line, run_train
+from tests.forked import run_train
+from tests.harness import error_line
 from tests.odd_kinds import ORIENTED, SAMPLES
 
 

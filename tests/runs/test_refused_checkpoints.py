@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from tests.conftest import TINY, Refused
-from tests.harness import assert_refused, launch_series
+from tests.forked import launch_series
+from tests.harness import assert_refused
 from tests.runs.conftest import SHORT
 from utils.training.state.checkpoint import FORMAT
 

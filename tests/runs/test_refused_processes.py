@@ -6,7 +6,8 @@ import pytest
 from PIL import Image
 
 from tests.conftest import SOCKETS_ARE_ELSEWHERE, TINY
-from tests.harness import assert_refused, launch, launch_series
+from tests.forked import launch_series
+from tests.harness import assert_refused, launch
 
 
 def test_process(good: list[str], tmp_path: Path) -> None:

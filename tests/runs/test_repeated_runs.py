@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.conftest import TINY, assert_same, assert_same_run
-from tests.harness import launch_series, read_checkpoint, read_losses
+from tests.forked import launch_series
+from tests.harness import read_checkpoint, read_losses
 
 OPEN = ("--arch", "test_resnet", "--image-size", 32, "--device", "cpu", "--batch-size", 8, "--log-steps", 1)
 

@@ -14,7 +14,8 @@ from PIL import Image
 
 from tests.conftest import TINY, write_data
 from tests.contract import assert_keys
-from tests.harness import Finished, assert_refused, launch_series, read_checkpoint, read_metrics
+from tests.forked import launch_series
+from tests.harness import Finished, assert_refused, read_checkpoint, read_metrics
 from utils.errors import UserError
 from utils.options.config import TrainConfig
 from utils.training.resume.compatibility import changed_versions

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import TINY, assert_same_run
-from tests.harness import Started, launch, launch_forked, launch_series, read_checkpoint, read_metrics, start
+from tests.forked import launch_forked, launch_series, start_forked
+from tests.harness import Started, launch, read_checkpoint, read_metrics, start
 
 # 41 images, five steps an epoch; saves after steps 2, 4 and 5 of an epoch, and after its evaluation.
 FLAGS = (*TINY, "--augment", "trivialaugment", "--ema-decay", "0.9", "--deterministic", "--checkpoint-steps", "2")
@@ -54,7 +55,9 @@ def start_held(data: Path, folder: Path, write: int, point: str, *flags: object,
     """Start a run in `folder`/run whose write number `write`, from 1, stops at `point`."""
     env = {"SIGNS": folder, "WRITE": write, "HELD": point}
     run = ("--data-dir", data, *FLAGS, "--batch-size", 8 // processes, "--output-dir", folder / "run", *flags)
-    return start(*run, program=HELD_DISK, processes=processes, env=env)
+    if processes > 1:
+        return start(*run, program=HELD_DISK, processes=processes, env=env)
+    return start_forked(*run, program=HELD_DISK, env=env)
 
 
 @pytest.fixture(scope="module")

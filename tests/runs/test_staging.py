@@ -11,7 +11,8 @@ import pytest
 from pipelines import Feed
 from scripts import check_dataset, convert_dataset
 from tests.conftest import TINY, Refused, assert_same_run
-from tests.harness import error_line, launch, launch_series, start
+from tests.forked import launch_series
+from tests.harness import error_line, launch, start
 from tests.object_server import BUCKET, ObjectServer, objects_of
 from tests.shards import write_webdataset
 from utils.data.staging.staged_files import RECORD, STAGE, StagedFiles

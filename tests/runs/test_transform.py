@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import TINY, Refused, assert_same_run
-from tests.harness import assert_refused, launch, launch_series, read_checkpoint
+from tests.forked import launch_series
+from tests.harness import assert_refused, launch, read_checkpoint
 from tests.test_train import in_separate_folders
 
 RANDOM = """from nvidia.dali import fn

@@ -9,7 +9,8 @@ import pytest
 
 from scripts import runs
 from tests.conftest import CLASSES, TINY, assert_same_run, write_data
-from tests.harness import assert_refused, launch, launch_series, read_checkpoint, read_metrics
+from tests.forked import launch_series
+from tests.harness import assert_refused, launch, read_checkpoint, read_metrics
 from utils.data.images.listing import load_listing
 from utils.training.state.checkpoint import EARLIER, LAST
 

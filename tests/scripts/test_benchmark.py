@@ -14,7 +14,8 @@ from PIL import Image
 from scripts import benchmark, performance
 from tests.conftest import SOCKETS_ARE_ELSEWHERE, Refused, write_images
 from tests.contract import assert_keys
-from tests.harness import ROOT, error_line, launch, launch_forked
+from tests.forked import launch_forked
+from tests.harness import ROOT, error_line, launch
 from utils.benchmark.report import COLOURS
 from utils.benchmark.verdict import Rate, is_same
 

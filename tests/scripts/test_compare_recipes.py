@@ -11,7 +11,8 @@ import pytest
 from scripts import compare_recipes
 from scripts.compare_recipes import table
 from tests.conftest import Refused, call_main
-from tests.harness import launch, run_train, start
+from tests.forked import run_train
+from tests.harness import launch, start
 
 PROGRAM = Path(compare_recipes.__file__)
 TINY = "--arch test_resnet --image-size 32 --batch-size 8 --device cpu --workers 1"

@@ -20,7 +20,8 @@ from PIL import Image
 from scripts import convert_dataset
 from tests import damage
 from tests.conftest import TINY, Refused, assert_same_run, resolved
-from tests.harness import ROOT, launch_series
+from tests.forked import launch_series
+from tests.harness import ROOT
 from tests.shards import (
     write_arrow,
     write_ilsvrc,

@@ -21,7 +21,8 @@ from tests import damage, shards
 from tests.conftest import CLASSES, TINY, call_main
 from tests.contract import CONTRACT, assert_keys
 from tests.data.test_verification import dali_accepts
-from tests.harness import ROOT, launch, launch_and_end, launch_series, read_checkpoint, read_metrics
+from tests.forked import launch_series
+from tests.harness import ROOT, launch, launch_and_end, read_checkpoint, read_metrics
 from utils.inference.predict import _finish
 from utils.inference.predictions import ClassCounts, Columns, PredictionsFile, PredictOptions
 from utils.training.state.output import PROBE_BYTES

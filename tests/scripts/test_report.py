@@ -10,7 +10,8 @@ from scripts import report
 from tests.browser import SHIFTS, open_browser
 from tests.conftest import TINY, Refused, assert_same_run
 from tests.contract import assert_keys
-from tests.harness import launch, launch_series, read_metrics
+from tests.forked import launch_series
+from tests.harness import launch, read_metrics
 from utils.report.pictures import read_pictures
 
 HOSTILE = '<script>document.title="hit"</script>"\'&<img src=x onerror=alert(1)>'

@@ -9,7 +9,8 @@ import pytest
 from scripts import runs
 from tests.conftest import TINY
 from tests.contract import assert_keys
-from tests.harness import launch_series, start
+from tests.forked import launch_series
+from tests.harness import start
 
 
 def listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, list[str]]:

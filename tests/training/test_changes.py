@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.conftest import TINY, assert_same, resolved
-from tests.harness import assert_refused, launch_series, read_checkpoint, read_metrics
+from tests.forked import launch_series
+from tests.harness import assert_refused, read_checkpoint, read_metrics
 from tests.training.checkpoints import checkpoint_of
 from utils.data.images.listing import load_listing
 from utils.distributed.group import DistEnv

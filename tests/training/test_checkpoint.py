@@ -13,7 +13,8 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from tests.conftest import TINY, assert_same, resolved
-from tests.harness import error_line, launch, launch_forked, launch_series, read_checkpoint, read_metrics, start
+from tests.forked import launch_forked, launch_series
+from tests.harness import error_line, launch, read_checkpoint, read_metrics, start
 from tests.training.checkpoints import RECORD, checkpoint_of
 from utils.distributed.group import DistEnv
 from utils.errors import UserError

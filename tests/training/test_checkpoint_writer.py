@@ -14,7 +14,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from tests.conftest import assert_same, resolved
-from tests.harness import launch_forked
+from tests.forked import launch_forked
 from tests.training.checkpoints import RECORD, checkpoint_of
 from utils.distributed.group import DistEnv
 from utils.log import Log

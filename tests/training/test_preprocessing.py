@@ -14,7 +14,8 @@ import torch
 
 from tests.conftest import TINY, resolved
 from tests.contract import assert_keys
-from tests.harness import assert_refused, launch_series, read_checkpoint, read_metrics
+from tests.forked import launch_series
+from tests.harness import assert_refused, read_checkpoint, read_metrics
 from tests.training.checkpoints import checkpoint_of
 from utils.data.loaders.settings import resolve_pixels
 from utils.errors import UserError

@@ -9,7 +9,8 @@ import torch
 
 from scripts import predict
 from tests.conftest import TINY, assert_same, assert_same_run
-from tests.harness import launch, launch_series, read_checkpoint, read_losses, read_metrics, run_train
+from tests.forked import launch_series, run_train
+from tests.harness import launch, read_checkpoint, read_losses, read_metrics
 from utils.inference.export.trained import load_trained
 
 # 41 images, batches of 16: two steps an epoch.

@@ -9,15 +9,8 @@ from typing import Any
 import pytest
 
 from tests.conftest import TINY, assert_same, assert_same_run
-from tests.harness import (
-    assert_refused,
-    launch,
-    launch_series,
-    read_checkpoint,
-    read_losses,
-    read_metrics,
-    run_train,
-)
+from tests.forked import launch_series, run_train
+from tests.harness import assert_refused, launch, read_checkpoint, read_losses, read_metrics
 from tests.held import hold_and_end
 
 EPOCHS, STEPS = 4, 5  # 41 images, a global batch of 8

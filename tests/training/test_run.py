@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import TINY
-from tests.harness import error_line, launch, launch_forked, read_checkpoint, read_metrics
+from tests.forked import launch_forked
+from tests.harness import error_line, launch, read_checkpoint, read_metrics
 from utils.data.formats.folder import scan_splits
 from utils.data.images.manifest import Manifest
 from utils.data.splits.selection import InitialFiles, apply_exclusions
