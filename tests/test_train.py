@@ -16,7 +16,7 @@ import torch
 
 from tests.conftest import TINY, assert_same, write_data
 from tests.contract import assert_keys
-from tests.forked import launch_series
+from tests.forked import launch_ranks, launch_series, start_forked
 from tests.harness import (
     Finished,
     assert_refused,
@@ -92,8 +92,8 @@ def test_accumulation_and_ranks_are_one_large_batch(tmp_path: Path) -> None:
         (*small, "--lr", 0.5, "--output-dir", tmp_path / "wrong lr"),
         (*large, "--lr", 0.5, "--grad-accum-steps", 2, "--output-dir", tmp_path / "accumulated"),
     )
-    done += [launch(*large, "--lr", 0.5, "--output-dir", tmp_path / "two ranks", processes=2)]
-    assert [run.status for run in done] == [0] * 4, done
+    done += launch_ranks(*large, "--lr", 0.5, "--output-dir", tmp_path / "two ranks")
+    assert [run.status for run in done] == [0] * 5, done
     once, wrong, accumulated, ranks = (
         momentum(tmp_path / name) for name in ("once", "wrong lr", "accumulated", "two ranks")
     )
@@ -178,7 +178,7 @@ def in_separate_folders(folders: Sequence[Path], flags: Sequence[object]) -> lis
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     with contextlib.ExitStack() as stack:
         ranks = [
-            stack.enter_context(start(*flags, env=group | {"RANK": rank, "LOCAL_RANK": rank}, cwd=folder))
+            stack.enter_context(start_forked(*flags, env=group | {"RANK": rank, "LOCAL_RANK": rank}, cwd=folder))
             for rank, folder in enumerate(folders)
         ]
         return [rank.end(120) for rank in ranks]

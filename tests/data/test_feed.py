@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pipelines import Feed, create_train_loader
 from tests.conftest import NUMBERED, assert_same, number_of, resolved, write_data, write_numbered
+from tests.forked import launch_ranks
 from tests.harness import launch
 from utils.data.feed.options import DataOptions, create_config, resolve_options
 from utils.data.formats.folder import scan
@@ -383,7 +384,7 @@ if dist.is_initialized():
 @pytest.mark.dist
 @pytest.mark.parametrize("group", [pytest.param("group", marks=pytest.mark.slow), "launcher"])
 def test_ranks_are_those_of_torchrun(data: Path, tmp_path: Path, group: str) -> None:
-    assert launch(data, group, tmp_path, program=RANKS, processes=2).status == 0
+    assert [done.status for done in launch_ranks(data, group, tmp_path, program=RANKS)] == [0, 0]
     manifest = scan(data, "train")
     for rank in range(2):
         sampler = Sampler(len(manifest), 8, rank=rank, world_size=2)

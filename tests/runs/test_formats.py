@@ -11,8 +11,8 @@ import pytest
 
 from tests import format_table, index_table
 from tests.conftest import TINY, assert_same_run
-from tests.forked import launch_series
-from tests.harness import assert_refused, launch, read_checkpoint, read_metrics
+from tests.forked import launch_ranks, launch_series
+from tests.harness import assert_refused, read_checkpoint, read_metrics
 from tests.shards import write_arrow, write_lmdb, write_recordio, write_tfrecord, write_webdataset
 
 WRITERS: dict[str, Callable[[Path, Path], Path]] = {
@@ -70,11 +70,9 @@ def test_the_same_bits_over_a_stop_in_mid_epoch(
 @pytest.mark.dist
 def test_two_processes_index_together(data: Path, tmp_path: Path) -> None:
     root = write_webdataset(data, tmp_path / "data", per_shard=7)
-    done = launch(
-        "--data-dir", root, *TINY, "--output-dir", tmp_path / "run", "--epochs", 1, "--batch-size", 4, processes=2
-    )
-    assert done.status == 0, done.err
-    assert "WebDataset tars, 6 + 6 shards, 3 classes" in done.out
+    ranks = launch_ranks("--data-dir", root, *TINY, "--output-dir", tmp_path / "run", "--epochs", 1, "--batch-size", 4)
+    assert [done.status for done in ranks] == [0, 0], ranks
+    assert "WebDataset tars, 6 + 6 shards, 3 classes" in ranks[0].out
     assert read_metrics(tmp_path / "run")[-1]["val/count"] == 41
     assert (root / "train.index.npz").is_file()
 
@@ -125,8 +123,8 @@ def test_a_shard_that_only_one_rank_can_read_ends_all(data: Path, tmp_path: Path
     root = write_webdataset(data, tmp_path / "data")
     cut = root / "train-0001.tar"
     os.truncate(cut, cut.stat().st_size // 2)
-    done = launch("--data-dir", root, *TINY, "--output-dir", tmp_path / "run", "--batch-size", 4, processes=2)
-    assert_refused(done, f"{cut}: cut off in the member at byte ", "; copy or write it again", processes=2)
+    first, _ = launch_ranks("--data-dir", root, *TINY, "--output-dir", tmp_path / "run", "--batch-size", 4)
+    assert_refused(first, f"{cut}: cut off in the member at byte ", "; copy or write it again")
 
 
 def test_a_bad_record_is_named_or_excluded(data: Path, tmp_path: Path) -> None:

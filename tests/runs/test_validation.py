@@ -9,8 +9,8 @@ import pytest
 
 from scripts import runs
 from tests.conftest import CLASSES, TINY, assert_same_run, write_data
-from tests.forked import launch_series
-from tests.harness import assert_refused, launch, read_checkpoint, read_metrics
+from tests.forked import launch_ranks, launch_series
+from tests.harness import assert_refused, read_checkpoint, read_metrics
 from utils.data.images.listing import load_listing
 from utils.training.state.checkpoint import EARLIER, LAST
 
@@ -28,8 +28,8 @@ def test_a_run_on_held_out_images(tmp_path: Path) -> None:
     write_data(root)
     (root / "val").rename(root / "test")
     flags = ("--data-dir", root, *TINY, "--val-fraction", 0.3, "--output-dir", run)
-    first = launch(*flags, "--batch-size", 4, "--epochs", 1, processes=2)
-    assert first.status == 0, first.err
+    first, second = launch_ranks(*flags, "--batch-size", 4, "--epochs", 1)
+    assert (first.status, second.status) == (0, 0), (first.err, second.err)
     held_out = list(load_listing(run, "val"))
     shares = f"images  {41 - len(held_out)} train, {len(held_out)} val (the held-out part of train/, "
     assert shares in first.out

@@ -13,7 +13,8 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from tests.conftest import NUMBERED, TINY, assert_same, resolved, write_numbered
-from tests.harness import ROOT, launch, read_metrics
+from tests.forked import launch_ranks
+from tests.harness import ROOT, read_metrics
 from tests.training.checkpoints import checkpoint_of
 from utils.data.loaders.sampler import permutation
 from utils.distributed.group import DistEnv
@@ -137,7 +138,7 @@ def test_every_image_of_the_epoch_comes_once(tmp_path: Path, mode: str) -> None:
     records.mkdir()
     extra, chain = MODES[mode]
     flags = [records, "--data-dir", data, *TINY, "--output-dir", tmp_path / "run", "--epochs", 2, *extra]
-    recorder = ROOT / "tests" / "recorder.py"
+    recorder = f"import runpy; runpy.run_path({str(ROOT / 'tests' / 'recorder.py')!r}, run_name='__main__')"
     before: Checkpoint | None = None
     for launches, processes in enumerate(chain):
         layout: list[Any] = ["--batch-size", 8 // processes] if launches == 0 else []
@@ -145,8 +146,9 @@ def test_every_image_of_the_epoch_comes_once(tmp_path: Path, mode: str) -> None:
             layout = ["--grad-accum-steps", 2 if processes < 4 else 1]
         if launches < len(chain) - 1:
             layout += ["--time-limit", 0.1]  # over when the first step is done
-        done = launch(*flags, *layout, processes=processes, program=recorder)
-        assert "train.py: " not in done.err, done.err
+        ranks = launch_ranks(*flags, *layout, processes=processes, program=recorder)
+        assert "train.py: " not in "".join(done.err for done in ranks), ranks
+        done = ranks[0]
         if before:
             assert f"saved by {saved_layout(before)}: every image still comes once" in done.out
             found = done.out.index("every image still comes once"), done.out.index("first step done")

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import TINY
-from tests.forked import launch_forked
-from tests.harness import error_line, launch, read_checkpoint, read_metrics
+from tests.forked import launch_ranks
+from tests.harness import error_line, read_checkpoint, read_metrics
 from utils.data.formats.folder import scan_splits
 from utils.data.images.manifest import Manifest
 from utils.data.splits.selection import InitialFiles, apply_exclusions
@@ -66,13 +66,10 @@ def test_weights_that_went_wrong_are_not_saved(
     flags = ["--data-dir", data, *TINY, "--batch-size", 4, "--output-dir", tmp_path / "out", "--epochs", 9]
     flags += ["--checkpoint-steps", 1, "--max-bad-steps", 2]
     env = {"FAULTY": faulty, "WHAT": what, "VALUE": value}
-    if processes == 1:
-        done = launch_forked(*flags, program=FAULTY, env=env)
-    else:
-        done = launch(*flags, program=FAULTY, processes=processes, env=env)
-    assert done.status == 1
-    assert (done.out + done.err).count(message) == processes, "torchrun's report ends with the line, too"
-    assert error_line(done), "one line, of rank 0"
+    ranks = launch_ranks(*flags, program=FAULTY, processes=processes, env=env)
+    assert ranks[0].status == 1, ranks
+    assert sum((done.out + done.err).count(message) for done in ranks) == 1
+    assert error_line(ranks[0]), "one line, of rank 0"
     assert read_checkpoint(tmp_path / "out")["step"] == 2
     assert [record["step"] for record in read_metrics(tmp_path / "out")] == steps
     assert "NaN" not in (tmp_path / "out" / "metrics.jsonl").read_text(), "which is not JSON"
