@@ -4,6 +4,7 @@ contract.json lists every flag with its default, choices and help, the keys of e
 change of it is a change for users, and goes into CHANGELOG.md.
 """
 
+import functools
 import inspect
 import json
 import typing
@@ -45,9 +46,8 @@ def flags_of(program: Program[Any]) -> dict[str, dict[str, Any]]:
     for option in program.command().params:
         if option.name == "version":  # which every program has
             continue
-        kind, *_ = typing.get_args(annotations[option.name])
-        kinds = (kind, *typing.get_args(kind))  # of `Literal[...] | None` the first part
-        choices = next((list(typing.get_args(each)) for each in kinds if typing.get_origin(each) is typing.Literal), [])
+        _, info, *_ = typing.get_args(annotations[option.name])
+        choices = list(info.parser.args[0]) if isinstance(info.parser, functools.partial) else []
         name = "/".join([*option.opts, *option.secondary_opts])
         help = option.help.removesuffix(f" {', '.join(choices)}.") if choices else option.help
         found[name] = {"default": _default(option), "choices": choices, "help": help}

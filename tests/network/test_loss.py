@@ -23,7 +23,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 def test_binary_cross_entropy_is_timms(smoothing: float, threshold: float | None) -> None:
     """timm's train.py smooths mixed targets in its mixup, others in the loss."""
     logits, targets = batch()
-    ours = create_criterion(resolved(bce_loss=True, label_smoothing=smoothing, bce_target_thresh=threshold))
+    ours = create_criterion(resolved(loss="bce", label_smoothing=smoothing, bce_target_thresh=threshold))
     plain = timm.loss.BinaryCrossEntropy(smoothing=smoothing, target_threshold=threshold)
     assert torch.equal(ours(logits, targets), plain(logits, targets))
     for lam in (0.3, 0.85, 1.0):
@@ -36,7 +36,7 @@ def test_binary_cross_entropy_is_timms(smoothing: float, threshold: float | None
 
 def test_binary_cross_entropy_is_computed_in_float32() -> None:
     logits, targets = batch()
-    criterion = create_criterion(resolved(bce_loss=True))
+    criterion = create_criterion(resolved(loss="bce"))
     low = logits.bfloat16()
     assert torch.equal(criterion(low, targets), criterion(low.float(), targets))
 

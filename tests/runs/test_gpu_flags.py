@@ -67,7 +67,7 @@ ON_TWO = (
     "--grad-exchange ddp --freeze-epochs 1 --pretrained WEIGHTS --pretrained-head new --resize-schedule 0:32,1:48",
     "--grad-exchange flat --freeze-epochs 1 --pretrained WEIGHTS --pretrained-head new --compile",
     "--grad-exchange ddp --compile --resize-schedule 0:32,1:48 --augment-schedule 0:none,1:trivialaugment",
-    "--grad-exchange ddp --no-cuda-graph --drop-path 0.3 --drop-rate 0.2 --bce-loss",
+    "--grad-exchange ddp --no-cuda-graph --drop-path 0.3 --drop-rate 0.2 --loss bce",
     "--grad-exchange ddp --grad-checkpointing --no-fused-layers --amp none",
     "--grad-exchange flat --deterministic --no-cuda-graph --optimizer adamw --lr 0.001 --seed 3",
     "--sync-bn --grad-exchange ddp --ema-decay 0.9 --amp fp16",

@@ -1,11 +1,13 @@
-"""The loss of training: cross entropy, or binary cross entropy of each class."""
+"""The loss of training, made of its record in `utils.options.losses`."""
 
+import pkgutil
 from typing import cast
 
 import timm.loss
 from torch import Tensor, nn
 
 from utils.options.config import ResolvedConfig
+from utils.options.losses import LOSSES
 
 
 class BinaryCrossEntropy(timm.loss.BinaryCrossEntropy):  # type: ignore[misc]
@@ -26,7 +28,7 @@ class BinaryCrossEntropy(timm.loss.BinaryCrossEntropy):  # type: ignore[misc]
 
 
 def create_criterion(config: ResolvedConfig) -> nn.Module:
-    """Logits and targets -> mean loss. Evaluations have cross entropy in any case."""
-    if config.bce_loss:
-        return BinaryCrossEntropy(config.label_smoothing, config.bce_target_thresh)
-    return nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
+    """Logits and targets -> mean loss."""
+    loss = LOSSES[config.loss]
+    arguments = {argument: getattr(config, name) for argument, name in loss.arguments.items()}
+    return cast(nn.Module, pkgutil.resolve_name(loss.module)(**arguments))

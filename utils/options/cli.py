@@ -331,6 +331,7 @@ def _read_config(context: typer.Context, **values: Any) -> TrainConfig:
         if {name, other} <= given and (sources[name], sources[other]) == _GIVEN:
             values[other], given = None, given - {other}
     defaults: dict[str, Any] = {field.name: field.default for field in flag_fields()}
+    given = _resolve_spellings(values, sources, given)
     for name in _replaced_in_recipe(values, sources, {**defaults, **(context.default_map or {})}):
         values[name], given = defaults[name], given - {name}
     given |= {"output_dir"} if "name" in given else set()
@@ -338,6 +339,22 @@ def _read_config(context: typer.Context, **values: Any) -> TrainConfig:
     config = TrainConfig(**values, given=given, recipe_chosen=unsure)
     validate(config)
     return config
+
+
+def _resolve_spellings(values: dict[str, Any], sources: Mapping[str, str], given: frozenset[str]) -> frozenset[str]:
+    """Put what switches say that are spellings of flags into these; returns `given` with the flags' names instead."""
+    for field in flag_fields():
+        meant = flag_info(field).stands_for
+        if meant is None or field.name not in given:
+            continue
+        (name, word), is_on = meant, values[field.name]
+        if name not in given or (sources[field.name], sources[name]) == _GIVEN:  # the command line wins over a recipe
+            values[name] = word if is_on else TrainConfig.__dataclass_fields__[name].default
+        elif sources[field.name] == sources[name] and is_on != (values[name] == word):
+            switch = flag(field.name) if is_on else f"--no-{flag(field.name)[2:]}"
+            raise UserError(f"{switch} with {flag(name)} {values[name]}: they contradict each other; give one of them")
+        values[field.name], given = False, given - {field.name} | {name}
+    return given
 
 
 def _replaced_in_recipe(values: Mapping[str, Any], sources: Mapping[str, str], recipe: Mapping[str, Any]) -> list[str]:

@@ -27,6 +27,7 @@ from utils.options.flags import (
 )
 from utils.options.flags import define_flag as _flag
 from utils.options.limits import ABOVE_0, MIN_0, MIN_1, MIN_8, Limit
+from utils.options.losses import LOSSES
 from utils.options.policies import POLICIES
 from utils.options.store_url import store_url
 
@@ -230,8 +231,9 @@ class TrainConfig:
     decay_rate: float | None = _flag(
         None, OPTIMISATION, "Factor of each.", Limit(above=0, below=1), shown="0.1", role="logged"
     )
+    loss: str = _flag("cross-entropy", OPTIMISATION, "What training minimizes.", names=tuple(LOSSES), role="logged")
     bce_target_thresh: float | None = _flag(
-        None, OPTIMISATION, "--bce-loss: targets above are 1, others 0.", _BELOW_1, shown="off", role="logged"
+        None, OPTIMISATION, "--loss bce: targets above are 1, others 0.", _BELOW_1, shown="off", role="logged"
     )
     label_smoothing: float = _flag(
         0.1, OPTIMISATION, "Share of the target spread over all classes.", _BELOW_1, role="logged"
@@ -271,7 +273,7 @@ class TrainConfig:
     overwrite: bool = _flag(False, SWITCHES, "Replace what --resume does not continue.", of_launch=True)
     evaluate: bool = _flag(False, SWITCHES, "Only evaluate best.pt or --resume.", of_launch=True)
     eval_flip: bool = _flag(False, SWITCHES, "Evaluates mirror images, too.", of_launch=True)
-    bce_loss: bool = _flag(False, SWITCHES, "Loss: binary cross entropy.", role="logged")
+    bce_loss: bool = _flag(False, SWITCHES, "The same as --loss bce.", stands_for=("loss", "bce"))
     grad_checkpointing: bool = _flag(False, SWITCHES, "Less memory, slower.", role="logged")
     sync_bn: bool = _flag(False, SWITCHES, "Batch norm over all processes.", role="logged_if_several")
     seed: int = _flag(0, RUN, "Of weights, order and augmentation.", MIN_0, Limit(below=2**31), role="fixed")
@@ -297,6 +299,10 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.output_dir is None:
             object.__setattr__(self, "output_dir", self._default_output_dir())
+        for field in flag_fields():
+            if (meant := flag_info(field).stands_for) and getattr(self, field.name):
+                object.__setattr__(self, *meant)
+                object.__setattr__(self, field.name, False)
 
     def _default_output_dir(self) -> Path:
         if self.evaluate and self.name is None and self.resume not in ("auto", "none"):
@@ -306,7 +312,7 @@ class TrainConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready dictionary of all flags of the run; `name` is in `output_dir`."""
-        values = {name: getattr(self, name) for name in flags_with(of_launch=False) if name != "name"}
+        values = {name: getattr(self, name) for name in flags_with(of_launch=False, stands_for=None) if name != "name"}
         values["data_dir"] = self.data_url or store_url(self.data_dir) or self.data_dir
         return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 

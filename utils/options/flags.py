@@ -34,6 +34,8 @@ class FlagInfo:
         from_checkpoint: whether `--evaluate` takes the value from the checkpoint where it is not given.
         of_launch: whether it says how one launch begins or ends, not what the run is: config.json, checkpoints and
             trackers do not have it, so that a recipe made of them cannot repeat it.
+        stands_for: of a switch that is another spelling of a flag: its field and value. TrainConfig, config.json
+            and checkpoints have only the flag.
         chosen: whether a value that was not given is chosen from other flags, the weights, the data or the machine:
             config.json as a recipe has it chosen again.
     """
@@ -49,6 +51,7 @@ class FlagInfo:
     is_path: bool = False
     from_checkpoint: bool = False
     of_launch: bool = False
+    stands_for: tuple[str, str] | None = None
     chosen: bool = False
 
 

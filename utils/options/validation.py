@@ -9,6 +9,7 @@ from utils.errors import UserError, readable
 from utils.options.arguments import model_arguments, optimizer_arguments
 from utils.options.config import RUNS, TrainConfig, check_limits, flag_fields
 from utils.options.flags import flag
+from utils.options.losses import LOSSES
 from utils.options.policies import POLICIES
 from utils.options.schedules import check_lr_schedule, policies, policy_schedule, size_schedule
 from utils.options.store_url import refuse_url, require_store, store_url
@@ -55,11 +56,13 @@ def _check_schedule_and_sizes(config: TrainConfig) -> None:
             f"--warmup-epochs {config.warmup_epochs:g}: must be less than --epochs {config.epochs}; lower it"
         )
     check_lr_schedule(config)
-    if config.bce_target_thresh is not None and not config.bce_loss:
-        raise UserError(
-            f"--bce-target-thresh {config.bce_target_thresh:g} without --bce-loss: there is no such target; give "
-            "--bce-loss"
-        )
+    of_losses = {name: loss for loss in LOSSES.values() for name in loss.arguments.values()}
+    for name in sorted(of_losses.keys() - set(LOSSES[config.loss].arguments.values())):
+        if (value := getattr(config, name)) != TrainConfig.__dataclass_fields__[name].default:
+            raise UserError(
+                f"{flag(name)} {value:g} with --loss {config.loss}: not used; leave it out, or give "
+                f"--loss {of_losses[name].name}"
+            )
 
 
 def check_sizes(config: TrainConfig, is_final: bool) -> None:
