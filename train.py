@@ -87,7 +87,8 @@ def evaluate_epoch(run: Run) -> None:
     result: dict[str, float | int] = {}
     for name, network in run.state.networks().items() if run.is_evaluation_due else ():
         average_buffers(network, run.env)
-        found = evaluate(network, run.val_batches(), run.augment.normalize, run.num_val, run.env, run.amp_dtype)
+        batches, num_classes = run.val_batches(), run.config.num_classes
+        found = evaluate(network, batches, run.augment.normalize, run.num_val, num_classes, run.env, run.amp_dtype)
         prefix = "val/" if name == "model" else "val/ema_"
         result |= {prefix + key: value for key, value in found.items()}
     run.end_epoch(result)

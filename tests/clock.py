@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from utils.distributed.group import DistEnv
-from utils.training.state.metrics import Meter
+from utils.training.state.meter import Meter
 
 
 class Clock:
-    """Replaces the module `time` in utils/training/state/metrics.py. It advances only by `sleep`."""
+    """Replaces the module `time` in utils/training/state/meter.py. It advances only by `sleep`."""
 
     now = 1000.0
 
@@ -40,7 +40,7 @@ def measure_rank(rank: int, world_size: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("utils.training.state.metrics.time", clock)
+        patch.setattr("utils.training.state.meter.time", clock)
         meter = Meter(DistEnv(rank, rank, world_size, world_size, torch.device("cpu")))
         found: list[Any] = []
         for _ in range(2):

@@ -106,7 +106,7 @@ WRONG = [
     ("import utils.distributed.group", "utils.log"),
     ("from utils.distributed import group", "utils.options.config"),
     ("from utils.training.run import Run", "utils.report.page"),
-    ("from utils.data.loaders.sampler import Sampler", "utils.distributed.group"),
+    ("from utils.data.loaders.sampler import RandomSampler", "utils.distributed.group"),
     ("from utils.network.augment import Normalize", "utils.data.images.batch"),
     ("from utils.data.images.batch import Batch", "utils.network.gradients"),
     ("from utils.benchmark.verdict import diagnose", "utils.training.run"),

@@ -19,7 +19,7 @@ import pipelines
 from tests.conftest import resolved, write_data
 from utils.data.formats.folder import scan, scan_splits
 from utils.data.loaders.dali_loader import DaliTrainLoader
-from utils.data.loaders.sampler import Sampler, create_sampler
+from utils.data.loaders.sampler import RandomSampler, create_sampler
 from utils.distributed.group import DistEnv
 from utils.options.config import ResolvedConfig
 
@@ -36,7 +36,7 @@ def config_for(**values: Any) -> ResolvedConfig:
 def test_batches_have_the_promised_form(data: Path, cpu: DistEnv, loader: str) -> None:
     train, val = scan_splits(data)
     config = config_for(loader=loader, val_image_size=40, val_resize=45)
-    stream = pipelines.create_train_loader(config, train, Sampler(len(train), 8), cpu)
+    stream = pipelines.create_train_loader(config, train, RandomSampler(len(train), 8), cpu)
     for size, batch in ((32, next(stream)), (40, next(iter(pipelines.create_val_loader(config, val, cpu))))):
         assert batch.images.shape == (8, 3, size, size)
         assert batch.images.dtype == torch.uint8
@@ -51,7 +51,7 @@ def test_targets_follow_the_sampler_across_epochs(data: Path, cpu: DistEnv, load
     """Two ranks, two epochs: every rank gets its images, none twice in an epoch."""
     train, _ = scan_splits(data)
     for rank in range(2):
-        sampler = Sampler(len(train), 8, rank=rank, world_size=2)
+        sampler = RandomSampler(len(train), 8, rank=rank, world_size=2)
         env = dataclasses.replace(cpu, rank=rank, world_size=2)
         stream = pipelines.create_train_loader(config_for(loader=loader), train, sampler, env)
         for batch in range(2 * sampler.batches_per_epoch):
@@ -61,7 +61,7 @@ def test_targets_follow_the_sampler_across_epochs(data: Path, cpu: DistEnv, load
 
 def test_images_match_their_targets(data: Path, cpu: DistEnv) -> None:
     train, _ = scan_splits(data)  # blue, green, red: label 0 is brightest in channel 2
-    stream = pipelines.create_train_loader(config_for(), train, Sampler(len(train), 8), cpu)
+    stream = pipelines.create_train_loader(config_for(), train, RandomSampler(len(train), 8), cpu)
     for _ in range(10):
         images, targets = next(stream)
         assert (2 - images.float().mean(dim=(2, 3)).argmax(dim=1)).tolist() == targets.tolist()
@@ -74,7 +74,7 @@ def test_a_new_origin_draws_anew_and_resumes(tmp_path: Path, cpu: DistEnv) -> No
     (tmp_path / "train" / "only").mkdir(parents=True)
     for number in range(64):
         info.save(tmp_path / "train" / "only" / f"{number}.png")
-    manifest, sampler = scan(tmp_path, "train"), Sampler(64, 8)
+    manifest, sampler = scan(tmp_path, "train"), RandomSampler(64, 8)
     whole = pipelines.create_train_loader(BASE, manifest, sampler, cpu)
     start = [next(whole).images.clone() for _ in range(6)]
     later = pipelines.create_train_loader(BASE, manifest, sampler, cpu, first_batch=3)
@@ -96,7 +96,7 @@ def test_a_new_origin_draws_anew_and_resumes(tmp_path: Path, cpu: DistEnv) -> No
 )
 def test_dali_continues_bit_for_bit(data: Path, cpu: DistEnv, decode: str, cache: str, augment: str) -> None:
     train, _ = scan_splits(data)
-    config, sampler = config_for(decode=decode, cache=cache, augment=augment), Sampler(len(train), 8)
+    config, sampler = config_for(decode=decode, cache=cache, augment=augment), RandomSampler(len(train), 8)
     stream = pipelines.create_train_loader(config, train, sampler, cpu)
     batches, states = [], []
     for _ in range(12):
@@ -110,7 +110,7 @@ def test_dali_continues_bit_for_bit(data: Path, cpu: DistEnv, decode: str, cache
 
 def test_another_number_of_threads_changes_nothing(data: Path, cpu: DistEnv) -> None:
     train, _ = scan_splits(data)
-    sampler = Sampler(len(train), 8)
+    sampler = RandomSampler(len(train), 8)
     streams = [
         pipelines.create_train_loader(config_for(workers=workers, prefetch=prefetch), train, sampler, cpu)
         for workers, prefetch in ((1, 1), (2, 6), (5, 3))
@@ -133,7 +133,7 @@ def test_pipelines_share_threads_and_queue(
 ) -> None:
     train, _ = scan_splits(data)
     config = config_for(workers=workers, prefetch=prefetch)
-    stream = pipelines.create_train_loader(config, train, Sampler(len(train), 8), cpu)
+    stream = pipelines.create_train_loader(config, train, RandomSampler(len(train), 8), cpu)
     assert isinstance(stream, DaliTrainLoader)
     assert [pipeline.num_threads for pipeline in stream._pipelines] == threads
     assert [pipeline.prefetch_queue_depth for pipeline in stream._pipelines] == depths
@@ -142,7 +142,7 @@ def test_pipelines_share_threads_and_queue(
 def test_cached_images_are_those_of_the_files(data: Path, cpu: DistEnv) -> None:
     train, _ = scan_splits(data)
     files, cached = (
-        pipelines.create_train_loader(config_for(decode="full", cache=cache), train, Sampler(len(train), 8), cpu)
+        pipelines.create_train_loader(config_for(decode="full", cache=cache), train, RandomSampler(len(train), 8), cpu)
         for cache in ("none", "host")
     )
     for _ in range(11):  # two epochs
@@ -154,7 +154,7 @@ def test_cached_images_are_those_of_the_files(data: Path, cpu: DistEnv) -> None:
 @pytest.mark.parametrize("augment", POLICIES)
 def test_torch_continues_bit_for_bit(data: Path, cpu: DistEnv, augment: str) -> None:
     train, _ = scan_splits(data)
-    config, sampler = config_for(loader="torch", augment=augment), Sampler(len(train), 8)
+    config, sampler = config_for(loader="torch", augment=augment), RandomSampler(len(train), 8)
     stream = pipelines.create_train_loader(config, train, sampler, cpu)
     batches = [next(stream) for _ in range(8)]
     resumed = pipelines.create_train_loader(config, train, sampler, cpu, 3)
@@ -170,7 +170,7 @@ def test_epochs_and_ranks_are_augmented_differently(data: Path, cpu: DistEnv) ->
         for rank in range(2):
             env = dataclasses.replace(cpu, rank=rank, world_size=1)
             config = config_for(loader=loader, seed=rank if loader == "torch" else 0)
-            stream = pipelines.create_train_loader(config, one, Sampler(8, 8), env)
+            stream = pipelines.create_train_loader(config, one, RandomSampler(8, 8), env)
             images += [*next(stream).images, *next(stream).images]
             stream.close()
         assert len({image.numpy().tobytes() for image in images}) == 32, "one picture, 32 different crops"
@@ -307,7 +307,7 @@ def test_interpolation(tmp_path: Path, cpu: DistEnv, loader: str, decode: str) -
         config = config_for(
             loader=loader, decode=decode, interpolation=name, crop_scale=0.5, image_size=96, val_resize=100
         )
-        sampler = Sampler(len(train), 8)
+        sampler = RandomSampler(len(train), 8)
         stream = pipelines.create_train_loader(config, train, sampler, cpu)
         crops = [kinds_of(next(stream).images) for _ in range(2)]
         state = stream.state()
@@ -377,7 +377,7 @@ def test_flip_probability(data: Path, cpu: DistEnv) -> None:
         crops = {}
         for hflip in (0.0, 1.0):
             config = config_for(loader=loader, hflip=hflip, crop_scale=1.0)
-            stream = pipelines.create_train_loader(config, one, Sampler(8, 8), cpu)
+            stream = pipelines.create_train_loader(config, one, RandomSampler(8, 8), cpu)
             crops[hflip] = next(stream).images
             stream.close()
         assert torch.equal(crops[0.0], crops[1.0].flip(3)), loader

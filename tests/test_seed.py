@@ -15,7 +15,7 @@ import pipelines
 from tests.conftest import resolved
 from utils.data.formats.folder import scan
 from utils.data.images.manifest import Manifest
-from utils.data.loaders.sampler import Sampler
+from utils.data.loaders.sampler import RandomSampler
 from utils.distributed.group import DistEnv
 from utils.network.augment import BatchAugment, Normalize
 from utils.seed import Stream, derive_seed, random_state, seed_all, seed_process, seed_weights, set_random_state
@@ -119,7 +119,7 @@ def test_crops_and_flips_of_seeds_ranks_and_pipelines_are_independent(
     base = resolved(batch_size=16, image_size=16, workers=1, hw_decoder_load=0.65, prefetch=4)
     for seed, rank in itertools.product(range(2), range(2)):
         config = dataclasses.replace(base, seed=seed, loader=loader, decode=decode)  # type: ignore[arg-type]
-        sampler = Sampler(len(readable), 16, rank=rank, world_size=2, seed=seed)
+        sampler = RandomSampler(len(readable), 16, rank=rank, world_size=2, seed=seed)
         env = dataclasses.replace(cpu, rank=rank, world_size=2)
         stream = pipelines.create_train_loader(config, readable, sampler, env)
         for batch in range(60):
@@ -138,7 +138,7 @@ def test_draws_of_an_image_follow_seed_and_epoch(readable: Manifest, cpu: DistEn
     found: dict[str, list[NDArray[np.float64]]] = {}
     base = resolved(batch_size=64, image_size=16, workers=1, loader=loader, cache=cache)
     for seed in range(2):
-        sampler = Sampler(len(readable), 64, seed=seed)
+        sampler = RandomSampler(len(readable), 64, seed=seed)
         stream = pipelines.create_train_loader(dataclasses.replace(base, seed=seed), readable, sampler, cpu)
         for epoch in range(8):
             by_image = crops(next(stream).images)[:, np.argsort(sampler.indices(epoch))]

@@ -3,17 +3,19 @@
 import contextlib
 import functools
 import io
+import itertools
 import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from utils.errors import UserError, escape_control_chars, first_line, readable
+from utils.figures import describe_figure, figures_of
 from utils.files import atomic_write_text, json_text
 from utils.progress import EpochBar, end_status, fit_terminal, is_terminal, wrap_for_terminal
 from utils.text import count
@@ -200,11 +202,16 @@ class Log:
         if self._bar is not None:
             self._bar.advance()
 
-    def train(self, values: dict[str, Any]) -> None:
-        """Write a log interval to the files, and to the bar or, without a terminal, as a line."""
+    def train(self, values: dict[str, Any], metrics: Mapping[str, str]) -> None:
+        """Write a log interval to the files, and to the bar or, without a terminal, as a line.
+
+        Args:
+            values: of a line of metrics.jsonl.
+            metrics: label -> value, of what the line has beside the speed.
+        """
         self.record(values)
         shown = {
-            "loss": f"{values['train/loss']:.4f}",
+            **metrics,
             "images/s": f"{values['images_per_second']:,.0f}",
             "data wait": f"{values['data_wait']:.1%}",
         }
@@ -225,8 +232,8 @@ class Log:
         self._evaluation_seconds = time.monotonic() - self._trained_at
         self._close_bar()
         self.record(values)
-        facts = [f"epoch {values['epoch']}/{self._epochs}", f"val top-1 {values['val/top1']:.2f} %"]
-        facts += [f"top-5 {values['val/top5']:.2f} %", f"loss {values['val/loss']:.4f}"]
+        first, *others = itertools.starmap(describe_figure, figures_of(values).items())
+        facts = [f"epoch {values['epoch']}/{self._epochs}", f"val {first}", *others]
         ema = [f"EMA top-1 {values['val/ema_top1']:.2f} %"] if "val/ema_top1" in values else []
         if self._interval:  # on a terminal: what is left out of one line is in metrics.jsonl
             self.info(fit_terminal([*facts, *ema, *self._interval]))

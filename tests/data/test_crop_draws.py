@@ -13,7 +13,7 @@ from torchvision.transforms import v2
 
 from utils.data.augmentation.crop_draws import WORDS, Crops, draw_crops, philox, random_words
 from utils.data.augmentation.policies import RATIO
-from utils.data.loaders.sampler import Sampler
+from utils.data.loaders.sampler import RandomSampler
 
 SIGNIFICANCE = 1e-4  # a right distribution fails one test of 10,000; the draws are the same in every run
 
@@ -114,7 +114,7 @@ def test_an_image_has_the_same_draws_on_any_number_of_processes() -> None:
     for world_size in (1, 2, 4):
         crops: dict[tuple[int, int], list[Any]] = {}
         for rank in range(world_size):
-            sampler = Sampler(100, 24 // world_size, rank=rank, world_size=world_size)
+            sampler = RandomSampler(100, 24 // world_size, rank=rank, world_size=world_size)
             for batch in range(3 * sampler.batches_per_epoch):
                 epoch, indices = sampler.epoch_of(batch), sampler.indices(batch)
                 sides = np.full(len(indices), 64)

@@ -17,7 +17,7 @@ import pipelines
 from tests.conftest import resolved
 from utils.data.formats.folder import scan
 from utils.data.images.manifest import Manifest
-from utils.data.loaders.sampler import Sampler
+from utils.data.loaders.sampler import RandomSampler
 from utils.distributed.group import DistEnv
 
 WIDTH, HEIGHT, SIDE = 240, 180, 16  # pixels of the pictures, and of their crops
@@ -82,7 +82,7 @@ def test_crops_and_flips(ramps: Manifest, cpu: DistEnv, loader: Any, flags: dict
     config = resolved(
         loader=loader, batch_size=64, image_size=SIDE, crop_scale=SCALE, hflip=HFLIP, workers=2, seed=1, **flags
     )
-    stream = pipelines.create_train_loader(config, ramps, Sampler(len(ramps), 64, seed=1), cpu)
+    stream = pipelines.create_train_loader(config, ramps, RandomSampler(len(ramps), 64, seed=1), cpu)
     crops = np.concatenate([measure(next(stream).images) for _ in range(24)], axis=1)
     stream.close()
     expected = quantities(drawn_by_torchvision(10_000))

@@ -17,7 +17,7 @@ from tests.forked import launch_ranks
 from tests.harness import launch
 from utils.data.feed.options import DataOptions, create_config, resolve_options
 from utils.data.formats.folder import scan
-from utils.data.loaders.sampler import Sampler
+from utils.data.loaders.sampler import RandomSampler
 from utils.distributed.group import DistEnv
 from utils.errors import BadFile, UserError
 from utils.options.config import TrainConfig
@@ -58,7 +58,7 @@ def test_training_batches_are_those_of_a_run(data: Path, cpu: DistEnv, cache: An
     options: dict[str, Any] = {"image_size": 32, "seed": 3, "augment": "trivialaugment", "crop_scale": 0.5}
     config = resolved(**options, cache=cache, decode="fused" if cache == "none" else "full")
     manifest = scan(data, "train")
-    loader = create_train_loader(config, manifest, Sampler(len(manifest), 8, seed=3), cpu)
+    loader = create_train_loader(config, manifest, RandomSampler(len(manifest), 8, seed=3), cpu)
     with Feed(data, **SMALL | options, cache=cache) as feed:
         for _ in range(2):
             for batch in feed:
@@ -82,7 +82,7 @@ def test_each_for_is_the_next_epoch(numbered: Path) -> None:
             epochs.append(numbers(feed))
     for epoch, seen in enumerate(epochs):
         assert len(set(seen)) == len(seen) == 8 * (NUMBERED // 8)
-        order = Sampler(NUMBERED, 8)
+        order = RandomSampler(NUMBERED, 8)
         expected = [order.indices(epoch * order.batches_per_epoch + batch) for batch in range(len(feed))]
         manifest = scan(numbered, "train")
         assert seen == [int(Path(manifest.name(int(i))).stem) for batch in expected for i in batch]
@@ -282,7 +282,7 @@ def test_options_are_flags() -> None:
 
 def test_a_bad_file_is_named(tmp_path: Path) -> None:
     data = write_data(tmp_path)
-    bad = Path(scan(data, "train").record(int(Sampler(41, 8).indices(4)[3])).name)
+    bad = Path(scan(data, "train").record(int(RandomSampler(41, 8).indices(4)[3])).name)
     content = bad.read_bytes()
     with Feed(data, **FILES | {"prefetch": 1}) as feed:
         expected, state = copies(feed), {}
@@ -387,6 +387,6 @@ def test_ranks_are_those_of_torchrun(data: Path, tmp_path: Path, group: str) -> 
     assert [done.status for done in launch_ranks(data, group, tmp_path, program=RANKS)] == [0, 0]
     manifest = scan(data, "train")
     for rank in range(2):
-        sampler = Sampler(len(manifest), 8, rank=rank, world_size=2)
+        sampler = RandomSampler(len(manifest), 8, rank=rank, world_size=2)
         expected = [manifest.labels[sampler.indices(batch)].tolist() for batch in range(2)]
         assert json.loads((tmp_path / str(rank)).read_text()) == [2, rank, 2, expected]

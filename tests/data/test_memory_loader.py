@@ -29,7 +29,7 @@ from utils.data.loaders.memory_loader import (
     MemoryTrainLoader,
     MemoryValLoader,
 )
-from utils.data.loaders.sampler import Sampler
+from utils.data.loaders.sampler import RandomSampler
 from utils.data.loaders.settings import feeds_from_memory
 from utils.distributed.group import DistEnv
 from utils.errors import BadFile
@@ -80,7 +80,7 @@ def test_memory_grows_where_the_sample_was_of_smaller_images(tmp_path: Path, cpu
 def test_batches_are_crops_of_torchvision(data: Path, cpu: DistEnv) -> None:
     """Two epochs: images and targets in the sampler's order, crops and flips as drawn, pixels within 1 of 255."""
     train, _ = scan_splits(data)
-    sampler = Sampler(len(train), 8, seed=3)
+    sampler = RandomSampler(len(train), 8, seed=3)
     stream = create_train_loader(config_for(seed=3, crop_scale=0.2), train, sampler, cpu)
     assert isinstance(stream, MemoryTrainLoader)
     for batch in range(2 * sampler.batches_per_epoch):
@@ -93,7 +93,7 @@ def test_batches_are_crops_of_torchvision(data: Path, cpu: DistEnv) -> None:
         assert targets.tolist() == train.labels[indices].tolist()
         files = [opened(train, index) for index in indices]
         widths, heights = (np.array(sides) for sides in zip(*(file.size for file in files), strict=True))
-        drawn = draw_crops(3, sampler.epoch_of(batch), indices, heights, widths, 0.2, 0.5)
+        drawn = draw_crops(3, sampler.draws(batch), indices, heights, widths, 0.2, 0.5)
         for image, file, top, left, height, width, flip in zip(images, files, *drawn, strict=True):
             crop = functional.resized_crop(file, top, left, height, width, [32, 32])
             expected = functional.pil_to_tensor(functional.hflip(crop) if flip else crop)
@@ -105,7 +105,7 @@ def test_batches_are_crops_of_torchvision(data: Path, cpu: DistEnv) -> None:
 def test_a_resume_needs_no_state(data: Path, cpu: DistEnv, schedule: str) -> None:
     """Before the first batch, within an epoch, at its end, in the next; also where the size changes."""
     train, _ = scan_splits(data)
-    config, sampler = config_for(resize_schedule=schedule), Sampler(len(train), 8)
+    config, sampler = config_for(resize_schedule=schedule), RandomSampler(len(train), 8)
     stream = create_train_loader(config, train, sampler, cpu)
     batches = []
     for _ in range(9):
@@ -124,7 +124,7 @@ def test_another_number_of_processes_has_the_same_images(data: Path, cpu: DistEn
     for world_size in (1, 2, 4):
         ranks = []
         for rank in range(world_size):
-            sampler = Sampler(len(train), 8 // world_size, rank=rank, world_size=world_size)
+            sampler = RandomSampler(len(train), 8 // world_size, rank=rank, world_size=world_size)
             env = dataclasses.replace(cpu, rank=rank, world_size=world_size)
             stream = create_train_loader(config_for(batch_size=8 // world_size), train, sampler, env, first_batch=2)
             ranks.append([next(stream).images for _ in range(6)])
@@ -138,7 +138,7 @@ def test_sizes_of_a_schedule_share_the_images(data: Path, tmp_path: Path, cpu: D
     """They are decoded once: the files are gone when the second size begins."""
     shutil.copytree(data / "train", tmp_path / "train")
     train = scan(tmp_path, "train")
-    sampler = Sampler(len(train), 8)
+    sampler = RandomSampler(len(train), 8)
     stream = create_train_loader(config_for(resize_schedule="0:16,1:32"), train, sampler, cpu)
     plain = create_train_loader(config_for(), train, sampler, cpu)
     shutil.rmtree(tmp_path / "train")
@@ -154,7 +154,7 @@ def test_epochs_and_seeds_have_other_crops(data: Path, cpu: DistEnv) -> None:
     one = scan_splits(data)[0].select(np.zeros(8, dtype=np.int64))
     seen = set()
     for seed in range(2):
-        stream = create_train_loader(config_for(seed=seed), one, Sampler(8, 8, seed=seed), cpu)
+        stream = create_train_loader(config_for(seed=seed), one, RandomSampler(8, 8, seed=seed), cpu)
         seen |= {image.numpy().tobytes() for _ in range(2) for image in next(stream).images}
     assert len(seen) == 32, "one picture, 32 different crops"
 
@@ -167,7 +167,7 @@ def test_a_bad_file_is_named(data: Path, tmp_path: Path, cpu: DistEnv) -> None:
         (tmp_path / "train" / "only" / f"{number}.jpg").write_bytes(content[: 300 if number == 4 else None])
     train = scan(tmp_path, "train")
     with pytest.raises(BadFile, match=r"only/4\.jpg: .*--bad-files skip"):
-        create_train_loader(config_for(batch_size=2), train, Sampler(6, 2), cpu)
+        create_train_loader(config_for(batch_size=2), train, RandomSampler(6, 2), cpu)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from utils.data.images.batch import Batch
 from utils.data.images.manifest import Manifest
 from utils.data.images.records import Record
 from utils.data.loaders.cache import decoded_bytes
-from utils.data.loaders.sampler import Sampler
+from utils.data.loaders.sampler import RandomSampler
 from utils.data.reading.decode_pool import decode_files
 from utils.data.reading.decoding import DecodeError, dali_decode
 from utils.data.reading.reader import BatchReader, open_image, read_image, request_of
@@ -146,7 +146,7 @@ def test_another_format_feeds_every_loader(data: Path, tmp_path: Path, cpu: Dist
     config = resolved(
         loader=loader, cache=cache, decode="full", image_size=32, val_resize=36, deterministic=True, batch_size=8
     )
-    trains = [pipelines.create_train_loader(config, one, Sampler(len(one), 8), cpu) for one in (listed, stored)]
+    trains = [pipelines.create_train_loader(config, one, RandomSampler(len(one), 8), cpu) for one in (listed, stored)]
     for one, other in zip(*(batches_of(train, 2) for train in trains), strict=True):
         assert torch.equal(one.images, other.images)
         assert torch.equal(one.targets, other.targets)
@@ -212,7 +212,7 @@ def test_a_file_that_turns_bad_after_the_listing_is_named(
     damage_file(path)
     config = resolved(image_size=32, batch_size=6, decode="full", cache=cache)
     with pytest.raises(BadFile) as caught:
-        next(pipelines.create_train_loader(config, manifest, Sampler(6, 6), cpu))
+        next(pipelines.create_train_loader(config, manifest, RandomSampler(6, 6), cpu))
     assert caught.value.path == str(path)
     assert caught.value.reason.startswith(reason)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from timm.data.distributed_sampler import RepeatAugSampler
 
-from utils.data.loaders.sampler import Sampler, permutation, shard
+from utils.data.loaders.sampler import RandomSampler, RepeatedSampler, Sampler, permutation, shard
 
 # images, processes, batch size, batches per step; with and without a rest, down to one step and one image
 LAYOUTS = [
@@ -16,7 +16,7 @@ LAYOUTS = [
 
 
 def ranks(num_images: int, world_size: int, batch_size: int, accum: int, seed: int = 0) -> list[Sampler]:
-    return [Sampler(num_images, batch_size, accum, rank, world_size, seed) for rank in range(world_size)]
+    return [RandomSampler(num_images, batch_size, accum, rank, world_size, seed) for rank in range(world_size)]
 
 
 def epoch_of_rank(sampler: Sampler, epoch: int) -> list[int]:
@@ -53,11 +53,11 @@ def test_counts(layout: tuple[int, int, int, int]) -> None:
 
 
 def test_one_process_with_a_batch_a_step_is_the_default() -> None:
-    assert Sampler(41, 8) == Sampler(41, 8, batches_per_step=1, rank=0, world_size=1, seed=0)
+    assert RandomSampler(41, 8) == RandomSampler(41, 8, batches_per_step=1, rank=0, world_size=1, seed=0)
 
 
 def test_fewer_images_than_a_step_is_an_epoch_of_none() -> None:
-    assert Sampler(7, batch_size=4, world_size=2).steps_per_epoch == 0
+    assert RandomSampler(7, batch_size=4, world_size=2).steps_per_epoch == 0
 
 
 def images_of_step(num_images: int, world_size: int, batch_size: int, accum: int, step: int) -> set[int]:
@@ -87,7 +87,7 @@ REPEATED = [
 
 def repeated(layout: tuple[int, int, int, int, int]) -> list[Sampler]:
     num_images, world_size, batch_size, accum, repeats = layout
-    return [Sampler(num_images, batch_size, accum, rank, world_size, 3, repeats) for rank in range(world_size)]
+    return [RepeatedSampler(num_images, batch_size, accum, rank, world_size, 3, repeats) for rank in range(world_size)]
 
 
 @pytest.mark.parametrize("layout", REPEATED, ids=str)
@@ -100,7 +100,10 @@ def test_repeats_are_dealt_as_by_timm(layout: tuple[int, int, int, int, int]) ->
             order = permutation(num_images, 3, epoch)
             mine = epoch_of_rank(sampler, epoch)
             assert mine == order[list(theirs)][: len(mine)].tolist()
-            assert len(mine) == Sampler(*layout[:1], layout[2], layout[3], 0, world_size).batches_per_epoch * layout[2]
+            assert (
+                len(mine)
+                == RandomSampler(*layout[:1], layout[2], layout[3], 0, world_size).batches_per_epoch * layout[2]
+            )
 
 
 @pytest.mark.parametrize("layout", REPEATED, ids=str)
@@ -110,7 +113,7 @@ def test_copies_of_an_epoch(layout: tuple[int, int, int, int, int]) -> None:
     seen: dict[int, list[tuple[int, int]]] = {}
     for sampler in repeated(layout):
         for batch in range(sampler.batches_per_epoch):
-            for image, copy in zip(sampler.indices(batch).tolist(), sampler.copies(batch).tolist(), strict=True):
+            for image, copy in zip(sampler.indices(batch).tolist(), sampler.draws(batch).tolist(), strict=True):
                 seen.setdefault(image, []).append((copy, sampler.rank))
     whole = [each for each in seen.values() if len(each) == repeats]
     assert len(whole) >= len(seen) - 1
@@ -126,7 +129,7 @@ def test_copies_of_a_step_do_not_depend_on_who_shares_it(step: int) -> None:
     found = []
     for world_size, batch_size, accum in [(1, 8, 1), (2, 4, 1), (4, 2, 1), (1, 2, 4), (2, 2, 2), (8, 1, 1)]:
         batches = [
-            list(zip(sampler.indices(number).tolist(), sampler.copies(number).tolist(), strict=True))
+            list(zip(sampler.indices(number).tolist(), sampler.draws(number).tolist(), strict=True))
             for sampler in repeated((41, world_size, batch_size, accum, 3))
             for number in range(step * accum, (step + 1) * accum)
         ]
@@ -144,7 +147,7 @@ def test_epochs_and_seeds_differ() -> None:
 
 
 def test_the_remainder_that_is_dropped_changes() -> None:
-    rests = [frozenset(range(41)) - set(epoch_of_rank(Sampler(41, 8), epoch)) for epoch in range(3)]
+    rests = [frozenset(range(41)) - set(epoch_of_rank(RandomSampler(41, 8), epoch)) for epoch in range(3)]
     assert len(set(rests)) == 3
 
 

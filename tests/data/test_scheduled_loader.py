@@ -9,7 +9,7 @@ import torch
 import pipelines
 from tests.conftest import resolved
 from utils.data.formats.folder import scan_splits
-from utils.data.loaders.sampler import Sampler
+from utils.data.loaders.sampler import RandomSampler
 from utils.data.loaders.scheduled_loader import config_of_epoch, schedules_agree
 from utils.distributed.group import DistEnv
 
@@ -30,7 +30,7 @@ def test_settings_of_an_epoch() -> None:
 def test_a_schedule_continues_bit_for_bit(data: Path, cpu: DistEnv, loader: Any) -> None:
     """Cut within an epoch, at an epoch's end with and without a change, and right after a change."""
     train, _ = scan_splits(data)
-    sampler = Sampler(len(train), 20)  # two batches an epoch
+    sampler = RandomSampler(len(train), 20)  # two batches an epoch
     config = resolved(
         loader=loader, batch_size=20, image_size=64, workers=2, prefetch=4, resize_schedule="0:32,1:48,3:40",
         augment_schedule="0:trivialaugment,2:none",
@@ -57,7 +57,7 @@ def test_the_policy_of_a_schedule_is_applied(data: Path, cpu: DistEnv) -> None:
     found = []
     for schedule in ("0:none,1:none", "0:none,1:trivialaugment"):
         config = resolved(loader="torch", batch_size=20, image_size=32, augment_schedule=schedule)
-        stream = pipelines.create_train_loader(config, train, Sampler(len(train), 20), cpu)
+        stream = pipelines.create_train_loader(config, train, RandomSampler(len(train), 20), cpu)
         found.append([next(stream).images for _ in range(4)])
         stream.close()
     same = [torch.equal(one, other) for one, other in zip(*found, strict=True)]

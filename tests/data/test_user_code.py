@@ -16,7 +16,7 @@ from tests.conftest import resolved
 from tests.harness import ROOT
 from utils.data.augmentation.user_code import check_user_code, code_identity, load_user_code
 from utils.data.formats.folder import scan_splits
-from utils.data.loaders.sampler import Sampler
+from utils.data.loaders.sampler import RandomSampler
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
 from utils.options.config import ResolvedConfig
@@ -56,7 +56,7 @@ def write(tmp_path: Path) -> Write:
 
 def batches(config: ResolvedConfig, data: Path, env: DistEnv, count: int = 3) -> list[Tensor]:
     train, _ = scan_splits(data)
-    stream = pipelines.create_train_loader(config, train, Sampler(len(train), 8), env)
+    stream = pipelines.create_train_loader(config, train, RandomSampler(len(train), 8), env)
     images = [next(stream).images.clone() for _ in range(count)]
     stream.close()
     return images
@@ -157,7 +157,7 @@ def test_validation_images_are_not_changed(write: Write, data: Path, cpu: DistEn
 
 def test_random_draws_follow_the_seed_and_resume(write: Write, data: Path, cpu: DistEnv) -> None:
     config, (train, _) = write(RANDOM), scan_splits(data)
-    sampler = Sampler(len(train), 8)
+    sampler = RandomSampler(len(train), 8)
     stream = pipelines.create_train_loader(config, train, sampler, cpu)
     seen, states = [], []
     for _ in range(12):

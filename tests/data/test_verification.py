@@ -20,7 +20,7 @@ from tests import damage
 from tests.conftest import resolved, write_images
 from utils.data.formats.folder import file_listing, file_record, scan
 from utils.data.images.manifest import FileEntry, stat_file
-from utils.data.loaders.sampler import Sampler
+from utils.data.loaders.sampler import RandomSampler
 from utils.data.loaders.torch_loader import TorchImages
 from utils.data.reading import verification
 from utils.data.reading.decode_pool import FileReport, decode_files
@@ -102,7 +102,7 @@ def test_training_pipelines_decode_what_is_good(kinds: dict[str, Path], cpu: Dis
     config = resolved(
         batch_size=size, image_size=32, val_resize=36, workers=2, decode="fused", hw_decoder_load=0.65, prefetch=2
     )
-    stream = pipelines.create_train_loader(config, manifest, Sampler(size, size), cpu)
+    stream = pipelines.create_train_loader(config, manifest, RandomSampler(size, size), cpu)
     for _ in range(10):
         assert len(next(stream).targets) == size
     assert sum(len(batch.targets) for batch in pipelines.create_val_loader(config, manifest, cpu)) == size
@@ -137,7 +137,7 @@ def test_a_cut_jpeg_is_found_whatever_the_crop(tmp_path: Path, cpu: DistEnv, loa
         loader=loader, batch_size=2, image_size=32, workers=1, decode="fused", hw_decoder_load=0.65, prefetch=2,
         crop_scale=0.001, seed=1,
     )  # fmt: skip
-    stream = pipelines.create_train_loader(config, scan(tmp_path, "train"), Sampler(2, 2), cpu)
+    stream = pipelines.create_train_loader(config, scan(tmp_path, "train"), RandomSampler(2, 2), cpu)
     with contextlib.closing(stream), pytest.raises(BadFile) as caught:
         next(stream)
     assert str(path) in str(caught.value)
@@ -274,6 +274,7 @@ def test_a_verification_that_is_killed_keeps_what_it_knows(verify: Verify, monke
     for path in (verify.root / "more" / "blue").iterdir():
         path.rename(verify.root / "blue" / f"more-{path.name}")
     monkeypatch.setattr(verification, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(verification, "BAR_SECONDS", 0.0)  # else 60 may be decoded before the first round ends
     decoder = Decoder(decoder_of("dali").name, _bounded_decode)
     killed = multiprocessing.get_context("fork").Process(target=verify, args=(decoder,))
     killed.start()

@@ -18,7 +18,7 @@ import torch
 import pipelines
 from tests.conftest import resolved
 from utils.data.formats.folder import scan_splits
-from utils.data.loaders.sampler import Sampler
+from utils.data.loaders.sampler import RandomSampler
 import utils.distributed.exit as ending
 from utils.distributed.group import DistEnv
 
@@ -27,7 +27,7 @@ env = DistEnv.single(torch.device("cpu"))
 config = resolved(
     loader=sys.argv[2], batch_size=8, image_size=32, val_resize=36, workers=2, decode="fused", prefetch=4
 )
-stream = pipelines.create_train_loader(config, train, Sampler(len(train), 8), env)
+stream = pipelines.create_train_loader(config, train, RandomSampler(len(train), 8), env)
 for _ in range(2):
     next(stream)  # one of each worker, whose handler is installed by then
 signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # with which torch would raise an error for the killed one

@@ -51,7 +51,7 @@ from pathlib import Path
 import models, pipelines, train
 from tests.conftest import resolved
 from utils.data.formats.folder import scan_splits
-from utils.data.loaders.sampler import Sampler
+from utils.data.loaders.sampler import RandomSampler
 from utils.distributed.device import choose_device
 from utils.distributed.group import process_group
 from utils.distributed.launcher import read_launch
@@ -79,7 +79,7 @@ with process_group(choose_device("cpu", read_launch()), timeout=60) as env:
     StopRequest().enable(env)
     for loader in ("dali", "torch"):
         config = resolved(loader=loader, image_size=32, val_resize=36)
-        batches = pipelines.create_train_loader(config, manifest, Sampler(len(manifest), 8), env)
+        batches = pipelines.create_train_loader(config, manifest, RandomSampler(len(manifest), 8), env)
         with contextlib.closing(batches):
             images, targets = BatchAugment(config, normalize, 3, env.device)(*next(batches))
             losses.append(compute(images, targets, 0).item())

@@ -12,7 +12,7 @@ from tests.conftest import NUMBERED, TINY, write_data, write_numbered
 from tests.forked import launch_ranks, run_train
 from tests.harness import ROOT, Finished, error_line, launch, read_checkpoint
 from utils.data.formats.folder import scan
-from utils.data.loaders.sampler import Sampler
+from utils.data.loaders.sampler import RandomSampler
 
 WORKER = """
 import os, sys, time
@@ -93,7 +93,7 @@ def test_a_run_that_met_a_bad_file_resumes_without_it(tmp_path: Path) -> None:
     root, records = write_numbered(tmp_path / "data"), tmp_path / "records"
     records.mkdir()
     manifest = scan(root, "train")
-    index = Sampler(NUMBERED, 5, 1, 0, 1, seed=0).indices(20)[2]  # of step 20 of 25
+    index = RandomSampler(NUMBERED, 5, 1, 0, 1, seed=0).indices(20)[2]  # of step 20 of 25
     path = root / "train" / manifest.name(index)
     path.write_bytes(b"?" * path.stat().st_size)
     flags = [records, *TINY, "--data-dir", root, "--output-dir", tmp_path / "out", "--batch-size", 5, "--epochs", 1]

@@ -19,7 +19,7 @@ from utils.data.formats.folder import scan_splits
 from utils.data.images.manifest import synthetic
 from utils.data.loaders.dali_loader import DaliTrainLoader
 from utils.data.loaders.memory_loader import MemoryTrainLoader, MemoryValLoader
-from utils.data.loaders.sampler import Sampler, create_sampler
+from utils.data.loaders.sampler import RandomSampler, create_sampler
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
 from utils.network.augment import BatchAugment, Normalize
@@ -47,7 +47,7 @@ def test_first_batch_is_on_the_gpu_in_channels_last(
 ) -> None:
     config = config_for(loader, decode=decode, augment=augment)
     train, _ = scan_splits(data)
-    sampler = Sampler(len(train), config.batch_size)
+    sampler = RandomSampler(len(train), config.batch_size)
     stream = pipelines.create_train_loader(config, train, sampler, gpu)
     images, targets = next(stream)
     assert images.shape == (8, 3, 32, 32)
@@ -68,7 +68,7 @@ def test_a_batch_is_not_overwritten_before_the_device_has_read_it(
 ) -> None:
     """The host drops each batch while the kernels that read it still wait; nothing must write over it."""
     train, _ = scan_splits(data)
-    config, sampler = config_for(loader, cache=cache, decode="full"), Sampler(len(train), 8)
+    config, sampler = config_for(loader, cache=cache, decode="full"), RandomSampler(len(train), 8)
     sums = []
     for lag in (0, 20_000_000):  # cycles, about 10 ms
         stream = pipelines.create_train_loader(config, train, sampler, gpu)
@@ -87,7 +87,7 @@ def test_a_batch_is_not_overwritten_before_the_device_has_read_it(
 def test_the_stock_loader_resumes_and_mirrors(data: Path, gpu: DistEnv) -> None:
     """Bit for bit, at an epoch's end and within; and its last operator does no more than mirror."""
     train, _ = scan_splits(data)
-    sampler = Sampler(len(train), 8)
+    sampler = RandomSampler(len(train), 8)
     stream, mirrored = (
         pipelines.create_train_loader(config_for("stock", hflip=hflip), train, sampler, gpu) for hflip in (0.0, 1.0)
     )
@@ -108,7 +108,7 @@ def test_the_stock_loader_resumes_and_mirrors(data: Path, gpu: DistEnv) -> None:
 def test_mixed_batches_stay_in_channels_last(gpu: DistEnv, mix: dict[str, float]) -> None:
     config = config_for("synthetic", **mix)
     normalize = Normalize((0.5,) * 3, (0.5,) * 3, torch.bfloat16, gpu.device)
-    batch = next(pipelines.create_train_loader(config, synthetic(64, 10), Sampler(64, 8), gpu))
+    batch = next(pipelines.create_train_loader(config, synthetic(64, 10), RandomSampler(64, 8), gpu))
     images, targets = BatchAugment(config, normalize, 10, gpu.device)(*batch)
     assert images.dtype == torch.bfloat16
     assert images.is_contiguous(memory_format=torch.channels_last)
@@ -138,7 +138,7 @@ def test_cached_images_are_those_of_the_files(data: Path, gpu: DistEnv) -> None:
         DaliTrainLoader(
             config_for("dali", decode="full", cache=cache),
             train,
-            Sampler(len(train), 8),
+            RandomSampler(len(train), 8),
             gpu,
             0,
             None,
@@ -162,7 +162,7 @@ def open_from_memory(
 ) -> MemoryTrainLoader:
     train, _ = scan_splits(data)
     batch_size = 8 // world_size
-    sampler = Sampler(len(train), batch_size, rank=rank, world_size=world_size)
+    sampler = RandomSampler(len(train), batch_size, rank=rank, world_size=world_size)
     config = config_for("dali", **IN_MEMORY, batch_size=batch_size, **values)
     stream = pipelines.create_train_loader(config, train, sampler, env, first)
     assert isinstance(stream, MemoryTrainLoader)
@@ -208,7 +208,7 @@ def test_a_resume_from_the_gpus_memory_needs_no_state(data: Path, gpu: DistEnv) 
 def test_a_run_that_dali_has_fed_goes_on_so(data: Path, gpu: DistEnv) -> None:
     """Bit for bit, from a state that holds the random draws of DALI's pipelines."""
     train, _ = scan_splits(data)
-    config, sampler = config_for("dali", **IN_MEMORY), Sampler(len(train), 8)
+    config, sampler = config_for("dali", **IN_MEMORY), RandomSampler(len(train), 8)
     before = DaliTrainLoader(config, train, sampler, gpu, 0, None, pipelines.train_pipeline)
     for _ in range(3):
         next(before)
@@ -220,7 +220,7 @@ def test_a_run_that_dali_has_fed_goes_on_so(data: Path, gpu: DistEnv) -> None:
 def test_policies_of_images_on_the_gpu_are_dalis(data: Path, gpu: DistEnv) -> None:
     """And a schedule changes from one to the other."""
     train, _ = scan_splits(data)
-    sampler = Sampler(len(train), 8)
+    sampler = RandomSampler(len(train), 8)
     config = config_for("dali", **IN_MEMORY, augment_schedule="0:randaugment,1:none")
     stream = pipelines.create_train_loader(config, train, sampler, gpu)
     for _ in range(sampler.batches_per_epoch):
@@ -269,7 +269,7 @@ def test_a_transform_changes_images_on_the_gpu_and_resumes(data: Path, gpu: Dist
     config = dataclasses.replace(plain, transform=f"{ROOT}/examples/transform.py:grayscale_and_blur")
     load_user_code(config)
     train, _ = scan_splits(data)
-    sampler = Sampler(len(train), 8)
+    sampler = RandomSampler(len(train), 8)
     stream, unchanged = (pipelines.create_train_loader(each, train, sampler, gpu) for each in (config, plain))
     states, batches, changed = [], [], 0
     for _ in range(7):

@@ -20,7 +20,7 @@ from tests.harness import ROOT
 from tests.odd_kinds import ORIENTED, SAMPLES
 from utils.data.formats.folder import scan_splits
 from utils.data.loaders.cache import decoded_batches
-from utils.data.loaders.sampler import Sampler
+from utils.data.loaders.sampler import RandomSampler
 from utils.data.reading.suspects import differs_on_gpu
 from utils.distributed.group import DistEnv
 from utils.errors import BadFile
@@ -127,7 +127,7 @@ def test_crops_of_what_differs_have_the_brightness_of_the_image(tmp_path: Path, 
         batch_size=len(contents), image_size=32, workers=2, decode="fused", hw_decoder_load=0.65, prefetch=2,
         crop_scale=0.9,
     )  # fmt: skip
-    loader = pipelines.create_train_loader(config, train, Sampler(len(contents), len(contents)), gpu)
+    loader = pipelines.create_train_loader(config, train, RandomSampler(len(contents), len(contents)), gpu)
     means = next(loader).images.float().mean(dim=(1, 2, 3))
     assert ((means > 105) & (means < 147)).all(), means
 
@@ -147,7 +147,7 @@ def test_two_orientations_are_named(
         batch_size=8, image_size=32, workers=2, decode=decode, cache=cache, hw_decoder_load=0.65, prefetch=2
     )
     with pytest.raises(BadFile, match=r"train/a/5\.jpg: its EXIF blocks have different orientations"):
-        next(pipelines.create_train_loader(config, train, Sampler(8, 8), gpu))
+        next(pipelines.create_train_loader(config, train, RandomSampler(8, 8), gpu))
 
 
 def test_a_crash_is_explained_after_a_search_on_the_gpu(tmp_path: Path, gpu: DistEnv) -> None:

@@ -22,7 +22,7 @@ from utils.errors import UserError
 from utils.options.config import BATCH_SIZE, TrainConfig
 from utils.training.settings.batch_layout import Layout, choose_batch_size, saved_layout
 from utils.training.state.checkpoint import Checkpoint, load
-from utils.training.state.metrics import Meter
+from utils.training.state.meter import Meter
 from utils.training.state.train_state import TrainState, float_buffers, mean_buffers, reshard
 
 
@@ -115,8 +115,8 @@ def test_the_state_of_each_rank_is_resharded() -> None:
         state.load(replicated, reshard(ranks, state.env.rank))
         for name, module in state.networks().items():
             assert_same(float_buffers(module), means[name])
-    intervals = [state.meter.state_dict() for state in others]
-    assert [(each["loss"], each["images"]) for each in intervals] == [(4 * 1.5 + 4 * 2.5, 8), (0, 0), (0, 0), (0, 0)]
+    intervals = [state.meter.state_dict()["metrics"]["train/loss"] for state in others]
+    assert intervals == [(4 * 1.5 + 4 * 2.5, 8), (0, 0), (0, 0), (0, 0)]
 
 
 CHAIN = (2, 1, 2, 4, 2)

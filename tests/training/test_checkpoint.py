@@ -31,7 +31,7 @@ from utils.training.state.checkpoint import (
     save,
     write_checkpoint,
 )
-from utils.training.state.metrics import Meter
+from utils.training.state.meter import Meter
 from utils.training.state.train_state import BestEpoch, TrainState
 
 FLAGS = (*TINY, "--batch-size", "8", "--deterministic")

@@ -20,7 +20,7 @@ from utils.distributed.group import DistEnv
 from utils.log import Log
 from utils.training.state.checkpoint import BEST, EARLIER, LAST, Checkpoint, create_checkpoint, load
 from utils.training.state.checkpoint_writer import CheckpointWriter, copy_to_host, may_queue
-from utils.training.state.metrics import Meter
+from utils.training.state.meter import Meter
 from utils.training.state.train_state import TrainState
 
 
@@ -190,7 +190,7 @@ from utils.distributed.group import DistEnv
 from utils.log import Log
 from utils.training.state.checkpoint import create_checkpoint
 from utils.training.state.checkpoint_writer import CheckpointWriter
-from utils.training.state.metrics import Meter
+from utils.training.state.meter import Meter
 from utils.training.state.train_state import TrainState
 
 folder, env = Path(sys.argv[1]), DistEnv.single(torch.device("cpu"))

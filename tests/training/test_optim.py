@@ -27,7 +27,7 @@ from utils.training.optimization.optim import (
     peak_lr,
     resolve_optimizer,
 )
-from utils.training.state.metrics import Meter
+from utils.training.state.meter import Meter
 from utils.training.state.train_state import TrainState
 
 

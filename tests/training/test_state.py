@@ -9,7 +9,7 @@ from torch.amp.grad_scaler import GradScaler
 from tests.clock import Clock
 from tests.conftest import assert_same
 from utils.distributed.group import DistEnv
-from utils.training.state.metrics import Meter
+from utils.training.state.meter import Meter
 from utils.training.state.train_state import BestEpoch, TrainState, float_buffers, mean_buffers, reshard
 
 

@@ -21,7 +21,7 @@ from utils.benchmark.progress import Progress
 from utils.distributed.process import read_stat
 from utils.errors import Stopped
 from utils.training.run import Run
-from utils.training.state.metrics import Meter
+from utils.training.state.meter import Meter
 
 MIN_STEPS, LEAD_IN = 3, 2  # of a window, and discarded before it
 

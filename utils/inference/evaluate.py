@@ -20,6 +20,7 @@ from utils.distributed.group import DistEnv
 from utils.distributed.shared_memory import check_shared_memory
 from utils.errors import UserError
 from utils.files import write_json
+from utils.inference.metrics import EVAL_METRICS
 from utils.inference.mistakes import Mistakes, better_network, check_report, write_page
 from utils.log import emit
 from utils.network.augment import Normalize
@@ -87,13 +88,14 @@ def evaluate(
     batches: Iterable[tuple[Tensor, Tensor]],
     normalize: Callable[[Tensor], Tensor],
     num_images: int,
+    num_classes: int,
     env: DistEnv,
     amp_dtype: torch.dtype,
     mistakes: Mistakes | None = None,
 ) -> dict[str, float | int]:
-    """Top-1, top-5 and loss of `model` over all ranks' `batches`.
+    """The figures of `EVAL_METRICS` of `model` over all ranks' `batches`.
 
-    Counts are summed over all ranks and divided once, as a mean of means weighs images unequally. A rank may have none.
+    Sums are added up over all ranks and divided once, as a mean of means weighs images unequally. A rank may have none.
 
     Args:
         model: maps images (N, 3, H, W) to logits (N, num_classes); neither compiled nor wrapped, as batches differ
@@ -101,35 +103,45 @@ def evaluate(
         batches: this rank's uint8 images (N, 3, H, W) and int64 targets (N,) on `env.device`.
         normalize: uint8 images to floating point.
         num_images: validation images over all ranks.
+        num_classes: outputs of `model`.
         amp_dtype: of the forward pass; float32 is full precision.
         mistakes: gets all predictions.
 
     Returns:
-        `top1` and `top5` in percent, `loss` (cross entropy without smoothing, mean over images), `count`.
+        The figures by name, and `count`, the images.
 
     Raises:
         RuntimeError: images were lost or counted twice.
     """
     was_training = model.training
     start_evaluation(model)
-    sums = torch.zeros(4, dtype=torch.float64, device=env.device)  # loss, top-1, top-5, images
+    metrics = [metric(num_classes, env.device) for metric in EVAL_METRICS]
+    seen = 0
     for images, targets in batches:
         if len(targets) == 0:
             continue
         logits = compute_logits(model, images, normalize, env, amp_dtype)
         predicted = logits.topk(min(5, logits.shape[1]), dim=1).indices
-        top5 = predicted == targets[:, None]
-        sums[0] += nn.functional.cross_entropy(logits, targets, reduction="sum")
-        sums[1] += top5[:, 0].sum()
-        sums[2] += top5.sum()
-        sums[3] += len(targets)
+        for metric in metrics:
+            metric.update(logits, predicted, targets)
+        seen += len(targets)
         if mistakes is not None:
             mistakes.add(images, logits, predicted[:, 0], targets)
     model.train(was_training)
-    loss, top1, top5_count, count = all_reduce_sum(sums).tolist()
-    if count != num_images:
-        raise RuntimeError(f"evaluation saw {count:.0f} of {num_images} validation images; its result would be wrong")
-    return {"top1": 100 * top1 / count, "top5": 100 * top5_count / count, "loss": loss / count, "count": int(count)}
+    # One exchange for all, whatever the shapes.
+    parts = [
+        torch.tensor([seen], dtype=torch.float64, device=env.device),
+        *(metric.sums.flatten() for metric in metrics),
+    ]
+    summed = torch.split(all_reduce_sum(torch.cat(parts)).cpu(), [part.numel() for part in parts])
+    if summed[0].item() != num_images:
+        raise RuntimeError(
+            f"evaluation saw {summed[0].item():.0f} of {num_images} validation images; its result would be wrong"
+        )
+    found: dict[str, float | int] = {}
+    for metric, sums in zip(metrics, summed[1:], strict=True):
+        found |= metric.compute(sums.view(metric.sums.shape), num_images)
+    return found | {"count": num_images}
 
 
 @collective
@@ -223,7 +235,7 @@ def _evaluate_networks(
         batches = with_bar(loader, "evaluating", -(-len(val) // (env.world_size * config.batch_size)), env.is_main)
         if config.report:
             mistakes[name] = Mistakes(config, val, env)
-        found = evaluate(model, batches, normalize, len(val), env, amp_dtype, mistakes.get(name))
+        found = evaluate(model, batches, normalize, len(val), config.num_classes, env, amp_dtype, mistakes.get(name))
         result |= {("" if name == "model" else "ema_") + key: value for key, value in found.items()}
     return result, network.note, mistakes.get(better_network(result))
 
@@ -280,7 +292,8 @@ def report_best(run: Run, val: Manifest) -> None:
     mistakes = Mistakes(config, val, env)
     batch_size = with_val_batch(config).batch_size
     batches = with_bar(run.val_loader, "evaluating", -(-len(val) // (env.world_size * batch_size)), env.is_main)
-    evaluate(run.state.model, batches, run.augment.normalize, run.num_val, env, run.amp_dtype, mistakes)
+    num_classes = config.num_classes
+    evaluate(run.state.model, batches, run.augment.normalize, run.num_val, num_classes, env, run.amp_dtype, mistakes)
     pictures = mistakes.pictures(_source(top1 | {"checkpoint": str(saved.path)}, saved), run.augment.samples)
     if pictures is not None:
         run.log.info(write_page(config.output_dir, pictures))

@@ -7,6 +7,7 @@ from typing import Any
 from tqdm import tqdm
 
 from utils.errors import escape_control_chars
+from utils.figures import other_figures, title_and_format
 from utils.report.output_folder import RunInfo, number, weighted_mean
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -37,7 +38,7 @@ def screen(run: RunInfo) -> list[str]:
     """The run in lines that fit the terminal."""
     columns = shutil.get_terminal_size().columns
     lines = headline(run)
-    for title, key, show, rows in CURVES:
+    for title, key, show, rows in (*CURVES, *_other_curves(run.metrics)):
         values = run.weighted(key)
         if values:
             lines += (
@@ -48,6 +49,12 @@ def screen(run: RunInfo) -> list[str]:
     if not run.metrics:
         lines.append("no log interval yet")
     return [line[: columns - 1].rstrip() for line in lines]
+
+
+def _other_curves(records: Sequence[dict[str, Any]]) -> list[tuple[str, str, str, int]]:
+    """As `CURVES`, of figures that only some runs have."""
+    named = ((name, *title_and_format(name)) for name in other_figures(records))
+    return [(title, f"val/{name}", show, 1) for name, title, show in named]
 
 
 def headline(run: RunInfo) -> list[str]:
@@ -63,7 +70,7 @@ def headline(run: RunInfo) -> list[str]:
 def record_line(record: dict[str, Any]) -> str:
     """A record of metrics.jsonl as one line, without curves."""
     facts = [f"epoch {record['epoch']}", f"step {record['step']}"]
-    names = (("val loss", "val/loss", "{:.4f}", 1), *CURVES)
+    names = (("val loss", "val/loss", "{:.4f}", 1), *CURVES, *_other_curves([record]))
     values = ((title, number(record, key), show) for title, key, show, _ in names)
     return "  ".join([*facts, *(f"{title} {show.format(value)}" for title, value, show in values if value is not None)])
 

@@ -227,9 +227,12 @@ class Run:
         lr = learning_rate(state.optimizer)
         interval = state.meter.read()
         self.log.train(
-            {"epoch": state.epoch + 1, "step": state.step, "train/loss": interval.loss, "lr": lr}
+            {"epoch": state.epoch + 1, "step": state.step}
+            | interval.metrics
+            | {"lr": lr}
             | interval.speed()
-            | ({"skipped_steps": interval.skipped_steps} if state.scaler.is_enabled() else {})
+            | ({"skipped_steps": interval.skipped_steps} if state.scaler.is_enabled() else {}),
+            interval.shown(),
         )
         where = f"at step {state.step}, lr {lr:.4g}"
         remedy = "lower --lr, set --clip-grad 1, or warm up longer; the last good checkpoint is kept"

@@ -17,6 +17,7 @@ from utils.data.splits.holdout import describe_shares
 from utils.data.splits.oddities import describe_oddities
 from utils.data.splits.selection import Splits, describe_exclusions
 from utils.errors import RunFailed
+from utils.figures import describe_figure, figures_of
 from utils.files import write_json
 from utils.log import SUMMARY
 from utils.options.config import ResolvedConfig
@@ -240,9 +241,8 @@ def write_summary(run: Run, cpu_threads: int) -> None:
     if run.ends_early:
         run.log.info(_describe_early_end(run))
     totals = state.meter.totals
-    summary = {
-        "top1": state.result["val/top1"],
-        "top5": state.result["val/top5"],
+    figures = {name: value for name, value in figures_of(state.result).items() if name != "loss"}
+    summary = figures | {
         "best_top1": state.best.top1 if state.best else evaluation_top1(state.result),
         "epochs": state.epoch,
         "images_per_second": round(totals.images_per_second, 1),
@@ -253,7 +253,7 @@ def write_summary(run: Run, cpu_threads: int) -> None:
         "arch": config.arch,
     }
     if state.ema is not None:
-        summary |= {"ema_top1": state.result["val/ema_top1"], "ema_top5": state.result["val/ema_top5"]}
+        summary |= {f"ema_{name}": state.result[f"val/ema_{name}"] for name in figures}
     if run.env.is_main:
         try:
             write_json(config.output_dir / SUMMARY, summary)
@@ -268,7 +268,7 @@ def write_summary(run: Run, cpu_threads: int) -> None:
     if run.env.is_main and (found := read_run(config.output_dir)) and len(found.evaluations) > 1:
         run.log.info("\n".join(epoch_table(found)))
     run.log.info(
-        f"top-1 {summary['top1']:.2f} %  top-5 {summary['top5']:.2f} %  best top-1 {summary['best_top1']:.2f} %  "
+        f"{'  '.join(itertools.starmap(describe_figure, figures.items()))}  best top-1 {summary['best_top1']:.2f} %  "
         f"{state.seconds:.0f} s  {totals.images_per_second:,.0f} images/s\n"
         f"{describe_wait(totals.data_wait, config, cpu_threads)}\n"
         f"{describe_timed(totals.steps, state.step)}"

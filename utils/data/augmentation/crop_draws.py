@@ -1,4 +1,4 @@
-"""Random crops and flips of many images at once, each a function of (seed, epoch, image) alone.
+"""Random crops and flips of many images at once, each a function of (seed, draw, image) alone.
 
 There is no generator whose state would have to be saved, and no Python for each image: a counter-based generator
 computes the numbers of all images of a batch. So the draws of an image are the same in every batch, on every process
@@ -41,7 +41,7 @@ class Crops(NamedTuple):
 
 def draw_crops(
     seed: int,
-    epoch: int,
+    draws: NDArray[np.int64] | int,
     indices: NDArray[np.int64],
     heights: NDArray[np.int64],
     widths: NDArray[np.int64],
@@ -56,14 +56,17 @@ def draw_crops(
 
     Args:
         seed: of the run.
-        epoch: from 0.
+        draws: int64 (N,), or one for all: another for each appearance of an image in the run, from 0.
         indices: int64 (N,), images of the data set.
         heights: int64 (N,), of these images, pixels.
         widths: int64 (N,), likewise.
         crop_scale: smallest area of a crop, in (0, 1].
         hflip: probability of mirroring an image.
     """
-    words = random_words(_key(seed, epoch), indices)
+    words = np.empty((len(indices), WORDS), dtype=np.uint64)
+    draws = np.broadcast_to(draws, indices.shape)
+    for draw in np.unique(draws).tolist():  # mostly a single one, the epoch
+        words[draws == draw] = random_words(_key(seed, draw), indices[draws == draw])
     fractions = words * 2.0**-32
     areas = (crop_scale + (1 - crop_scale) * fractions[:, :TRIES]) * (heights * widths)[:, None]
     low, high = np.log(RATIO)

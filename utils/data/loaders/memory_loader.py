@@ -114,8 +114,8 @@ class MemoryTrainLoader:
         config, images = self._config, self._images
         indices = self._sampler.indices(self._next)
         heights, strides = images.heights[indices], images.widths[indices]
-        epoch = self._sampler.epoch_of(self._next)
-        crops = draw_crops(config.seed, epoch, indices, heights, strides, config.crop_scale, config.hflip)
+        draws = self._sampler.draws(self._next)
+        crops = draw_crops(config.seed, draws, indices, heights, strides, config.crop_scale, config.hflip)
         starts = images.starts[indices] + crops.tops * strides + crops.lefts
         table = torch.from_numpy(
             np.stack([starts, strides, crops.heights, crops.widths, crops.flips, self._labels[indices]])

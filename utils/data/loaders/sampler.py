@@ -1,11 +1,9 @@
-"""Which images a rank reads at each batch: a pure function of (seed, epoch, batch).
+"""Which images a rank reads at each batch: a pure function of (seed, epoch, batch)."""
 
-There is no state to save. A resumed run, another rank and another loader compute the same order, and the images of one
-optimizer step do not depend on the number of processes.
-"""
-
+import abc
 import dataclasses
 import functools
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,15 +16,17 @@ from utils.text import count
 
 
 @dataclasses.dataclass(frozen=True)
-class Sampler:
-    """Order of the training images.
+class Sampler(abc.ABC):
+    """Which images a rank reads, in which order, and how often in an epoch.
 
-    Every epoch is a new permutation of all images, cut into steps of `world_size * batches_per_step * batch_size`.
-    The remainder, less than one step, is dropped; each epoch drops other images. So every rank has the same number of
-    batches, and no image is seen twice in an epoch.
+    Another sampler is another class with an `at`, which `create_sampler` chooses. Every loader reads what it says but
+    `stock`, where DALI shuffles. What loaders and a resume rely on:
 
-    With `repeats` each image of the permutation comes as many times in a row, in an epoch of the same length. So an
-    epoch sees one of `repeats` images. The copies go to the ranks in turn, as timm's RepeatAugSampler deals them.
+    - `at` follows from its arguments and the attributes, without `rank` and `world_size`: there is no state to save,
+      and the images of a step do not depend on the number of processes.
+    - An epoch has `num_images` positions, of which an image may have none, one or several. They are cut into steps of
+      `global_batch_size`; the rest of less than one step is dropped. So every rank has the same number of batches.
+    - An image never comes twice in a run with the same draw: random crops and the like may follow from the two.
 
     Attributes:
         num_images: images in the split.
@@ -34,7 +34,7 @@ class Sampler:
         batches_per_step: batches per optimizer step (gradient accumulation).
         rank, world_size: this process among all.
         seed: the run's seed.
-        repeats: times that an image comes in an epoch; 1 or more.
+        in_turn: whether consecutive positions go to the ranks in turn; otherwise each rank has consecutive ones.
     """
 
     num_images: int
@@ -43,7 +43,11 @@ class Sampler:
     rank: int = 0
     world_size: int = 1
     seed: int = 0
-    repeats: int = 1
+    in_turn: ClassVar[bool] = False
+
+    @abc.abstractmethod
+    def at(self, epoch: int, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Images and draws at `positions`, int64 (N,) in range(num_images), of an epoch, from 0: int64 (N,) each."""
 
     @property
     def global_batch_size(self) -> int:
@@ -66,19 +70,38 @@ class Sampler:
 
     def indices(self, batch: int) -> NDArray[np.int64]:
         """Images of this rank's batch number `batch` (from 0, counted over the whole run): int64 (batch_size,)."""
-        order = permutation(self.num_images, self.seed, self.epoch_of(batch))
-        return order[self._positions(batch) // self.repeats]
+        return self.at(self.epoch_of(batch), self._positions(batch))[0]
 
-    def copies(self, batch: int) -> NDArray[np.int64]:
-        """Which copy of its image each of `indices(batch)` is, from 0: int64 (batch_size,)."""
-        return self._positions(batch) % self.repeats
+    def draws(self, batch: int) -> NDArray[np.int64]:
+        """Of each of `indices(batch)`, which tells it from the same image elsewhere in the run: int64 (batch_size,)."""
+        return self.at(self.epoch_of(batch), self._positions(batch))[1]
 
     def _positions(self, batch: int) -> NDArray[np.int64]:
         start = batch % self.batches_per_epoch * self.world_size * self.batch_size
         within = np.arange(self.batch_size, dtype=np.int64)
-        if self.repeats == 1:
-            return start + self.rank * self.batch_size + within
-        return start + self.rank + self.world_size * within
+        return start + (self.rank + self.world_size * within if self.in_turn else self.rank * self.batch_size + within)
+
+
+class RandomSampler(Sampler):
+    """Every epoch is a new permutation of all images: none comes twice, and each epoch drops others."""
+
+    def at(self, epoch: int, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        return permutation(self.num_images, self.seed, epoch)[positions], np.full_like(positions, epoch)
+
+
+@dataclasses.dataclass(frozen=True)
+class RepeatedSampler(Sampler):
+    """Each image of the permutation comes `repeats` times in a row: an epoch has one of `repeats` images.
+
+    The copies go to the ranks in turn, as timm's RepeatAugSampler deals them (arXiv:1901.09335).
+    """
+
+    repeats: int = 1
+    in_turn = True
+
+    def at(self, epoch: int, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        images, copies = np.divmod(positions, self.repeats)
+        return permutation(self.num_images, self.seed, epoch)[images], epoch * self.repeats + copies
 
 
 @functools.lru_cache(maxsize=2)  # a loader that reads ahead needs the next epoch's before this one is done
@@ -104,15 +127,9 @@ def create_sampler(config: ResolvedConfig, num_images: int, env: DistEnv) -> Sam
     Raises:
         UserError: fewer images than processes, or than one global batch.
     """
-    sampler = Sampler(
-        num_images,
-        config.batch_size,
-        config.grad_accum_steps,
-        env.rank,
-        env.world_size,
-        config.seed,
-        config.repeated_augmentation,
-    )
+    layout = (num_images, config.batch_size, config.grad_accum_steps, env.rank, env.world_size, config.seed)
+    repeats = config.repeated_augmentation
+    sampler = RandomSampler(*layout) if repeats == 1 else RepeatedSampler(*layout, repeats)
     if num_images < env.world_size:
         raise UserError(
             f"--data-dir {config.data_dir}: {count(num_images, 'training image')} for "

@@ -20,10 +20,7 @@ from utils.options.config import ResolvedConfig
 
 
 class BatchSampler:
-    """Batches of (image, draw) pairs from batch `first` of a run up to `last`, without it; endless if None.
-
-    `draw` counts how often an image has been drawn: it is the epoch, where each comes once in one.
-    """
+    """Batches of (image, draw) pairs from batch `first` of a run up to `last`, without it; endless if None."""
 
     def __init__(self, sampler: Sampler, first: int, last: int | None = None) -> None:
         self.sampler, self.first, self.last = sampler, first, last
@@ -31,8 +28,7 @@ class BatchSampler:
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         batch = self.first
         while self.last is None or batch < self.last:
-            draws = self.sampler.epoch_of(batch) * self.sampler.repeats + self.sampler.copies(batch)
-            yield list(zip(self.sampler.indices(batch).tolist(), draws.tolist(), strict=True))
+            yield list(zip(self.sampler.indices(batch).tolist(), self.sampler.draws(batch).tolist(), strict=True))
             batch += 1
 
 

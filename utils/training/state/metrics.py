@@ -1,289 +1,64 @@
-"""Meter: what one log interval adds up to, kept on the device until it is read."""
+"""Figures of training that metrics.jsonl has for each log interval: a class each."""
 
-import contextlib
-import dataclasses
-import time
-from collections.abc import Iterator
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from utils.distributed.collective import collective
-from utils.distributed.collectives import all_reduce_sum
-from utils.distributed.group import DistEnv
 
-WARMUP_STEPS = 200  # of a launch; DALI's buffers and torch's memory grow until all large images have come
+class TrainMetric:
+    """The weighted mean of a figure over a log interval and all ranks.
 
-
-@dataclasses.dataclass(frozen=True)
-class Interval:
-    """One log interval over all ranks.
+    Another figure is another class in `TRAIN_METRICS`. It is then in metrics.jsonl, TensorBoard, trackers and
+    checkpoints, and with a `label` in the line of the interval.
 
     Attributes:
-        loss: mean over the images.
-        images_per_second: over all ranks, by wall time.
-        data_wait: share of the wall time, 0 to 1, in which the device had nothing to do because input was late; the
-            mean over the ranks.
-        bad_steps: how many steps in a row, up to now, had a loss that is not finite, on the rank with most of them.
-        skipped_steps: steps whose fp16 gradients overflowed, so that the scaler left the weights alone.
-        seconds: wall time on this rank, without evaluation and checkpoints.
-        checkpoint_seconds: of the checkpoints on this rank since the last read.
-        grad_norm: mean over the steps whose gradients were clipped, before that; None without any.
-        gpu_memory_mb: most that torch has allocated on this rank's GPU since the launch, 10^6 bytes; None without one.
+        key: in metrics.jsonl.
+        label: in the line of an interval; "" for none.
+        total: of value x weight on this rank, float64 (), on the device.
+        weight: of all values together.
     """
 
-    loss: float
-    images_per_second: float
-    data_wait: float
-    bad_steps: int
-    skipped_steps: int
-    seconds: float
-    checkpoint_seconds: float = 0.0
-    grad_norm: float | None = None
-    gpu_memory_mb: float | None = None
+    key: ClassVar[str]
+    label: ClassVar[str] = ""
 
-    def speed(self) -> dict[str, float]:
-        """Times, speed and memory under their keys in metrics.jsonl, without those that are None."""
-        found = {
-            "images_per_second": round(self.images_per_second, 1),
-            "data_wait": round(self.data_wait, 4),
-            "seconds": round(self.seconds, 3),
-            "checkpoint_seconds": round(self.checkpoint_seconds, 3),
-            "grad_norm": self.grad_norm,
-            "gpu_memory_mb": self.gpu_memory_mb,
-        }
-        return {name: value for name, value in found.items() if value is not None}
+    def __init__(self, device: torch.device) -> None:
+        self.total, self.weight = torch.zeros((), dtype=torch.float64, device=device), 0.0
 
+    def add(self, value: Tensor, weight: float = 1.0) -> None:
+        """Add a value, a scalar on the device, which is not waited for."""
+        self.total.add_(value.detach(), alpha=weight)
+        self.weight += weight
 
-@dataclasses.dataclass
-class Totals:
-    """A sum of log intervals, without evaluation and checkpoints.
+    def reset(self) -> None:
+        """Begin the next interval."""
+        self.total.zero_()
+        self.weight = 0.0
 
-    Attributes:
-        steps: optimizer steps.
-        images: of all ranks.
-        seconds: wall time.
-        wait: the part of `seconds` in which the device had nothing to do, the mean over the ranks.
-    """
+    def after_batch(self, loss: Tensor, num_images: int) -> None:
+        """Called for each batch, with its mean loss."""
 
-    steps: int = 0
-    images: float = 0.0
-    seconds: float = 0.0
-    wait: float = 0.0
-
-    def __add__(self, other: "Totals") -> "Totals":
-        return Totals(
-            self.steps + other.steps,
-            self.images + other.images,
-            self.seconds + other.seconds,
-            self.wait + other.wait,
-        )
-
-    @property
-    def images_per_second(self) -> float:
-        """Mean, images of all ranks."""
-        return self.images / self.seconds if self.seconds else 0.0
-
-    @property
-    def data_wait(self) -> float:
-        """Share of the time, 0 to 1."""
-        return self.wait / self.seconds if self.seconds else 0.0
+    def after_clipping(self, grad_norm: Tensor) -> None:
+        """Called for each step with `--clip-grad`, with the norm of all gradients before it."""
 
 
-class Meter:
-    """Sums of loss, images and waiting time between two reads.
+class MeanLoss(TrainMetric):
+    """Mean over the images."""
 
-    Attributes:
-        skipped_steps: those of `Interval`, of the whole run, up to the last read.
-        checkpoint_seconds: in `paused` since the last read.
-        first_batch_seconds: for which the host waited for this launch's first batch; None before it.
-    """
+    key, label = "train/loss", "loss"
 
-    def __init__(self, env: DistEnv) -> None:
-        self.skipped_steps, self.checkpoint_seconds = 0, 0.0
-        self.first_batch_seconds: float | None = None
-        # Of all launches: their first intervals, with compilation and the filling of the queues; those that begin
-        # within the first WARMUP_STEPS; the others.
-        self._totals = {"first": Totals(), "early": Totals(), "steady": Totals()}
-        self._env = env
-        self._loss = torch.zeros((), dtype=torch.float64, device=env.device)  # sum over images
-        self._bad_loss = torch.zeros((), dtype=torch.bool, device=env.device)  # within the step under way
-        self._bad_steps = torch.zeros((), dtype=torch.int64, device=env.device)
-        self._skipped = torch.zeros((), dtype=torch.int64, device=env.device)
-        self._grad_norm = torch.zeros((), device=env.device)  # sum over `_clipped_steps`
-        self._clipped_steps = 0
-        self._images = 0
-        self._waits: list[tuple[Any, Any]] = []
-        self._recent: float | None = None
-        self._copy: tuple[Tensor, int, torch.cuda.Event] | None = None  # of the loss: on its way to the host
-        self._steps = 0  # of this launch
-        self._is_first = True
-        self.start()
-
-    def start(self) -> None:
-        """Begin timing, at the start of an epoch's training."""
-        self._waits.clear()
-        self._timed_images = 0
-        self._start_step = self._steps
-        self._started = time.perf_counter()
-
-    @property
-    def seconds(self) -> float:
-        """Wall time of the interval under way."""
-        return time.perf_counter() - self._started
-
-    @property
-    def totals(self) -> Totals:
-        """Intervals that begin when `WARMUP_STEPS` of their launch are done, over all launches of a run.
-
-        In a short run, in which those have fewer steps than the ones before, these too, but no launch's first interval;
-        that one as long as there is no other. An interval that a stop has cut off is in none.
-        """
-        early, steady = self._totals["early"], self._totals["steady"]
-        later = steady if steady.steps >= early.steps else early + steady
-        return later if later.steps else self._totals["first"]
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Around what is not training, a checkpoint in mid-interval. Waits for the device, whose steps are training."""
-        self._wait_for_device()
-        began = time.perf_counter()
-        yield
-        seconds = time.perf_counter() - began
-        self._started += seconds
-        self.checkpoint_seconds += seconds
-
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Around taking the next batch.
-
-        On CUDA both ends are events on the training stream: the first is reached when the device has finished all
-        earlier steps, the second when the batch is there, so a batch that is early costs nothing even if the host
-        waits for it. On the CPU, host time.
-        """
-        start, began = self._mark(), time.perf_counter()
-        yield
-        self._waits.append((start, self._mark()))
-        if self.first_batch_seconds is None:
-            self.first_batch_seconds = round(time.perf_counter() - began, 3)
-
-    def update(self, loss: Tensor, images: int) -> None:
-        """Add one batch; `loss` is its mean, a scalar on the device, and is not waited for."""
-        self._loss += loss.detach() * images
-        self._bad_loss |= ~torch.isfinite(loss.detach())
-        self._images += images
-        self._timed_images += images
-
-    def recent_loss(self) -> float | None:
-        """Mean loss on this rank of the interval under way, or of the last one; None before there is any.
-
-        Does not wait for the device: on CUDA a call starts a copy, which a later call reads.
-        """
-        if self._env.device.type != "cuda":
-            if self._images:
-                self._recent = self._loss.item() / self._images
-        elif self._copy is None or self._copy[2].query():  # type: ignore[no-untyped-call]
-            if self._copy is not None and self._copy[1]:
-                self._recent = self._copy[0].item() / self._copy[1]
-            loss = torch.empty((), dtype=torch.float64, pin_memory=True).copy_(self._loss, non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-            self._copy = loss, self._images, event
-        return self._recent
-
-    def end_step(self) -> None:
-        """After the last batch of an optimizer step."""
-        self._bad_steps.add_(1).mul_(self._bad_loss)
-        self._bad_loss.zero_()
-        self._steps += 1
-
-    def count_skipped(self, skipped: Tensor) -> None:
-        """Add a step that the fp16 scaler skipped, if `skipped`, a boolean scalar on the device, is true."""
-        self._skipped += skipped
-
-    def add_grad_norm(self, norm: Tensor) -> None:
-        """Add the norm of a step's gradients, a scalar on the device, which is not waited for."""
-        self._grad_norm += norm
-        self._clipped_steps += 1
-
-    @collective
-    def is_finite(self) -> bool:
-        """Whether the last step's loss was, on every rank. Waits for the device."""
-        return all_reduce_sum(self._bad_steps.clamp(max=1).cpu()).item() == 0
-
-    @collective
-    def read(self) -> Interval:
-        """Sum over all ranks and begin the next interval. Waits for the device."""
-        self._wait_for_device()
-        if self._env.device.type == "cuda":
-            wait = sum(start.elapsed_time(end) for start, end in self._waits) / 1000
-        else:
-            wait = sum(end - start for start, end in self._waits)
-        seconds = self.seconds
-        counts = torch.tensor([self._images, self._timed_images, wait / seconds], dtype=torch.float64)
-        bad_steps = torch.zeros(self._env.world_size, dtype=torch.float64)  # of each rank
-        bad_steps[self._env.rank] = self._bad_steps
-        summed = all_reduce_sum(torch.cat([self._loss.cpu().view(1), counts, bad_steps])).tolist()
-        loss, images, timed, share, *bad = summed
-        share /= self._env.world_size
-        self._totals[self._phase()] += Totals(self._steps - self._start_step, timed, seconds, share * seconds)
-        self._is_first = False
-        skipped = int(self._skipped)  # the same on all ranks, as they exchange gradients first
-        self.skipped_steps += skipped
-        grad_norm = self._grad_norm.item() / self._clipped_steps if self._clipped_steps else None
-        is_cuda = self._env.device.type == "cuda"
-        memory = round(torch.cuda.max_memory_allocated(self._env.device) / 1e6, 1) if is_cuda else None
-        interval = Interval(
-            loss / images, timed / seconds, share, int(max(bad)), skipped, seconds, self.checkpoint_seconds, grad_norm,
-            memory,
-        )  # fmt: skip
-        self._loss.zero_()
-        self._skipped.zero_()
-        self._grad_norm.zero_()
-        self._images = self._clipped_steps = 0
-        self.checkpoint_seconds = 0.0
-        self.start()
-        return interval
-
-    def _phase(self) -> str:
-        """Key of the totals that the interval under way belongs to."""
-        if self._is_first:
-            return "first"
-        return "early" if self._start_step < WARMUP_STEPS else "steady"
-
-    def _wait_for_device(self) -> None:
-        if self._env.device.type == "cuda":
-            torch.cuda.synchronize(self._env.device)
-
-    def _mark(self) -> Any:
-        if self._env.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    def state_dict(self) -> dict[str, Any]:
-        """The interval under way on this rank, and the totals."""
-        totals = {phase: dataclasses.asdict(totals) for phase, totals in self._totals.items()}
-        skipped = {"interval": int(self._skipped), "run": self.skipped_steps}
-        norm = {"sum": self._grad_norm.item(), "steps": self._clipped_steps}
-        interval = {"loss": self._loss.item(), "images": self._images, "grad_norm": norm}
-        return interval | {"totals": totals, "skipped_steps": skipped}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Undo of `state_dict`."""
-        self._loss.fill_(state["loss"])
-        self._images = state["images"]
-        norm = state.get("grad_norm", {"sum": 0.0, "steps": 0})  # not in the checkpoints of 0.1
-        self._grad_norm.fill_(norm["sum"])
-        self._clipped_steps = norm["steps"]
-        self._skipped.fill_(state["skipped_steps"]["interval"])
-        self.skipped_steps = state["skipped_steps"]["run"]
-        self._totals = {phase: Totals(**totals) for phase, totals in state["totals"].items()}
+    def after_batch(self, loss: Tensor, num_images: int) -> None:
+        self.add(loss, num_images)
 
 
-def share_interval(states: list[dict[str, Any]], rank: int) -> dict[str, Any]:
-    """The `Meter.state_dict` of `rank` among other ranks, so that the sum over all of them stays what it was."""
-    sums = {name: sum(state[name] for state in states) if rank == 0 else 0 for name in ("loss", "images")}
-    return states[0] | sums
+class GradNorm(TrainMetric):
+    """Mean over the steps whose gradients were clipped; the ranks have the same."""
+
+    key = "grad_norm"
+
+    def after_clipping(self, grad_norm: Tensor) -> None:
+        self.add(grad_norm)
+
+
+# The bar of a terminal shows the first.
+TRAIN_METRICS: tuple[type[TrainMetric], ...] = (MeanLoss, GradNorm)

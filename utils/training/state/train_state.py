@@ -16,7 +16,7 @@ from utils.options.config import ResolvedConfig
 from utils.seed import random_state
 from utils.training.optimization.optim import create_ema, create_optimizer
 from utils.training.optimization.optimizer_graph import GraphedOptimizerStep, create_graphed_step
-from utils.training.state.metrics import Meter, share_interval
+from utils.training.state.meter import Meter, share_interval
 
 NETWORKS = ("model", "model_ema")  # timm's names, so that timm's loaders read our checkpoints
 

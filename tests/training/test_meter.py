@@ -12,7 +12,7 @@ from torch.multiprocessing.spawn import spawn
 
 from tests.clock import Clock, measure_rank, train
 from utils.distributed.group import DistEnv
-from utils.training.state.metrics import WARMUP_STEPS, Interval, Meter, Totals, share_interval
+from utils.training.state.meter import WARMUP_STEPS, Interval, Meter, Totals, share_interval
 from utils.training.state.train_state import TrainState
 from utils.training.summary import describe_timed
 
@@ -20,7 +20,7 @@ from utils.training.summary import describe_timed
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    monkeypatch.setattr("utils.training.state.metrics.time", found)
+    monkeypatch.setattr("utils.training.state.meter.time", found)
     return found
 
 
@@ -36,9 +36,9 @@ def test_loss_is_the_mean_over_images(cpu: DistEnv) -> None:
     meter = Meter(cpu)
     meter.update(torch.tensor(1.0), 1)
     meter.update(torch.tensor(4.0), 2)
-    assert meter.read().loss == pytest.approx(3.0)
+    assert meter.read().metrics["train/loss"] == pytest.approx(3.0)
     loader(meter, [5.0])
-    assert meter.read().loss == 5.0, "an interval begins at zero"
+    assert meter.read().metrics["train/loss"] == 5.0, "an interval begins at zero"
 
 
 def test_an_interval_survives_a_resume(cpu: DistEnv) -> None:
@@ -47,7 +47,7 @@ def test_an_interval_survives_a_resume(cpu: DistEnv) -> None:
     loader(first, [0.1, 0.2])
     second.load_state_dict(first.state_dict())
     loader(second, [0.7])
-    assert whole.read().loss == second.read().loss
+    assert whole.read().metrics == second.read().metrics
 
 
 def test_the_gradient_norm_is_the_mean_over_clipped_steps_and_survives_a_resume(cpu: DistEnv) -> None:
@@ -57,9 +57,9 @@ def test_the_gradient_norm_is_the_mean_over_clipped_steps_and_survives_a_resume(
     second.load_state_dict(first.state_dict())
     loader(second, [1.0])
     second.add_grad_norm(torch.tensor(6.0))
-    assert second.read().speed()["grad_norm"] == 4.0
+    assert second.read().metrics["grad_norm"] == 4.0
     loader(second, [1.0])
-    assert "grad_norm" not in second.read().speed(), "nothing was clipped"
+    assert "grad_norm" not in second.read().metrics, "nothing was clipped"
 
 
 def test_an_interval_has_the_figures_of_the_clock(cpu: DistEnv, clock: Clock) -> None:
@@ -71,7 +71,7 @@ def test_an_interval_has_the_figures_of_the_clock(cpu: DistEnv, clock: Clock) ->
         clock.sleep(30)
     clock.sleep(3)
     assert meter.read() == Interval(
-        1.0,
+        {"train/loss": 1.0},
         images_per_second=80.0,
         data_wait=1.25 / 8,
         bad_steps=0,
@@ -149,7 +149,7 @@ def test_totals_survive_a_resume(cpu: DistEnv, clock: Clock) -> None:
     for rank in range(3):  # on another number of processes
         other = Meter(cpu)
         resharded = share_interval([states[-1], states[-1]], rank)
-        assert (resharded["loss"], resharded["images"]) == ((160.0, 160) if rank == 0 else (0, 0))
+        assert resharded["metrics"].get("train/loss") == ((160.0, 160.0) if rank == 0 else None)
         other.load_state_dict(resharded)
         assert other.totals == meter.totals
 
@@ -174,7 +174,9 @@ def test_a_pause_begins_when_the_device_has_done_its_steps() -> None:
 def test_ranks_are_summed(tmp_path: Path) -> None:
     spawn(measure_rank, (2, tmp_path), 2)  # type: ignore[no-untyped-call]
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
-    interval = Interval(math.nan, images_per_second=48.0, data_wait=0.375, bad_steps=1, skipped_steps=0, seconds=2.0)
+    interval = Interval(
+        {"train/loss": math.nan}, images_per_second=48.0, data_wait=0.375, bad_steps=1, skipped_steps=0, seconds=2.0
+    )
     assert ranks[0]["found"] == ranks[1]["found"] == repr([False, interval, False, interval])
     one = {"steps": 5, "images": 96.0, "seconds": 2.0, "wait": 0.75}
     assert ranks[0]["totals"] == ranks[1]["totals"]
