@@ -21,7 +21,7 @@ from utils.network.variants import prepare_training
 from utils.network.weight_files import Normalization, Weights, published_weights, read_weights
 from utils.network.weight_names import match_weights
 from utils.options.arguments import model_options, refused_model_option
-from utils.options.config import ResolvedConfig
+from utils.options.resolved import ResolvedConfig
 from utils.text import count, describe_alike
 
 

@@ -42,7 +42,7 @@ from utils.data.loaders.synthetic import SyntheticTrainLoader, SyntheticValLoade
 from utils.data.loaders.torch_loader import TorchTrainLoader, TorchValLoader
 from utils.data.reading.reader import encoded_images, requested_images
 from utils.distributed.group import DistEnv
-from utils.options.config import ResolvedConfig
+from utils.options.resolved import ResolvedConfig
 
 
 def create_train_loader(

@@ -33,9 +33,10 @@ from utils.errors import EXIT_DONE, RunFailed, UserError
 from utils.files import check_writable, write_json
 from utils.log import SUMMARY
 from utils.options.cli import REQUIRED, Program, number_option, parse, train_flag, with_train_flags
-from utils.options.config import BATCH_SIZE, CHOSEN, PREFETCH, TrainConfig, flags_with
+from utils.options.config import BATCH_SIZE, PREFETCH, TrainConfig, flags_with
 from utils.options.flags import flag, split_flags
 from utils.options.limits import MIN_1
+from utils.options.resolved import CHOSEN
 from utils.report.output_folder import read_object
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"

@@ -17,7 +17,7 @@ from PIL import Image
 
 from tests.harness import Finished, assert_refused, changed_names, list_output, read_checkpoint, read_metrics
 from utils.distributed.group import DistEnv
-from utils.options.config import ResolvedConfig
+from utils.options.resolved import ResolvedConfig
 
 if TYPE_CHECKING:
     from tests.object_server import ObjectServer

@@ -18,7 +18,7 @@ from tests.inference.exported import write_checkpoint
 from tests.pages import blocks
 from utils.data.reading.decoding import upright_rgb
 from utils.options.arguments import model_options
-from utils.options.config import ResolvedConfig
+from utils.options.resolved import ResolvedConfig
 
 CLASSIFY = "name: classify.py"
 PAGE = ROOT / "docs" / "using-a-model.md"

@@ -33,7 +33,7 @@ from utils.data.loaders.sampler import RandomSampler
 from utils.data.loaders.settings import feeds_from_memory
 from utils.distributed.group import DistEnv
 from utils.errors import BadFile
-from utils.options.config import ResolvedConfig
+from utils.options.resolved import ResolvedConfig
 
 BASE = resolved(batch_size=8, image_size=32, val_resize=36, workers=2, decode="full", cache="gpu", prefetch=4)
 

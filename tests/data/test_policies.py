@@ -29,8 +29,8 @@ from utils.data.augmentation import policies
 from utils.data.dali import remove_generated_files, train_pipeline_options
 from utils.data.loaders.torch_loader import torch_train_transform
 from utils.distributed.group import DistEnv
-from utils.options.config import ResolvedConfig
 from utils.options.policies import POLICIES
+from utils.options.resolved import ResolvedConfig
 
 ImageInfo = NDArray[np.uint8]  # (H, W, 3)
 Step = tuple[str, int, int]  # torchvision's operation, bin of its magnitude, sign

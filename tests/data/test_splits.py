@@ -8,7 +8,7 @@ from utils.data.images.listing import LISTING, save_listing
 from utils.data.reading.verification import DIGESTS
 from utils.data.splits.selection import InitialFiles, Splits, describe_exclusions, read_data, select_images
 from utils.distributed.group import DistEnv
-from utils.options.config import ResolvedConfig
+from utils.options.resolved import ResolvedConfig
 
 
 def spoil(path: Path) -> bytes:

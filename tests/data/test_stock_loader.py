@@ -24,7 +24,7 @@ from utils.data.images.manifest import Manifest
 from utils.data.loaders.sampler import Sampler, create_sampler
 from utils.distributed.group import DistEnv
 from utils.errors import BadFile, UserError
-from utils.options.config import ResolvedConfig
+from utils.options.resolved import ResolvedConfig
 
 BASE = resolved(loader="stock", batch_size=4, image_size=32, val_resize=36, workers=2, prefetch=3)
 

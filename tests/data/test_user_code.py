@@ -19,7 +19,7 @@ from utils.data.formats.folder import scan_splits
 from utils.data.loaders.sampler import RandomSampler
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
-from utils.options.config import ResolvedConfig
+from utils.options.resolved import ResolvedConfig
 
 BASE = resolved(batch_size=8, image_size=32, val_resize=36, workers=2, prefetch=2)
 EXAMPLES = ROOT / "examples"

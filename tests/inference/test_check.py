@@ -15,7 +15,7 @@ from utils.data.formats.folder import scan_splits
 from utils.distributed.group import DistEnv
 from utils.errors import RunFailed, UserError
 from utils.inference.export.check import NUM_IMAGES, TOLERANCE, Comparison, check_images, compare
-from utils.options.config import ResolvedConfig
+from utils.options.resolved import ResolvedConfig
 
 
 def config_of(data: Path | None) -> ResolvedConfig:

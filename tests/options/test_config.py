@@ -16,9 +16,10 @@ from tests.conftest import resolved
 from tests.harness import ROOT, launch
 from utils.errors import UserError
 from utils.options.cli import parse
-from utils.options.config import ResolvedConfig, TrainConfig, flag_fields, flags_with
+from utils.options.config import TrainConfig, flag_fields, flags_with
 from utils.options.flags import FIRST, flag, flag_info
 from utils.options.limits import Limit
+from utils.options.resolved import ResolvedConfig
 
 FIELDS = flag_fields()
 # A value other than the default for every field, so that none can be forgotten on the way.

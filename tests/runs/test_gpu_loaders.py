@@ -23,7 +23,7 @@ from utils.data.loaders.sampler import RandomSampler, create_sampler
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
 from utils.network.augment import BatchAugment, Normalize
-from utils.options.config import ResolvedConfig
+from utils.options.resolved import ResolvedConfig
 
 pytestmark = pytest.mark.gpu
 

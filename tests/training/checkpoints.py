@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from utils.options.config import ResolvedConfig
+from utils.options.resolved import ResolvedConfig
 from utils.training.state.checkpoint import Checkpoint, RunRecord
 from utils.training.state.train_state import RankState, ReplicatedState
 

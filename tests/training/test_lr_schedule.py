@@ -12,7 +12,7 @@ from torch.optim import SGD
 
 from tests.conftest import resolved
 from utils.errors import UserError
-from utils.options.config import ResolvedConfig
+from utils.options.resolved import ResolvedConfig
 from utils.options.validation import validate
 from utils.training.optimization.lr_schedule import create_schedule, describe_schedule, rate_at
 from utils.training.optimization.optim import create_optimizer, learning_rate, peak_lr, resolve_optimizer

@@ -15,7 +15,8 @@ from tests.conftest import resolved
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
 from utils.network.gradients import ForwardBackward, GraphedForwardBackward, capture_stream
-from utils.options.config import ResolvedConfig, TrainConfig
+from utils.options.config import TrainConfig
+from utils.options.resolved import ResolvedConfig
 from utils.training.optimization.optim import (
     _has_fused,
     check_optimizer,

@@ -31,8 +31,9 @@ from utils.distributed.shared_memory import check_shared_memory
 from utils.errors import UserError
 from utils.network.augment import BatchAugment
 from utils.network.gradients import AMP_DTYPES
-from utils.options.config import ResolvedConfig, TrainConfig
+from utils.options.config import TrainConfig
 from utils.options.policies import POLICIES
+from utils.options.resolved import ResolvedConfig
 from utils.text import count
 from utils.training.run import Run
 

@@ -28,7 +28,8 @@ from utils.distributed.machine import Machine, inspect_machine
 from utils.distributed.ownership import own_process
 from utils.distributed.stop import StopRequest
 from utils.network.compiler import enable_compile_cache
-from utils.options.config import BATCH_SIZE, ResolvedConfig, TrainConfig
+from utils.options.config import BATCH_SIZE, TrainConfig
+from utils.options.resolved import ResolvedConfig
 from utils.training.run import Run
 from utils.training.settings.autotune import resolve
 from utils.training.state.output import prepare_output

@@ -13,7 +13,7 @@ from torch.utils.dlpack import from_dlpack
 
 from utils.data.images.batch import Batch
 from utils.distributed.group import DistEnv
-from utils.options.config import ResolvedConfig
+from utils.options.resolved import ResolvedConfig
 
 NUM_PIPELINES = 2  # training pipelines, which make every other batch each
 DALI_VERSION: str = dali.__version__

@@ -13,7 +13,7 @@ from utils.distributed.collective import collective
 from utils.distributed.collectives import sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import UserError, first_line
-from utils.options.config import ResolvedConfig
+from utils.options.resolved import ResolvedConfig
 from utils.options.schedules import size_schedule
 
 FOLDER = "/dev/shm"

@@ -26,8 +26,9 @@ from utils.log import emit
 from utils.network.augment import Normalize
 from utils.network.gradients import AMP_DTYPES
 from utils.network.weight_files import read_weights
-from utils.options.config import ResolvedConfig, TrainConfig
+from utils.options.config import TrainConfig
 from utils.options.flags import flag
+from utils.options.resolved import ResolvedConfig
 from utils.options.validation import require_data
 from utils.progress import show_status, with_bar
 from utils.text import count, describe_alike

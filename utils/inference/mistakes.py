@@ -28,7 +28,7 @@ from utils.distributed.group import DistEnv
 from utils.errors import UserError, first_line, readable
 from utils.files import atomic_write_text, json_text
 from utils.network.augment import Samples
-from utils.options.config import ResolvedConfig
+from utils.options.resolved import ResolvedConfig
 from utils.report.output_folder import read_run
 from utils.report.page import PAGE, render
 from utils.report.pictures import MAX_PAIRS, PICTURES, Pictures, read_pictures

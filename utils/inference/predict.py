@@ -42,7 +42,8 @@ from utils.inference.weights import choose_network, find_best_checkpoints
 from utils.log import emit
 from utils.network.augment import Normalize
 from utils.network.gradients import AMP_DTYPES
-from utils.options.config import ResolvedConfig, TrainConfig
+from utils.options.config import TrainConfig
+from utils.options.resolved import ResolvedConfig
 from utils.progress import end_status, show_status, with_bar
 from utils.text import count, describe_alike
 from utils.training.resume.restore import settings_of_checkpoint

@@ -16,7 +16,7 @@ from utils.data.reading.decode_pool import decode_files
 from utils.data.reading.decoding import decoder_of
 from utils.data.reading.reader import READ_AHEAD
 from utils.distributed.group import DistEnv
-from utils.options.config import ResolvedConfig
+from utils.options.resolved import ResolvedConfig
 
 Indices = NDArray[np.int64]
 

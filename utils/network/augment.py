@@ -11,7 +11,7 @@ from torchvision.transforms import v2
 
 from utils.distributed.group import DistEnv
 from utils.network.gradients import AMP_DTYPES
-from utils.options.config import ResolvedConfig
+from utils.options.resolved import ResolvedConfig
 
 
 class Normalize:

@@ -8,7 +8,7 @@ from utils.distributed.group import DistEnv
 from utils.network.gradient_plans import start_gradient_plans
 from utils.network.gradients import AMP_DTYPES
 from utils.network.kernels.shapes import DepthwiseShape
-from utils.options.config import ResolvedConfig
+from utils.options.resolved import ResolvedConfig
 
 MIN_SEARCH_IMAGES = 5_000_000  # docs/internals/decisions/0032
 

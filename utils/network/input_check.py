@@ -9,7 +9,7 @@ from torch import nn
 from torch.func import functional_call
 
 from utils.errors import UserError, first_line
-from utils.options.config import ResolvedConfig
+from utils.options.resolved import ResolvedConfig
 from utils.options.schedules import size_schedule
 
 

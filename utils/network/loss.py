@@ -6,8 +6,8 @@ from typing import cast
 import timm.loss
 from torch import Tensor, nn
 
-from utils.options.config import ResolvedConfig
 from utils.options.losses import LOSSES
+from utils.options.resolved import ResolvedConfig
 
 
 class BinaryCrossEntropy(timm.loss.BinaryCrossEntropy):  # type: ignore[misc]

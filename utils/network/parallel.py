@@ -29,7 +29,7 @@ from utils.network.gradients import (
     wait_for_stream,
 )
 from utils.network.loss import create_criterion
-from utils.options.config import ResolvedConfig
+from utils.options.resolved import ResolvedConfig
 from utils.options.schedules import size_schedule, value_at
 
 # torch 2.15 renamed the option; 2.11 to 2.14 know the old name only.

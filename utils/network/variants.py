@@ -10,7 +10,7 @@ from utils.network.fused_layers import depthwise_shapes
 from utils.network.head import head_parameters
 from utils.network.input_check import check_inputs
 from utils.network.kernels.shapes import DepthwiseShape
-from utils.options.config import ResolvedConfig
+from utils.options.resolved import ResolvedConfig
 
 
 def prepare_training(model: nn.Module, config: ResolvedConfig, world_size: int) -> set[DepthwiseShape]:

@@ -24,9 +24,10 @@ from utils.errors import (
     UserError,
 )
 from utils.log import accept_all_characters, emit, print_error
-from utils.options.config import CHOSEN, TrainConfig, check_limits, choices, flag_fields
+from utils.options.config import TrainConfig, check_limits, choices, flag_fields
 from utils.options.flags import FlagInfo, flag, flag_info, kinds
 from utils.options.recipes import read_run_recipe
+from utils.options.resolved import CHOSEN
 from utils.options.schedules import unused_by
 from utils.options.validation import find_weights, require_source, require_tracker, require_user_code, validate
 

@@ -34,7 +34,6 @@ from utils.options.store_url import store_url
 BATCH_SIZE = 256  # images per process and step, of a new run
 PREFETCH = 6  # batches
 RUNS = Path("runs")  # holds the output folders that have no --output-dir
-CHOSEN = "chosen"  # key of config.json beside the flags: those that were not given, and their values
 
 _BELOW_1 = Limit(minimum=0, below=1)
 _PROBABILITY = Limit(minimum=0, maximum=1, noun="probability")
@@ -326,60 +325,6 @@ class TrainConfig:
     def save(self, path: Path) -> None:
         """Write the flags of the run as JSON; the file is itself a valid `--config`."""
         write_json(path, self.to_dict())
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ResolvedConfig(TrainConfig):
-    """What a run uses: every open value of TrainConfig is chosen (`utils.training.settings.autotune.resolve`).
-
-    Only the types of those fields change. Three keep the value that was given: `data_dir` and `pretrained`, where None
-    means that there is none, and `grad_exchange`, which is "auto" for a single process, as that exchanges nothing.
-    """
-
-    batch_size: int
-    decode: Literal["fused", "full"]
-    hw_decoder_load: float
-    cache: Literal["none", "gpu", "host"]
-    prefetch: int
-    val_resize: int
-    val_image_size: int
-    val_crop: Literal["center", "squash"]
-    interpolation: Literal["bilinear", "bicubic", "random"]
-    workers: int
-    processes: int
-    num_classes: int
-    compile: bool
-    fused_layers: bool
-    cuda_graph: bool
-    warmup_epochs: float
-    lr: float
-    lr_scaling: Literal["linear", "sqrt", "none"]
-    momentum: float
-    weight_decay: float
-    amp: Literal["bf16", "fp16", "none"]
-    device: Literal["cuda", "cpu"]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        unresolved = [name for name in ResolvedConfig.__annotations__ if getattr(self, name) in (None, "auto")]
-        assert not unresolved, f"not resolved: {', '.join(unresolved)}"
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Undo of `to_dict`; a checkpoint without one of the keys below was trained so."""
-        size = values.get("image_size", TrainConfig.image_size)
-        before = {"val_image_size": size, "val_crop": "center", "interpolation": "bilinear", "lr_scaling": "linear"}
-        return super().from_dict(before | dict(values))
-
-    def save(self, path: Path) -> None:
-        """As `TrainConfig.save`, and under "chosen" the values that were not given, which a recipe has chosen again."""
-        values, names = self.to_dict(), set(flags_with(chosen=True)) - self.given
-        write_json(path, values | {CHOSEN: {name: values[name] for name in values if name in names}})
-
-    @property
-    def val_interpolation(self) -> Literal["bilinear", "bicubic"]:
-        """Of evaluated images; as timm does it, "random" is of training crops alone."""
-        return "bicubic" if self.interpolation == "bicubic" else "bilinear"
 
 
 def flag_fields() -> list[dataclasses.Field[Any]]:

@@ -7,8 +7,9 @@ from typing import Any
 import yaml
 
 from utils.errors import UserError
-from utils.options.config import CHOSEN, flag_fields, flags_with
+from utils.options.config import flag_fields, flags_with
 from utils.options.flags import kinds
+from utils.options.resolved import CHOSEN
 
 MAX_LENGTH = 1_000_000  # characters
 # Keys that every config.json had before it had CHOSEN, together with those of the launch.

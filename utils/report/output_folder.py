@@ -19,7 +19,7 @@ from typing import Any
 
 from utils.errors import UserError
 from utils.log import EVENTS, METRICS, SUMMARY
-from utils.options.config import CHOSEN
+from utils.options.resolved import CHOSEN
 
 BEST = "best.pt"
 OF_TRAINING = (METRICS, EVENTS, "last.pt")  # that nothing but training writes

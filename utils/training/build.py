@@ -21,7 +21,8 @@ from utils.log import Log
 from utils.network.augment import create_augment
 from utils.network.gradients import AMP_DTYPES, capture_stream, on_stream
 from utils.network.parallel import create_forward_backward, distribute
-from utils.options.config import ResolvedConfig, TrainConfig
+from utils.options.config import TrainConfig
+from utils.options.resolved import ResolvedConfig
 from utils.report.tracking.sender import TrackerProcess
 from utils.seed import seed_process, seed_weights
 from utils.training.optimization.lr_schedule import create_schedule

@@ -5,7 +5,7 @@ from utils.data.splits.selection import Splits, check_files
 from utils.distributed.collective import collective
 from utils.distributed.group import DistEnv
 from utils.distributed.shared_memory import check_shared_memory
-from utils.options.config import ResolvedConfig
+from utils.options.resolved import ResolvedConfig
 
 
 @collective

@@ -25,7 +25,7 @@ from utils.errors import RunFailed, Stopped, UserError
 from utils.log import SUMMARY, Log
 from utils.network.augment import BatchAugment
 from utils.network.freezing import AnyForwardBackward
-from utils.options.config import ResolvedConfig
+from utils.options.resolved import ResolvedConfig
 from utils.progress import with_bar
 from utils.report.tracking.sender import TrackerProcess
 from utils.text import count

@@ -20,8 +20,8 @@ from utils.errors import RunFailed
 from utils.figures import describe_figure, figures_of
 from utils.files import write_json
 from utils.log import SUMMARY
-from utils.options.config import ResolvedConfig
 from utils.options.flags import flag
+from utils.options.resolved import ResolvedConfig
 from utils.report.output_folder import DATA_WAIT_WARNING, read_run
 from utils.report.terminal import epoch_table
 from utils.text import count

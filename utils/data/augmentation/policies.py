@@ -21,8 +21,8 @@ from nvidia.dali.auto_aug.core import _Augmentation, augmentation, select, signe
 from PIL import Image, ImageFilter
 from torchvision.transforms import v2
 
-from utils.options.config import ResolvedConfig
 from utils.options.policies import POLICIES, Policy
+from utils.options.resolved import ResolvedConfig
 
 SOLARIZE, BLUR = 128, (0.1, 2.0)  # of 3-Augment: least value that is inverted, sigma in pixels
 # Of AutoAugment: (operation, probability, magnitude). Where it has one operation, the paper's other has probability 0.

@@ -31,7 +31,8 @@ from utils.data.splits.selection import read_data
 from utils.data.staging.stage import stage
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
-from utils.options.config import BATCH_SIZE, ResolvedConfig, TrainConfig
+from utils.options.config import BATCH_SIZE, TrainConfig
+from utils.options.resolved import ResolvedConfig
 from utils.text import describe_alike
 
 

@@ -20,8 +20,9 @@ from utils.distributed.group import DistEnv
 from utils.distributed.launcher import read_launch
 from utils.distributed.machine import inspect_machine
 from utils.errors import BadFile, UserError
-from utils.options.config import ResolvedConfig, TrainConfig, choices, flag_fields
+from utils.options.config import TrainConfig, choices, flag_fields
 from utils.options.flags import flag, kinds
+from utils.options.resolved import ResolvedConfig
 from utils.options.validation import validate
 from utils.text import count
 

@@ -23,7 +23,7 @@ from utils.data.images.manifest import Manifest
 from utils.data.reading.decode_pool import identify_bad_file
 from utils.data.reading.reader import BatchReader, encoded_images, open_image
 from utils.distributed.group import DistEnv
-from utils.options.config import ResolvedConfig
+from utils.options.resolved import ResolvedConfig
 
 CACHED = ("gpu", "host")  # values of --cache with which images are decoded once
 CHUNK = 2**28  # bytes; torch rounds pinned memory up to a power of two

@@ -27,7 +27,7 @@ from utils.data.loaders.sampler import Sampler, shard
 from utils.data.reading.decode_pool import identify_bad_file
 from utils.data.reading.reader import BatchReader
 from utils.distributed.group import DistEnv
-from utils.options.config import ResolvedConfig
+from utils.options.resolved import ResolvedConfig
 from utils.seed import Stream, derive_seed
 
 

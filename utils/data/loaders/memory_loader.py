@@ -27,7 +27,7 @@ from utils.data.loaders.sampler import Sampler, shard
 from utils.distributed.group import DistEnv
 from utils.distributed.machine import free_memory
 from utils.errors import UserError
-from utils.options.config import ResolvedConfig
+from utils.options.resolved import ResolvedConfig
 
 # Images that are decoded at once. Not --batch-size: the batch decides which of DALI's decoders takes an image on a GPU,
 # and the pixels must not depend on the number of processes.

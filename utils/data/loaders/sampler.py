@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
-from utils.options.config import ResolvedConfig
+from utils.options.resolved import ResolvedConfig
 from utils.seed import Stream, seed_sequence
 from utils.text import count
 

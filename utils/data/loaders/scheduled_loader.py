@@ -6,7 +6,7 @@ from typing import Any
 
 from utils.data.images.batch import Batch, TrainLoader
 from utils.data.loaders.sampler import Sampler
-from utils.options.config import ResolvedConfig
+from utils.options.resolved import ResolvedConfig
 from utils.options.schedules import policy_schedule, size_schedule, value_at
 
 OpenLoader = Callable[[ResolvedConfig, int, dict[str, Any] | None], TrainLoader]

@@ -6,7 +6,8 @@ from typing import Any, Literal
 from utils.distributed.group import DistEnv
 from utils.distributed.machine import Machine
 from utils.errors import UserError
-from utils.options.config import PREFETCH, ResolvedConfig, TrainConfig
+from utils.options.config import PREFETCH, TrainConfig
+from utils.options.resolved import ResolvedConfig
 
 SMALL = 1 / 8  # of the free memory: decoded images that take no more are cached by default, on the CPU
 SMALL_ON_GPU = 1 / 4  # of the GPU's, where one kernel makes the batches

@@ -30,7 +30,7 @@ from utils.data.reading.decode_pool import identify_bad_file
 from utils.data.reading.reader import DONT_USE_MMAP, note_images
 from utils.distributed.group import DistEnv
 from utils.errors import UserError, escape_control_chars
-from utils.options.config import ResolvedConfig
+from utils.options.resolved import ResolvedConfig
 from utils.seed import Stream, derive_seed
 from utils.text import count
 

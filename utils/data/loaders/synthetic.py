@@ -9,7 +9,7 @@ from utils.data.images.batch import Batch
 from utils.data.images.manifest import Manifest
 from utils.data.loaders.sampler import shard
 from utils.distributed.group import DistEnv
-from utils.options.config import ResolvedConfig
+from utils.options.resolved import ResolvedConfig
 
 
 class SyntheticTrainLoader:

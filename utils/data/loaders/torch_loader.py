@@ -29,7 +29,7 @@ from utils.data.reading.reader import read_image
 from utils.data.reading.shard_reader import ShardFiles
 from utils.distributed.group import DistEnv
 from utils.distributed.process_pool import safe_fork
-from utils.options.config import ResolvedConfig
+from utils.options.resolved import ResolvedConfig
 from utils.seed import Stream, seed_sequence
 
 

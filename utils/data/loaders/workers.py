@@ -16,7 +16,7 @@ from utils.distributed.exit import install_worker_exit_handler
 from utils.distributed.group import DistEnv
 from utils.distributed.stop import StopRequest
 from utils.errors import UserError
-from utils.options.config import ResolvedConfig
+from utils.options.resolved import ResolvedConfig
 
 
 class BatchSampler:

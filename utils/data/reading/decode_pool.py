@@ -24,7 +24,7 @@ from utils.distributed.group import DistEnv
 from utils.distributed.process_pool import process_pool
 from utils.distributed.shared_memory import explain_full
 from utils.errors import BadFile
-from utils.options.config import ResolvedConfig
+from utils.options.resolved import ResolvedConfig
 from utils.text import count
 
 CHUNK = 8  # images that a process gets at once

@@ -24,7 +24,8 @@ from utils.distributed.collective import collective
 from utils.distributed.collectives import all_gather_object, broadcast, sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
-from utils.options.config import ResolvedConfig, TrainConfig
+from utils.options.config import TrainConfig
+from utils.options.resolved import ResolvedConfig
 from utils.text import count
 
 SPLITS = ("train", "val")

@@ -19,7 +19,7 @@ from utils.data.reading.shard_reader import ShardFiles
 from utils.data.splits.selection import read_data
 from utils.distributed.group import DistEnv
 from utils.errors import RunFailed, UserError
-from utils.options.config import ResolvedConfig
+from utils.options.resolved import ResolvedConfig
 
 NUM_IMAGES = 100
 BATCH_SIZES = (1, 2, 32)  # the last one again and again; one shows a batch size that became a constant

@@ -12,7 +12,7 @@ from utils.errors import UserError, readable
 from utils.inference.weights import choose_network, find_best_checkpoints
 from utils.network.weight_files import Normalization
 from utils.options.arguments import model_options
-from utils.options.config import ResolvedConfig
+from utils.options.resolved import ResolvedConfig
 from utils.text import count
 from utils.training.settings.preprocessing import crop_pct
 from utils.training.state.checkpoint import load

@@ -21,7 +21,7 @@ from typing import IO, Any
 from utils.errors import EXIT_DONE, EXIT_FAILED, escape_control_chars, first_line, readable
 from utils.files import json_text, write_json
 from utils.log import EVENTS, METRICS, SUMMARY, Log
-from utils.options.config import CHOSEN, ResolvedConfig
+from utils.options.resolved import CHOSEN, ResolvedConfig
 from utils.report.output_folder import read_lines, read_object
 from utils.report.tracking.trackers import Outcome, Tracker
 

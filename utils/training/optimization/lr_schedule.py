@@ -10,7 +10,7 @@ from timm.scheduler.step_lr import StepLRScheduler
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from utils.options.config import ResolvedConfig
+from utils.options.resolved import ResolvedConfig
 from utils.options.schedules import decay_epochs
 from utils.training.optimization.optim import describe_lr, peak_lr
 

@@ -18,8 +18,9 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from utils.errors import UserError, first_line
 from utils.network.head import head_parameters
 from utils.options.arguments import optimizer_arguments
-from utils.options.config import ResolvedConfig, TrainConfig
+from utils.options.config import TrainConfig
 from utils.options.flags import flag
+from utils.options.resolved import ResolvedConfig
 from utils.text import count
 
 LR_BATCH = 256  # images for which --lr is given, as in Goyal et al. 2017, arXiv:1706.02677, section 2.1

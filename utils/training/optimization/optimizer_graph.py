@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from utils.network.gradients import capture_stream, record, wait_for_stream
-from utils.options.config import ResolvedConfig
+from utils.options.resolved import ResolvedConfig
 
 NUM_BRANCHES = 8
 

@@ -23,8 +23,9 @@ from utils.distributed.collective import collective
 from utils.distributed.collectives import broadcast, sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import START_ANEW, UserError
-from utils.options.config import ResolvedConfig, flags_with
+from utils.options.config import flags_with
 from utils.options.flags import flag
+from utils.options.resolved import ResolvedConfig
 from utils.text import count
 from utils.training.optimization.lr_schedule import rate_at
 from utils.training.optimization.optim import peak_lr

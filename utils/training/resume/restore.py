@@ -18,8 +18,9 @@ from utils.distributed.launcher import restarted_by
 from utils.errors import START_ANEW, UserError
 from utils.log import EVENTS, emit
 from utils.network.parallel import warm_up_ddp_buckets
-from utils.options.config import ResolvedConfig, TrainConfig, flags_with
+from utils.options.config import TrainConfig, flags_with
 from utils.options.flags import flag
+from utils.options.resolved import ResolvedConfig
 from utils.options.validation import require_data, validate
 from utils.report.tracking.sender import SENT, TRACKING
 from utils.seed import seed_process, set_random_state

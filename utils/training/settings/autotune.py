@@ -21,7 +21,8 @@ from utils.distributed.collectives import all_gather_object, raise_on_all_ranks,
 from utils.distributed.group import DistEnv
 from utils.distributed.machine import all_pairs_nvlink, inspect_machine
 from utils.errors import START_ANEW, UserError
-from utils.options.config import ResolvedConfig, TrainConfig
+from utils.options.config import TrainConfig
+from utils.options.resolved import ResolvedConfig
 from utils.text import count
 from utils.training.optimization.optim import resolve_optimizer
 from utils.training.settings.batch_layout import choose_batch_size, describe_processes

@@ -20,7 +20,8 @@ from utils.distributed.launcher import launch_ids
 from utils.errors import START_ANEW, UserError, first_line
 from utils.files import link_temporary, rename, temporary_of, write_temporary
 from utils.options.arguments import model_options
-from utils.options.config import ResolvedConfig, TrainConfig
+from utils.options.config import TrainConfig
+from utils.options.resolved import ResolvedConfig
 from utils.options.validation import require_checkpoint
 from utils.training.state.train_state import NETWORKS, BestEpoch, RankState, ReplicatedState, TrainState, mean_buffers
 

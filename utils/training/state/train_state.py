@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from utils.distributed.group import DistEnv
 from utils.distributed.launcher import seconds_since_launch
-from utils.options.config import ResolvedConfig
+from utils.options.resolved import ResolvedConfig
 from utils.seed import random_state
 from utils.training.optimization.optim import create_ema, create_optimizer
 from utils.training.optimization.optimizer_graph import GraphedOptimizerStep, create_graphed_step
