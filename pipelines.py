@@ -148,7 +148,7 @@ def _train_images(source: Any, config: ResolvedConfig, device: str) -> Any:
 
 @dali.pipeline_def(exec_dynamic=True, enable_checkpointing=True)  # type: ignore[untyped-decorator]
 def train_pipeline(source: Callable[[BatchInfo], Any], config: ResolvedConfig, device: str) -> Any:
-    """Random crop, flip, `--transform`, policy and colour jitter of `source`: uint8 NHWC images, int64 (N, 1) targets.
+    """Random crop, flip, `--transform`, policy and color jitter of `source`: uint8 NHWC images, int64 (N, 1) targets.
 
     `source` gives encoded images, as `BatchReader`, or decoded ones, as `ImageCache`, by `config.cache`.
     """
@@ -163,7 +163,7 @@ def proxy_pipeline(config: ResolvedConfig, manifest: Manifest, device: str) -> A
 
 
 def _val_images(jpegs: Any, config: ResolvedConfig, device: str) -> Any:
-    """Resize and centre crop, in torchvision's exact geometry: uint8 HWC (val_image_size, val_image_size, 3)."""
+    """Resize and center crop, in torchvision's exact geometry: uint8 HWC (val_image_size, val_image_size, 3)."""
     images = fn.decoders.image(
         jpegs,
         device="mixed" if device == "gpu" else "cpu",
@@ -190,7 +190,7 @@ def _val_images(jpegs: Any, config: ResolvedConfig, device: str) -> Any:
 
 @dali.pipeline_def(exec_dynamic=True)  # type: ignore[untyped-decorator]
 def val_pipeline(source: Callable[[BatchInfo], Any], config: ResolvedConfig, device: str) -> Any:
-    """Resize and centre crop, in torchvision's exact geometry: uint8 NHWC, int64 (N, 1)."""
+    """Resize and center crop, in torchvision's exact geometry: uint8 NHWC, int64 (N, 1)."""
     jpegs, targets = encoded_images(source)
     return _val_images(jpegs, config, device), on_device(targets, device)
 
@@ -199,7 +199,7 @@ def val_pipeline(source: Callable[[BatchInfo], Any], config: ResolvedConfig, dev
 def stock_train_pipeline(reader: dict[str, Any], config: ResolvedConfig, device: str) -> Any:
     """The graph of NVIDIA's examples, from files to uint8 NHWC images and int64 (N, 1) targets.
 
-    `crop_mirror_normalize` only mirrors: the training step normalises, and takes uint8 from every loader.
+    `crop_mirror_normalize` only mirrors: the training step normalizes, and takes uint8 from every loader.
     """
     jpegs, targets = read_files(reader, device)
     crop: dict[str, Any] = {"random_area": [config.crop_scale, 1.0], "random_aspect_ratio": list(RATIO)}

@@ -13,7 +13,7 @@ from nvidia.dali import fn, types
 
 
 def grayscale(images: Any, config: Any) -> Any:
-    """A fifth of the images without colour."""
+    """A fifth of the images without color."""
     saturation = 1 - fn.random.coin_flip(probability=0.2)
     return fn.saturation(images, saturation=fn.cast(saturation, dtype=types.FLOAT))
 

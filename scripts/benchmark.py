@@ -30,10 +30,11 @@ from utils.benchmark.verdict import CACHED, TITLES, diagnose
 from utils.distributed.launcher import read_launch
 from utils.errors import BadFile, UserError, escape_control_chars
 from utils.files import write_json
-from utils.options.cli import Program, number_option, train_flag, with_train_flags
+from utils.options.cli import Program, train_flag, with_train_flags
 from utils.options.config import TrainConfig
 from utils.options.limits import ABOVE_0
 from utils.options.policies import POLICIES
+from utils.options.readers import number_option
 from utils.options.store_url import require_store, store_url
 from utils.options.validation import validate
 from utils.progress import end_status, start_status

@@ -36,9 +36,10 @@ from utils.data.images.manifest import describe_counts
 from utils.distributed.signals import REPEAT_SECONDS
 from utils.errors import EXIT_DONE, EXIT_FAILED, Stopped, UserError, escape_control_chars
 from utils.files import check_writable
-from utils.options.cli import REQUIRED, Program, number_option, train_flag, with_train_flags
+from utils.options.cli import REQUIRED, Program, train_flag, with_train_flags
 from utils.options.config import TrainConfig
 from utils.options.limits import MIN_1
+from utils.options.readers import number_option
 from utils.options.store_url import require_store, store_url
 from utils.text import count
 

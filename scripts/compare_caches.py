@@ -27,9 +27,10 @@ from PIL import Image
 from utils.benchmark.verdict import Rate
 from utils.errors import UserError
 from utils.files import write_json
-from utils.options.cli import Program, number_option, train_flag, with_train_flags
+from utils.options.cli import Program, train_flag, with_train_flags
 from utils.options.config import TrainConfig
 from utils.options.limits import ABOVE_0, MIN_1, MIN_8
+from utils.options.readers import number_option
 from utils.options.validation import require_folder, validate
 from utils.progress import end_status, start_status
 from utils.text import count
@@ -90,13 +91,13 @@ def read_options(
 
 
 def generate(folder: Path, count: int, side: int) -> None:
-    """Write JPEGs of coloured clouds, a class folder for every tenth image."""
+    """Write JPEGs of colored clouds, a class folder for every tenth image."""
     draw = np.random.default_rng(0)
     for number in range(NUM_CLASSES):
         (folder / "train" / f"class{number}").mkdir(parents=True)
     for index in range(count):
-        colours = Image.fromarray(draw.integers(0, 256, (8, 8, 3), dtype=np.uint8))
-        image = colours.resize((side, side), Image.Resampling.BICUBIC)
+        colors = Image.fromarray(draw.integers(0, 256, (8, 8, 3), dtype=np.uint8))
+        image = colors.resize((side, side), Image.Resampling.BICUBIC)
         image.save(folder / "train" / f"class{index % NUM_CLASSES}" / f"{index:06}.jpg", quality=90)
 
 

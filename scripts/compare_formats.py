@@ -22,9 +22,10 @@ import typer
 from utils.benchmark.verdict import SYNTHETIC, Rate
 from utils.errors import UserError
 from utils.files import write_json
-from utils.options.cli import Program, number_option, train_flag, with_train_flags
+from utils.options.cli import Program, train_flag, with_train_flags
 from utils.options.config import TrainConfig
 from utils.options.limits import ABOVE_0
+from utils.options.readers import number_option
 from utils.options.validation import require_folder, validate
 from utils.progress import end_status, start_status
 from utils.text import count

@@ -32,10 +32,11 @@ from scripts.launcher import launched, stop_on_sigterm
 from utils.errors import EXIT_DONE, RunFailed, UserError
 from utils.files import check_writable, write_json
 from utils.log import SUMMARY
-from utils.options.cli import REQUIRED, Program, number_option, parse, train_flag, with_train_flags
+from utils.options.cli import REQUIRED, Program, parse, train_flag, with_train_flags
 from utils.options.config import BATCH_SIZE, PREFETCH, TrainConfig, flags_with
 from utils.options.flags import flag, split_flags
 from utils.options.limits import MIN_1
+from utils.options.readers import number_option
 from utils.options.resolved import CHOSEN
 from utils.report.output_folder import read_object
 

@@ -29,9 +29,10 @@ import typer
 from scripts.launcher import run_with_limit, stop_on_sigterm
 from utils.errors import EXIT_STOPPED, RunFailed
 from utils.files import check_writable, write_json
-from utils.options.cli import Program, number_option, train_flag, with_train_flags
+from utils.options.cli import Program, train_flag, with_train_flags
 from utils.options.flags import flag, split_flags
 from utils.options.limits import ABOVE_0, MIN_1
+from utils.options.readers import number_option
 from utils.options.validation import require_folder
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"

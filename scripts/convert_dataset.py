@@ -39,9 +39,10 @@ from utils.data.formats.sources import FORMATS, find_source, has_class_folders
 from utils.errors import Stopped, UserError
 from utils.files import atomic_write_text, temporary_of
 from utils.log import emit
-from utils.options.cli import Program, choice_option, number_option, train_flag, with_train_flags
+from utils.options.cli import Program, train_flag, with_train_flags
 from utils.options.config import TrainConfig
 from utils.options.limits import ABOVE_0, MIN_1, Limit
+from utils.options.readers import choice_option, number_option
 from utils.options.store_url import refuse_url, require_store, store_url
 from utils.text import count
 

@@ -24,7 +24,8 @@ import typer
 
 from utils.errors import RunFailed, UserError, first_line, readable
 from utils.log import emit
-from utils.options.cli import REQUIRED, Program, choice_option, train_flag, with_train_flags
+from utils.options.cli import REQUIRED, Program, train_flag, with_train_flags
+from utils.options.readers import choice_option
 from utils.text import count
 
 FormatName = Literal["timm", "onnx", "torchscript", "pt2"]

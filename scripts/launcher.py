@@ -30,8 +30,9 @@ if __name__ == "__main__":
 import typer
 
 from utils.errors import Stopped, UserError
-from utils.options.cli import Program, number_option
+from utils.options.cli import Program
 from utils.options.limits import ABOVE_0
+from utils.options.readers import number_option
 
 EXIT_TIMEOUT = 124  # as timeout(1)
 END_SECONDS = 30.0  # for a command to end after SIGTERM

@@ -3,7 +3,7 @@
 
     scripts/make_digits.py runs/quickstart/digits
 
-The data set is part of scikit-learn, so nothing is downloaded. It has 1,797 grey 8 x 8 digits, which become 64 x 64 RGB
+The data set is part of scikit-learn, so nothing is downloaded. It has 1,797 gray 8 x 8 digits, which become 64 x 64 RGB
 files under train/CLASS/ (1,437 images) and val/CLASS/ (360 images). The same command always chooses the same split.
 """
 

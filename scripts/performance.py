@@ -25,8 +25,9 @@ from scripts.launcher import run_with_limit, stop_on_sigterm
 from utils.benchmark.verdict import Rate, is_same
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.files import check_writable
-from utils.options.cli import REQUIRED, Program, number_option, train_flag, with_train_flags
+from utils.options.cli import REQUIRED, Program, train_flag, with_train_flags
 from utils.options.limits import ABOVE_0
+from utils.options.readers import number_option
 from utils.options.store_url import refuse_url
 
 BENCHMARK = Path(__file__).with_name("benchmark.py")

@@ -31,8 +31,9 @@ from utils.distributed.startup import print_once, start_imports, start_program
 from utils.errors import UserError
 from utils.inference.inputs import expand_sources
 from utils.inference.predictions import Format, OutputType, PredictOptions, require_pyarrow
-from utils.options.cli import REQUIRED, Program, choice_option, number_option, train_flag, with_train_flags
+from utils.options.cli import REQUIRED, Program, train_flag, with_train_flags
 from utils.options.limits import MIN_1
+from utils.options.readers import choice_option, number_option
 from utils.progress import end_status
 
 WHOLE = number_option(int)

@@ -34,10 +34,11 @@ from scripts.launcher import launched, stop_on_sigterm
 from utils.data.images.codecs import is_image
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.files import check_writable, write_json
-from utils.options.cli import REQUIRED, Program, number_option, train_flag, with_train_flags
+from utils.options.cli import REQUIRED, Program, train_flag, with_train_flags
 from utils.options.config import choices
 from utils.options.flags import split_flags
 from utils.options.limits import MIN_1
+from utils.options.readers import number_option
 from utils.options.store_url import refuse_url
 
 LOADERS = choices("loader")

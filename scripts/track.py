@@ -21,7 +21,8 @@ import typer
 
 from utils.errors import UserError
 from utils.log import METRICS
-from utils.options.cli import REQUIRED, Program, number_option, train_flag, with_train_flags
+from utils.options.cli import REQUIRED, Program, train_flag, with_train_flags
+from utils.options.readers import number_option
 from utils.options.validation import require_tracker
 from utils.report.tracking.sender import send_run
 from utils.report.tracking.trackers import TRACKERS

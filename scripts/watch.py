@@ -20,7 +20,8 @@ if __name__ == "__main__":
 import typer
 
 from utils.errors import UserError
-from utils.options.cli import Program, number_option
+from utils.options.cli import Program
+from utils.options.readers import number_option
 from utils.progress import is_terminal
 from utils.report.output_folder import RunInfo, open_run
 from utils.report.terminal import headline, record_line, screen

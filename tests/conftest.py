@@ -30,7 +30,7 @@ TINY = (
 
 
 def write_images(root: Path, counts: Sequence[int], seed: int = 0) -> None:
-    """JPEGs of odd sizes, one folder a class, whose colour depends on the class; noise makes each unique."""
+    """JPEGs of odd sizes, one folder a class, whose color depends on the class; noise makes each unique."""
     random = np.random.default_rng(seed)
     for label, (name, count) in enumerate(zip(CLASSES, counts, strict=True)):
         (root / name).mkdir(parents=True)
@@ -49,24 +49,24 @@ def write_data(root: Path, train: Sequence[int] = (14, 14, 13), val: Sequence[in
 
 
 NUMBERED = 125
-_LEVELS = 5  # of each colour
+_LEVELS = 5  # of each color
 
 
 def write_numbered(root: Path) -> Path:
-    """`NUMBERED` + 5 JPEGs of one colour each, which encodes a training image's number; no crop or flip changes it."""
+    """`NUMBERED` + 5 JPEGs of one color each, which encodes a training image's number; no crop or flip changes it."""
     for split, count in (("train", NUMBERED), ("val", 5)):
         for number in range(count):
-            colour = tuple(25 + 51 * (number // _LEVELS**power % _LEVELS) for power in range(3))
+            color = tuple(25 + 51 * (number // _LEVELS**power % _LEVELS) for power in range(3))
             path = root / split / ("even", "odd")[number % 2] / f"{number:03}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)
-            Image.new("RGB", (40, 40), colour).save(path, quality=95)
+            Image.new("RGB", (40, 40), color).save(path, quality=95)
     return root
 
 
-def number_of(colour: Sequence[float]) -> int:
-    """The number of an image of `write_numbered` from its mean colour, 0 to 255."""
-    assert all(abs((channel - 25) / 51 - round((channel - 25) / 51)) < 0.15 for channel in colour), colour
-    return sum(round((channel - 25) / 51) * _LEVELS**power for power, channel in enumerate(colour))
+def number_of(color: Sequence[float]) -> int:
+    """The number of an image of `write_numbered` from its mean color, 0 to 255."""
+    assert all(abs((channel - 25) / 51 - round((channel - 25) / 51)) < 0.15 for channel in color), color
+    return sum(round((channel - 25) / 51) * _LEVELS**power for power, channel in enumerate(color))
 
 
 @pytest.fixture(autouse=True)

@@ -106,7 +106,7 @@ CONTENTS: dict[str, bytes] = {
     "JPEG 2000": encoded("JPEG2000"),
     "ICO": encoded("ICO"),
     "CMYK": encoded(mode="CMYK"),
-    "grey": encoded(mode="L"),
+    "gray": encoded(mode="L"),
     "progressive": encoded(progressive=True),
     "12 bits": TWELVE_BITS,
     "arithmetic coding": ARITHMETIC,

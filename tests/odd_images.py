@@ -14,11 +14,11 @@ Plane = NDArray[Any]
 SIDE = 64
 _ROWS, _COLUMNS = np.mgrid[0:SIDE, 0:SIDE]
 RAMP: Plane = (2 * _ROWS + 2 * _COLUMNS).astype(float)  # 0 to 252, mean 126
-GREY: NDArray[np.uint8] = RAMP.astype(np.uint8)
-# Four fields of colours that tell how an image was turned: red, green; blue, white.
+GRAY: NDArray[np.uint8] = RAMP.astype(np.uint8)
+# Four fields of colors that tell how an image was turned: red, green; blue, white.
 FIELDS = np.full((SIDE, 96, 3), (240, 240, 240), np.uint8)
 FIELDS[:32, :48], FIELDS[:32, 48:], FIELDS[32:, :48] = (240, 20, 20), (20, 240, 20), (20, 20, 240)
-COLOURS: NDArray[np.uint8] = np.stack([GREY, GREY[::-1], GREY[:, ::-1]], axis=-1)
+COLORS: NDArray[np.uint8] = np.stack([GRAY, GRAY[::-1], GRAY[:, ::-1]], axis=-1)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # JPEG
@@ -200,11 +200,11 @@ def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
     return file.getvalue()
 
 
-def png(rows: NDArray[Any], colour: int, bits: int, *chunks: tuple[bytes, bytes], last: bytes = b"") -> bytes:
+def png(rows: NDArray[Any], color: int, bits: int, *chunks: tuple[bytes, bytes], last: bytes = b"") -> bytes:
     """A PNG of rows of packed samples, with these chunks before the pixels, and `last` as EXIF data behind them."""
     data = b"".join(b"\0" + row.tobytes() for row in rows)
     width = rows.shape[1] if rows.ndim == 3 else rows.shape[1] * 8 * rows.dtype.itemsize // bits
-    header = struct.pack(">IIBBBBB", width, len(rows), bits, colour, 0, 0, 0)
+    header = struct.pack(">IIBBBBB", width, len(rows), bits, color, 0, 0, 0)
     listed = [(b"IHDR", header), *chunks, (b"IDAT", zlib.compress(data)), *([(b"eXIf", last)] if last else [])]
     parts = [
         struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
@@ -265,6 +265,6 @@ def netpbm(kind: int, maximum: int, values: Plane) -> bytes:
 
 def lab_tiff() -> bytes:
     rgb, lab = ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB")
-    image = ImageCms.profileToProfile(Image.fromarray(COLOURS), rgb, lab, outputMode="LAB")
+    image = ImageCms.profileToProfile(Image.fromarray(COLORS), rgb, lab, outputMode="LAB")
     assert image is not None
     return encoded(image, "TIFF")

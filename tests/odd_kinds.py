@@ -10,17 +10,17 @@ import numpy as np
 from PIL import Image
 
 from tests import odd_images as odd
-from tests.odd_images import COLOURS, FIELDS, GREY, JFIF, RAMP, exif, turned, two_blocks
+from tests.odd_images import COLORS, FIELDS, GRAY, JFIF, RAMP, exif, turned, two_blocks
 
-RGB = odd.ycc(COLOURS)
-OPAQUE = np.full_like(GREY, 255)
-HALF = np.full_like(GREY, 128)
-GREY16, COLOURS16 = GREY.astype(np.uint16) * 257, COLOURS.astype(np.uint16) * 257
-INK = [*np.moveaxis(255.0 - COLOURS, 2, 0), np.zeros((odd.SIDE, odd.SIDE))]  # CMYK without black
+RGB = odd.ycc(COLORS)
+OPAQUE = np.full_like(GRAY, 255)
+HALF = np.full_like(GRAY, 128)
+GRAY16, COLORS16 = GRAY.astype(np.uint16) * 257, COLORS.astype(np.uint16) * 257
+INK = [*np.moveaxis(255.0 - COLORS, 2, 0), np.zeros((odd.SIDE, odd.SIDE))]  # CMYK without black
 INVERTED = [255 - plane for plane in INK]  # as Adobe stores it
 YCCK = [*odd.ycc(np.stack(INK[:3], axis=-1)), INVERTED[3]]
-COLOUR_IMAGE = Image.fromarray(COLOURS)
-MAP = [value * 257 for value in range(256)] * 3  # colour map of a TIFF
+COLOR_IMAGE = Image.fromarray(COLORS)
+MAP = [value * 257 for value in range(256)] * 3  # color map of a TIFF
 OF_FOUR = [(2, 2), (1, 1), (1, 1), (2, 2)]  # sampling of CMYK
 # Names of samplings -> factors of the first component; the others have 1.
 SAMPLINGS = {
@@ -50,49 +50,49 @@ class Kind(NamedTuple):
     pillow: bool = True
 
 
-def _grey(content: bytes, dali: bool = True, pillow: bool = True) -> Kind:
-    return Kind(content, np.stack([GREY] * 3, axis=-1), dali, pillow)
+def _gray(content: bytes, dali: bool = True, pillow: bool = True) -> Kind:
+    return Kind(content, np.stack([GRAY] * 3, axis=-1), dali, pillow)
 
 
-def _colour(content: bytes, dali: bool = True, pillow: bool = True) -> Kind:
-    return Kind(content, COLOURS, dali, pillow)
+def _color(content: bytes, dali: bool = True, pillow: bool = True) -> Kind:
+    return Kind(content, COLORS, dali, pillow)
 
 
 def _saved(kind: str, mode: str, **options: Any) -> Kind:
-    content = odd.encoded(COLOUR_IMAGE.convert(mode), kind, **options)
-    return Kind(content, np.asarray(COLOUR_IMAGE.convert(mode).convert("RGB")))
+    content = odd.encoded(COLOR_IMAGE.convert(mode), kind, **options)
+    return Kind(content, np.asarray(COLOR_IMAGE.convert(mode).convert("RGB")))
 
 
 JPEGS = {
-    "JPEG": _colour(odd.jpeg(RGB, segments=JFIF)),
-    "JPEG without JFIF": _colour(odd.jpeg(RGB)),
-    "JPEG, grey": _grey(odd.jpeg([RAMP], segments=JFIF)),
-    "JPEG, grey 2x2": _grey(odd.jpeg([RAMP], sampling=[(2, 2)])),
-    "JPEG, grey 2x1": _grey(odd.jpeg([RAMP], sampling=[(2, 1)])),
-    "JPEG, grey 1x2": _grey(odd.jpeg([RAMP], sampling=[(1, 2)])),
-    "JPEG, grey of Adobe": _grey(odd.jpeg([RAMP], segments=odd.adobe(0))),
-    "JPEG, RGB by ids": _colour(odd.jpeg(list(np.moveaxis(COLOURS, 2, 0)), ids=b"RGB")),
-    "JPEG, RGB by Adobe": _colour(odd.jpeg(list(np.moveaxis(COLOURS, 2, 0)), segments=odd.adobe(0))),
-    "JPEG, JFIF, then RGB by Adobe": _colour(odd.jpeg(RGB, segments=JFIF + odd.adobe(0))),
-    "JPEG, ids 0 to 2": _colour(odd.jpeg(RGB, ids=[0, 1, 2])),
-    "JPEG, ids 34 to 36": _colour(odd.jpeg(RGB, ids=[34, 35, 36])),
-    "JPEG, restart markers": _colour(odd.jpeg(RGB, restart=3, segments=JFIF)),
-    "JPEG, fill bytes": _colour(odd.jpeg(RGB, fill=5, segments=JFIF)),
-    "JPEG, extended": _colour(odd.jpeg(RGB).replace(b"\xff\xc0", b"\xff\xc1")),
-    "JPEG, all 2x1": _colour(odd.jpeg(RGB, sampling=[(2, 1)] * 3)),
-    "JPEG, all 1x2": _colour(odd.jpeg(RGB, sampling=[(1, 2)] * 3)),
-    "JPEG, chroma 2x2": _colour(odd.jpeg(RGB, sampling=[(1, 1), (2, 2), (2, 2)])),
-    "JPEG of odd sides": Kind(odd.jpeg([plane[:61, :47] for plane in RGB], sampling=OF_FOUR), COLOURS[:61, :47]),
+    "JPEG": _color(odd.jpeg(RGB, segments=JFIF)),
+    "JPEG without JFIF": _color(odd.jpeg(RGB)),
+    "JPEG, gray": _gray(odd.jpeg([RAMP], segments=JFIF)),
+    "JPEG, gray 2x2": _gray(odd.jpeg([RAMP], sampling=[(2, 2)])),
+    "JPEG, gray 2x1": _gray(odd.jpeg([RAMP], sampling=[(2, 1)])),
+    "JPEG, gray 1x2": _gray(odd.jpeg([RAMP], sampling=[(1, 2)])),
+    "JPEG, gray of Adobe": _gray(odd.jpeg([RAMP], segments=odd.adobe(0))),
+    "JPEG, RGB by ids": _color(odd.jpeg(list(np.moveaxis(COLORS, 2, 0)), ids=b"RGB")),
+    "JPEG, RGB by Adobe": _color(odd.jpeg(list(np.moveaxis(COLORS, 2, 0)), segments=odd.adobe(0))),
+    "JPEG, JFIF, then RGB by Adobe": _color(odd.jpeg(RGB, segments=JFIF + odd.adobe(0))),
+    "JPEG, ids 0 to 2": _color(odd.jpeg(RGB, ids=[0, 1, 2])),
+    "JPEG, ids 34 to 36": _color(odd.jpeg(RGB, ids=[34, 35, 36])),
+    "JPEG, restart markers": _color(odd.jpeg(RGB, restart=3, segments=JFIF)),
+    "JPEG, fill bytes": _color(odd.jpeg(RGB, fill=5, segments=JFIF)),
+    "JPEG, extended": _color(odd.jpeg(RGB).replace(b"\xff\xc0", b"\xff\xc1")),
+    "JPEG, all 2x1": _color(odd.jpeg(RGB, sampling=[(2, 1)] * 3)),
+    "JPEG, all 1x2": _color(odd.jpeg(RGB, sampling=[(1, 2)] * 3)),
+    "JPEG, chroma 2x2": _color(odd.jpeg(RGB, sampling=[(1, 1), (2, 2), (2, 2)])),
+    "JPEG of odd sides": Kind(odd.jpeg([plane[:61, :47] for plane in RGB], sampling=OF_FOUR), COLORS[:61, :47]),
     "JPEG, progressive": _saved("JPEG", "RGB", progressive=True, quality=95, subsampling=0),
-    "JPEG with more pictures": _saved("MPO", "RGB", save_all=True, append_images=[Image.fromarray(GREY)], quality=95),
-    "JPEG, CMYK of Adobe": _colour(odd.jpeg(INVERTED, segments=odd.adobe(0))),
-    "JPEG, CMYK without Adobe": _colour(odd.jpeg(INK)),
-    "JPEG, CMYK with JFIF": _colour(odd.jpeg(INK, segments=JFIF)),
-    "JPEG, CMYK subsampled": _colour(odd.jpeg(INVERTED, sampling=OF_FOUR, segments=odd.adobe(0))),
-    "JPEG, YCCK": _colour(odd.jpeg(YCCK, segments=odd.adobe(2))),
-    "JPEG, YCCK subsampled": _colour(odd.jpeg(YCCK, sampling=OF_FOUR, segments=odd.adobe(2))),
+    "JPEG with more pictures": _saved("MPO", "RGB", save_all=True, append_images=[Image.fromarray(GRAY)], quality=95),
+    "JPEG, CMYK of Adobe": _color(odd.jpeg(INVERTED, segments=odd.adobe(0))),
+    "JPEG, CMYK without Adobe": _color(odd.jpeg(INK)),
+    "JPEG, CMYK with JFIF": _color(odd.jpeg(INK, segments=JFIF)),
+    "JPEG, CMYK subsampled": _color(odd.jpeg(INVERTED, sampling=OF_FOUR, segments=odd.adobe(0))),
+    "JPEG, YCCK": _color(odd.jpeg(YCCK, segments=odd.adobe(2))),
+    "JPEG, YCCK subsampled": _color(odd.jpeg(YCCK, sampling=OF_FOUR, segments=odd.adobe(2))),
     **{
-        f"JPEG {name}": _colour(odd.jpeg(RGB, sampling=[factors, (1, 1), (1, 1)], segments=JFIF))
+        f"JPEG {name}": _color(odd.jpeg(RGB, sampling=[factors, (1, 1), (1, 1)], segments=JFIF))
         for name, factors in SAMPLINGS.items()
     },
 }  # fmt: skip
@@ -108,14 +108,14 @@ def _pngs() -> dict[str, Kind]:
         rows = odd.packed_bits(values, bits)
         found[f"PNG, {bits} bits"] = Kind(odd.png(rows, 0, bits), shown)
         found[f"PNG, palette of {bits} bits"] = Kind(odd.png(rows, 3, bits, palette), shown)
-        found[f"PNG, clear colours of {bits} bits"] = Kind(odd.png(rows, 3, bits, palette, (b"tRNS", b"\0\x80")), shown)
-    for bits, grey, colours in ((8, GREY, COLOURS), (16, GREY16.astype(">u2"), COLOURS16.astype(">u2"))):
-        cover = np.full_like(grey, 128 * (257 if bits == 16 else 1))
-        found[f"PNG, grey of {bits} bits"] = _grey(odd.png(grey, 0, bits))
-        found[f"PNG, a clear grey of {bits} bits"] = _grey(odd.png(grey, 0, bits, (b"tRNS", b"\0\0")))
-        found[f"PNG of {bits} bits"] = _colour(odd.png(colours, 2, bits))
-        found[f"PNG, grey and alpha of {bits} bits"] = _grey(odd.png(np.dstack([grey, cover]), 4, bits))
-        found[f"PNG, alpha of {bits} bits"] = _colour(odd.png(np.dstack([colours, cover]), 6, bits))
+        found[f"PNG, clear colors of {bits} bits"] = Kind(odd.png(rows, 3, bits, palette, (b"tRNS", b"\0\x80")), shown)
+    for bits, gray, colors in ((8, GRAY, COLORS), (16, GRAY16.astype(">u2"), COLORS16.astype(">u2"))):
+        cover = np.full_like(gray, 128 * (257 if bits == 16 else 1))
+        found[f"PNG, gray of {bits} bits"] = _gray(odd.png(gray, 0, bits))
+        found[f"PNG, a clear gray of {bits} bits"] = _gray(odd.png(gray, 0, bits, (b"tRNS", b"\0\0")))
+        found[f"PNG of {bits} bits"] = _color(odd.png(colors, 2, bits))
+        found[f"PNG, gray and alpha of {bits} bits"] = _gray(odd.png(np.dstack([gray, cover]), 4, bits))
+        found[f"PNG, alpha of {bits} bits"] = _color(odd.png(np.dstack([colors, cover]), 6, bits))
     return found
 
 
@@ -127,8 +127,8 @@ def _tiffs() -> dict[str, Kind]:
             ("i4", 2**23, False), ("f2", 1, False), ("f4", 1, False), ("f8", 1, False), ("f4", 1 / 255, False),
         ):  # fmt: skip
             content = odd.tiff((RAMP * scale).astype(kind), order=order)
-            found[f"TIFF, {kind} times {scale:.3g}, {name} endian"] = _grey(content, good, good)
-        found[f"TIFF of 16 bits, {name} endian"] = _colour(odd.tiff(COLOURS16, 2, order=order))
+            found[f"TIFF, {kind} times {scale:.3g}, {name} endian"] = _gray(content, good, good)
+        found[f"TIFF of 16 bits, {name} endian"] = _color(odd.tiff(COLORS16, 2, order=order))
     for bits, good in ((1, True), (2, False), (4, False), (12, True)):
         top = 2**bits - 1
         values = np.rint(RAMP * top / 255)
@@ -138,25 +138,25 @@ def _tiffs() -> dict[str, Kind]:
             ramp = [value * 65535 // top for value in range(top + 1)] * 3
             found[f"TIFF, palette of {bits} bits"] = Kind(odd.tiff_of_bits(values, bits, 3, t320=ramp), shown)
     for name, channels, good, pillow in (
-        ("associated alpha", odd.tiff(np.dstack([COLOURS // 2, HALF]), 2, t338=1), False, True),
-        ("grey and alpha", odd.tiff(np.dstack([GREY, OPAQUE]), t338=2), False, True),
-        ("grey and more", odd.tiff(np.dstack([GREY, OPAQUE]), t338=0), False, True),
-        ("grey and alpha of 16 bits", odd.tiff(np.dstack([GREY16, GREY16]), t338=2), False, False),
-        ("13 bands", odd.tiff(np.dstack([GREY16] * 13), t338=[0] * 12), False, False),
-        ("floating-point colours", odd.tiff((COLOURS / 255).astype("f4"), 2), False, False),
+        ("associated alpha", odd.tiff(np.dstack([COLORS // 2, HALF]), 2, t338=1), False, True),
+        ("gray and alpha", odd.tiff(np.dstack([GRAY, OPAQUE]), t338=2), False, True),
+        ("gray and more", odd.tiff(np.dstack([GRAY, OPAQUE]), t338=0), False, True),
+        ("gray and alpha of 16 bits", odd.tiff(np.dstack([GRAY16, GRAY16]), t338=2), False, False),
+        ("13 bands", odd.tiff(np.dstack([GRAY16] * 13), t338=[0] * 12), False, False),
+        ("floating-point colors", odd.tiff((COLORS / 255).astype("f4"), 2), False, False),
     ):
-        shown = COLOURS if "associated" in name else np.stack([GREY] * 3, axis=-1)
+        shown = COLORS if "associated" in name else np.stack([GRAY] * 3, axis=-1)
         found[f"TIFF, {name}"] = Kind(channels, shown, good, pillow)
     return found | {
-        "TIFF": _colour(odd.tiff(COLOURS, 2)),
-        "TIFF, white is zero": _grey(odd.tiff(255 - GREY, 0)),
-        "TIFF of 16 bits, white is zero": _grey(odd.tiff(65535 - GREY16, 0), False),
-        "TIFF, alpha": _colour(odd.tiff(np.dstack([COLOURS, HALF]), 2, t338=2)),
-        "TIFF, alpha of 16 bits": _colour(odd.tiff(np.dstack([COLOURS16, COLOURS16[..., 0]]), 2, t338=2)),
-        "TIFF, palette": _grey(odd.tiff(GREY, 3, t320=MAP)),
-        "TIFF, CMYK": _colour(odd.tiff(np.dstack([255 - COLOURS, np.zeros_like(GREY)]), 5)),
-        "TIFF, CMYK of 16 bits": _colour(odd.tiff(np.dstack([65535 - COLOURS16, 0 * GREY16]), 5), False),
-        "TIFF, Lab": _colour(odd.lab_tiff(), False),
+        "TIFF": _color(odd.tiff(COLORS, 2)),
+        "TIFF, white is zero": _gray(odd.tiff(255 - GRAY, 0)),
+        "TIFF of 16 bits, white is zero": _gray(odd.tiff(65535 - GRAY16, 0), False),
+        "TIFF, alpha": _color(odd.tiff(np.dstack([COLORS, HALF]), 2, t338=2)),
+        "TIFF, alpha of 16 bits": _color(odd.tiff(np.dstack([COLORS16, COLORS16[..., 0]]), 2, t338=2)),
+        "TIFF, palette": _gray(odd.tiff(GRAY, 3, t320=MAP)),
+        "TIFF, CMYK": _color(odd.tiff(np.dstack([255 - COLORS, np.zeros_like(GRAY)]), 5)),
+        "TIFF, CMYK of 16 bits": _color(odd.tiff(np.dstack([65535 - COLORS16, 0 * GRAY16]), 5), False),
+        "TIFF, Lab": _color(odd.lab_tiff(), False),
         "TIFF, YCbCr": _saved("TIFF", "YCbCr"),
         **{
             f"TIFF, {name}": _saved("TIFF", mode, compression=name)
@@ -164,40 +164,40 @@ def _tiffs() -> dict[str, Kind]:
             for mode in ("RGB",)
         },
         "TIFF, group4": _saved("TIFF", "1", compression="group4"),
-        "TIFF, several pages": _saved("TIFF", "RGB", save_all=True, append_images=[Image.fromarray(GREY)]),
+        "TIFF, several pages": _saved("TIFF", "RGB", save_all=True, append_images=[Image.fromarray(GRAY)]),
         "TIFF, big": _saved("TIFF", "RGB", big_tiff=True),
     }  # fmt: skip
 
 
 def _netpbm() -> dict[str, Kind]:
     found = {}
-    for kind, values in ((5, RAMP), (6, COLOURS), (2, RAMP), (3, COLOURS)):
+    for kind, values in ((5, RAMP), (6, COLORS), (2, RAMP), (3, COLORS)):
         for maximum in (1, 15, 100, 254, 255, 256, 1000, 4095, 65535):
             # DALI reads text and 255 with their maximum, and takes 65,535 for that of all other 16-bit samples.
             good = maximum in (254, 255, 65535) or (kind < 4 and maximum < 255)
             shown = np.rint(np.rint(values * (maximum / 255)) * (255 / maximum)).astype(np.uint8)
             pixels = shown if shown.ndim == 3 else np.stack([shown] * 3, axis=-1)
             found[f"Netpbm P{kind}, at most {maximum}"] = Kind(odd.netpbm(kind, maximum, values), pixels, good)
-    bits = np.packbits(GREY < 128, axis=1).tobytes()
-    black = np.where(GREY < 128, 0, 255).astype(np.uint8)
+    bits = np.packbits(GRAY < 128, axis=1).tobytes()
+    black = np.where(GRAY < 128, 0, 255).astype(np.uint8)
     found["Netpbm P4"] = Kind(b"P4 64 64\n" + bits, np.stack([black] * 3, axis=-1))
     return found
 
 
 OTHERS = {
     "BMP": _saved("BMP", "RGB"),
-    "BMP, grey": _saved("BMP", "L"),
+    "BMP, gray": _saved("BMP", "L"),
     "BMP, palette": _saved("BMP", "P"),
     "BMP, 1 bit": _saved("BMP", "1"),
     "BMP, alpha": _saved("BMP", "RGBA"),
     "WebP": _saved("WEBP", "RGB", lossless=True),
     "WebP, lossy": _saved("WEBP", "RGB", quality=95),
-    "WebP, alpha": _colour(odd.encoded(Image.fromarray(np.dstack([COLOURS, HALF])), "WEBP", lossless=True, exact=True)),
+    "WebP, alpha": _color(odd.encoded(Image.fromarray(np.dstack([COLORS, HALF])), "WEBP", lossless=True, exact=True)),
     "JPEG 2000": _saved("JPEG2000", "RGB"),
-    "JPEG 2000, grey": _saved("JPEG2000", "L"),
-    "JPEG 2000, grey of 16 bits": _grey(odd.encoded(Image.fromarray(GREY16), "JPEG2000")),
-    "JPEG 2000, YCbCr": Kind(odd.encoded(COLOUR_IMAGE.convert("YCbCr"), "JPEG2000"), None, False),
-    "JPEG 2000, grey and alpha": Kind(odd.encoded(COLOUR_IMAGE.convert("LA"), "JPEG2000"), None, False),
+    "JPEG 2000, gray": _saved("JPEG2000", "L"),
+    "JPEG 2000, gray of 16 bits": _gray(odd.encoded(Image.fromarray(GRAY16), "JPEG2000")),
+    "JPEG 2000, YCbCr": Kind(odd.encoded(COLOR_IMAGE.convert("YCbCr"), "JPEG2000"), None, False),
+    "JPEG 2000, gray and alpha": Kind(odd.encoded(COLOR_IMAGE.convert("LA"), "JPEG2000"), None, False),
 }
 SAMPLES: dict[str, Kind] = JPEGS | _pngs() | _tiffs() | _netpbm() | OTHERS
 

@@ -2,7 +2,7 @@
 
     torchrun ... tests/recorder.py RECORDS FLAGS_OF_TRAIN...
 
-The images must be those of `conftest.write_numbered`, whose colours encode their numbers.
+The images must be those of `conftest.write_numbered`, whose colors encode their numbers.
 """
 
 import json

@@ -113,4 +113,4 @@ def test_jax_trains(data: Path) -> None:
     done = launch(data, program=JAX, cwd=ROOT)
     assert done.status == 0, done.err
     losses = json.loads(done.out.splitlines()[-1])
-    assert losses[-1] < losses[0], "three colours are learnt"
+    assert losses[-1] < losses[0], "three colors are learned"

@@ -352,7 +352,7 @@ def test_exif_rotation_is_applied_by_both(tmp_path: Path, cpu: DistEnv) -> None:
 
 
 @pytest.mark.parametrize("name", ["little.png", "little.tif", "big.tif", "big.pgm"])
-def test_grey_of_16_bits_is_seen_alike_by_both(tmp_path: Path, cpu: DistEnv, name: str) -> None:
+def test_gray_of_16_bits_is_seen_alike_by_both(tmp_path: Path, cpu: DistEnv, name: str) -> None:
     """All 65,536 values: DALI divides by 257 and rounds, Pillow's own conversion cuts off at 255."""
     (tmp_path / "val" / "a").mkdir(parents=True)
     path = tmp_path / "val" / "a" / name

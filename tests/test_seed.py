@@ -21,7 +21,7 @@ from utils.network.augment import BatchAugment, Normalize
 from utils.seed import Stream, derive_seed, random_state, seed_all, seed_process, seed_weights, set_random_state
 
 CPU = torch.device("cpu")
-SIDE = 64  # pixels of the images whose colours show the crop
+SIDE = 64  # pixels of the images whose colors show the crop
 SIGMAS = 4.5  # of the correlation of independent draws, 1 / sqrt(draws): one pair in 150,000 exceeds it
 
 
@@ -104,7 +104,7 @@ def readable(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
 
 
 def crops(images: torch.Tensor) -> NDArray[np.float64]:
-    """(4, N): column and row of each crop's centre, its width, and whether it is mirrored."""
+    """(4, N): column and row of each crop's center, its width, and whether it is mirrored."""
     red, green = images[:, 0].double(), images[:, 1].double()
     slope = (red[:, :, -1] - red[:, :, 0]).mean(1)
     return np.stack([red.mean((1, 2)), green.mean((1, 2)), slope.abs(), slope.sign()])

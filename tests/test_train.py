@@ -243,7 +243,7 @@ def test_a_killed_run_leaves_no_generated_files(
 
 @pytest.mark.slow
 def test_everything_on_trains_and_learns(data: Path, tmp_path: Path) -> None:
-    """Colours are easy to learn. With all features on, a run learns them."""
+    """Colors are easy to learn. With all features on, a run learns them."""
     flags = (*flags_for(data, 1, EVERYTHING), "--epochs", 40, "--lr", 2, "--log-steps", 5, "--mixup", 0.1)
     done = launch(*flags, "--output-dir", tmp_path)
     assert done.status == 0, done.err

@@ -106,16 +106,16 @@ def test_timms_files_of_any_run(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("mode", ["L", "LA", "P", "RGBA", "1", "CMYK", "I;16", "I;16B", "PGM of 16 bits"])
 def test_classify_has_the_pixels_of_predict(tmp_path: Path, mode: str) -> None:
     levels = np.linspace(0, 65535, 40 * 30).reshape(30, 40)
-    grey = Image.fromarray((levels / 257).astype(np.uint8))
+    gray = Image.fromarray((levels / 257).astype(np.uint8))
     if mode in ("I;16", "PGM of 16 bits"):
-        path = tmp_path / ("grey.png" if mode == "I;16" else "grey.pgm")
+        path = tmp_path / ("gray.png" if mode == "I;16" else "gray.pgm")
         Image.fromarray(levels.astype(np.uint16)).save(path)
     elif mode == "I;16B":
-        path = tmp_path / "grey.tif"
+        path = tmp_path / "gray.tif"
         Image.frombytes(mode, (40, 30), levels.astype(">u2").tobytes()).save(path)
     else:
         path = tmp_path / ("image.jpg" if mode == "CMYK" else "image.png")
-        grey.convert("RGB" if mode in ("RGBA", "CMYK") else "L").convert(mode).save(path)
+        gray.convert("RGB" if mode in ("RGBA", "CMYK") else "L").convert(mode).save(path)
     expected = np.asarray(upright_rgb(path.read_bytes()))
     assert np.array_equal(np.asarray(classify_program()["read_image"](path)), expected)
     assert expected.max() > 250

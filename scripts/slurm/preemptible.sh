@@ -22,6 +22,6 @@ trap '' TERM
 status=0
 srun --kill-on-bad-exit=1 python train.py "$@" || status=$?
 if [[ $status -eq 143 || $status -eq 138 ]]; then # stopped, with a checkpoint; or by USR1 before the handler was set
-    scontrol requeue Incomplete "$SLURM_JOB_ID" # a job that was cancelled is complete to Slurm, and stays cancelled
+    scontrol requeue Incomplete "$SLURM_JOB_ID" # a job that was canceled is complete to Slurm, and stays canceled
 fi
 exit "$status"

@@ -28,7 +28,7 @@ from utils.errors import UserError
 from utils.training.run import Run
 
 
-def test_timm_gives_the_step_normalised_images(opened: Callable[..., tuple[Run, Manifest]]) -> None:
+def test_timm_gives_the_step_normalized_images(opened: Callable[..., tuple[Run, Manifest]]) -> None:
     run, manifest = opened()
     stream = TimmLoader(run, manifest)
     images, targets = next(stream)
@@ -37,13 +37,13 @@ def test_timm_gives_the_step_normalised_images(opened: Callable[..., tuple[Run, 
     assert images.is_contiguous(memory_format=torch.channels_last)
     assert -3 < images.min() < images.max() < 3
     assert set(targets.tolist()) <= {0, 1, 2}
-    # Each class has its colour, so labels and normalisation can be read from the pixels.
+    # Each class has its color, so labels and normalization can be read from the pixels.
     channel = (
         images.mean(dim=(2, 3)) * torch.tensor([0.229, 0.224, 0.225]) + torch.tensor([0.485, 0.456, 0.406])
     ).argmax(1)
     assert channel.tolist() == [2 - target for target in targets.tolist()]
     real_run = with_loader(run, stream)
-    assert real_run.augment(images, targets)[0] is images  # not normalised twice
+    assert real_run.augment(images, targets)[0] is images  # not normalized twice
     assert real_run.forward_backward is run.forward_backward
     train_step(real_run)
     assert run.state.step == 1

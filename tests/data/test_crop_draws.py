@@ -70,7 +70,7 @@ def test_crops_have_torchvisions_distribution(size: tuple[int, int], crop_scale:
 
 
 def test_a_crop_that_finds_no_window_is_torchvisions() -> None:
-    """From the centre, the largest of the nearest aspect, to the pixel."""
+    """From the center, the largest of the nearest aspect, to the pixel."""
     for size in [(40, 160), (160, 40), (1, 9), (9, 1), (7, 100), (33, 99)]:
         found, expected = draw(4, size, 1.0), torchvisions(1, size, 1.0)
         for ours, theirs in zip(found, expected, strict=False):
@@ -125,7 +125,7 @@ def test_an_image_has_the_same_draws_on_any_number_of_processes() -> None:
     assert found[0] == found[1] == found[2]
 
 
-def test_draws_of_seeds_epochs_and_neighbours_are_independent() -> None:
+def test_draws_of_seeds_epochs_and_neighbors_are_independent() -> None:
     streams = {
         f"seed {seed}, epoch {epoch}": draw(20_000, (64, 64), 0.08, seed, epoch)
         for seed, epoch in itertools.product(range(2), range(3))

@@ -1,6 +1,6 @@
 """Random crops and flips of the loaders: area, aspect and position as torchvision draws them, flips as often as asked.
 
-The pictures are ramps, so that the colours of a crop show where it was cut.
+The pictures are ramps, so that the colors of a crop show where it was cut.
 """
 
 from typing import Any
@@ -39,9 +39,9 @@ def ramps(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
 
 def measure(images: torch.Tensor) -> NDArray[np.float64]:
     """(5, N): left, top, width and height of each crop in pixels, and 1 where it is mirrored, else 0."""
-    centre = np.arange(1, SIDE - 1) + 0.5  # the border is cut off by the interpolation
+    center = np.arange(1, SIDE - 1) + 0.5  # the border is cut off by the interpolation
     red, green = (images[:, channel, 1:-1, 1:-1].double().mean(1 + channel).numpy() for channel in (0, 1))
-    (across, at_left), (down, at_top) = (np.polyfit(centre, values.T, 1) for values in (red, green))
+    (across, at_left), (down, at_top) = (np.polyfit(center, values.T, 1) for values in (red, green))
     mirrored = across < 0
     width, height = np.abs(across) * SIDE, down * SIDE
     left = np.where(mirrored, at_left - width, at_left) + 0.5

@@ -39,12 +39,12 @@ UNUSUAL = {
 
 
 def write_unusual(root: Path) -> Path:
-    """A file of its own colour for every name in UNUSUAL, in a different order than any that sorts."""
-    colours = iter(np.random.default_rng(0).integers(20, 236, size=(100, 3), dtype=np.uint8))
+    """A file of its own color for every name in UNUSUAL, in a different order than any that sorts."""
+    colors = iter(np.random.default_rng(0).integers(20, 236, size=(100, 3), dtype=np.uint8))
     for name in reversed(UNUSUAL):
         (root / name).mkdir(parents=True)
         for file in UNUSUAL[name]:
-            Image.new("RGB", (40, 40), tuple(map(int, next(colours)))).save(root / name / file, quality=95)
+            Image.new("RGB", (40, 40), tuple(map(int, next(colors)))).save(root / name / file, quality=95)
     return root
 
 
@@ -85,8 +85,8 @@ def test_loaders_read_unusual_names(unusual: Path, cpu: DistEnv, loader: str) ->
     assert images.shape == (len(manifest), 3, 32, 32)
     for index, image in enumerate(images):
         with Image.open(manifest.record(index).name) as file:
-            colour = torch.tensor(file.convert("RGB").getpixel((20, 20)))
-        assert (image.mean((1, 2)) - colour).abs().max() < 3, manifest.name(index)
+            color = torch.tensor(file.convert("RGB").getpixel((20, 20)))
+        assert (image.mean((1, 2)) - color).abs().max() < 3, manifest.name(index)
 
 
 @pytest.fixture
@@ -354,7 +354,7 @@ def test_only_some_of_many_missing_classes_are_named(small: Path) -> None:
 
 
 def test_size_of_the_decoded_images(tmp_path: Path) -> None:
-    """Which decides whether they are cached in memory. Three bytes a pixel, also of what is grey or transparent."""
+    """Which decides whether they are cached in memory. Three bytes a pixel, also of what is gray or transparent."""
     (tmp_path / "train" / "a").mkdir(parents=True)
     for number, (mode, width, height) in enumerate([("RGB", 40, 30), ("L", 7, 5), ("RGBA", 1, 1), ("P", 1, 200)]):
         Image.new(mode, (width, height)).save(tmp_path / "train" / "a" / f"{number}.png")

@@ -104,7 +104,7 @@ def test_pillow_shows_what_dali_does_not() -> None:
 
 def test_dali_reads_bad_ones_wrongly() -> None:
     """Or not at all: what a scan calls bad is no good image."""
-    assert dali_wrong(SAMPLES["TIFF, grey and alpha"])
+    assert dali_wrong(SAMPLES["TIFF, gray and alpha"])
     assert dali_wrong(SAMPLES["Netpbm P5, at most 4095"])
     assert dali_wrong(SAMPLES["TIFF, f4 times 1, little endian"])
 

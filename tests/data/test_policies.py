@@ -53,9 +53,9 @@ NAMES = {
     "Equalize": "equalize",
     "Invert": "invert",
 }
-# Mean absolute difference between DALI and torchvision at most, of 255. Pillow rounds colours down, DALI to the nearest
-# value. At the border of what a geometric operation moves, DALI interpolates towards the fill, Pillow does not. Pillow
-# equalises with a whole number of pixels per value, which matters with few pixels.
+# Mean absolute difference between DALI and torchvision at most, of 255. Pillow rounds colors down, DALI to the nearest
+# value. At the border of what a geometric operation moves, DALI interpolates toward the fill, Pillow does not. Pillow
+# equalizes with a whole number of pixels per value, which matters with few pixels.
 EXACT = ("Identity", "TranslateX", "TranslateY", "Posterize", "Solarize", "Invert")
 LIMITS = dict.fromkeys(NAMES, 0.7) | dict.fromkeys(EXACT, 0.0)
 LIMITS |= {"ShearX": 0.8, "ShearY": 0.8, "Rotate": 1.0, "Contrast": 1.0, "Equalize": 2.0}
@@ -73,7 +73,7 @@ def torchvision(policy: str) -> Any:
 
 
 def info(side: int, seed: int = 0) -> ImageInfo:
-    """Smooth, in all colours, like nothing that an operation makes of it."""
+    """Smooth, in all colors, like nothing that an operation makes of it."""
     random = np.random.default_rng(seed)
     small = random.integers(0, 256, size=(side // 8 + 1, side // 8 + 1, 3), dtype=np.uint8)
     return np.array(Image.fromarray(small).resize((side, side), Image.Resampling.BICUBIC))
@@ -282,7 +282,7 @@ def differences(policy: str, name: str, image: ImageInfo) -> dict[Step, float]:
 @pytest.mark.parametrize("policy", NAMED)
 def test_every_magnitude_does_what_torchvisions_does(policy: str) -> None:
     image = info(144)
-    turned = np.array(Image.fromarray(image).rotate(25, Image.Resampling.BILINEAR))  # black corners, for equalisation
+    turned = np.array(Image.fromarray(image).rotate(25, Image.Resampling.BILINEAR))  # black corners, for equalization
     for name in torchvision(policy)._AUGMENTATION_SPACE:
         for one in (image, turned):
             found = differences(policy, name, one)

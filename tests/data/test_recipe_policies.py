@@ -1,4 +1,4 @@
-"""What published recipes need: RandAugment's strength and noise, 3-Augment, colour jitter.
+"""What published recipes need: RandAugment's strength and noise, 3-Augment, color jitter.
 
 DALI and the torch loader draw and do the same as torchvision and timm, through real pipelines.
 """
@@ -107,8 +107,8 @@ def test_timms_magnitude_is_a_third(level: int) -> None:
 def waves(side: int = 48) -> ImageInfo:
     """Columns that go up and down every 8 pixels; what is left of the wave shows how much it was blurred."""
     column = np.cos(np.arange(side) * 2 * np.pi / 8)
-    colour = 128 + column[None, :, None] * np.array([100, 80, 60])
-    return np.broadcast_to(colour, (side, side, 3)).round().astype(np.uint8).copy()
+    color = 128 + column[None, :, None] * np.array([100, 80, 60])
+    return np.broadcast_to(color, (side, side, 3)).round().astype(np.uint8).copy()
 
 
 def amplitude(image: ImageInfo) -> float:
@@ -162,7 +162,7 @@ def test_operations_of_three_augment_are_timms() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Colour jitter
+# Color jitter
 
 
 def in_graph(operation: Any, image: ImageInfo, *values: Any) -> list[NDArray[Any]]:
@@ -188,7 +188,7 @@ def adjust_by_torchvision(image: ImageInfo, order: NDArray[np.int32], factors: N
 
 
 def test_color_jitter_does_what_torchvisions_does() -> None:
-    """In all orders, which differ where a colour is cut off at 255 in between."""
+    """In all orders, which differ where a color is cut off at 255 in between."""
     image = info(64)
     factors = np.array([1.4, 0.6, 1.4], dtype=np.float32)
     expected = [adjust_by_torchvision(image, order, factors) for order in ORDERS]
@@ -202,7 +202,7 @@ def test_color_jitter_does_what_torchvisions_does() -> None:
 
 @pytest.mark.parametrize("loader", LOADERS)
 def test_color_jitter_draws_uniformly(loader: str) -> None:
-    """Of a grey picture with a lighter, a darker and a coloured part, whose mean shows the brightness."""
+    """Of a gray picture with a lighter, a darker and a colored part, whose mean shows the brightness."""
     image = np.full((24, 24, 3), 90, dtype=np.uint8)
     image[:12, :12], image[12:, 12:], image[:12, 12:] = 60, 120, (120, 80, 65)
     drawn = np.array(LOADERS[loader]([image] * 2048, "none", color_jitter=0.4)).astype(float)

@@ -108,7 +108,7 @@ def test_repeats_are_dealt_as_by_timm(layout: tuple[int, int, int, int, int]) ->
 
 @pytest.mark.parametrize("layout", REPEATED, ids=str)
 def test_copies_of_an_epoch(layout: tuple[int, int, int, int, int]) -> None:
-    """Each image comes `repeats` times, as copies 0, 1, ...; the last may have fewer. Neighbours are on other ranks."""
+    """Each image comes `repeats` times, as copies 0, 1, ...; the last may have fewer. Neighbors are on other ranks."""
     repeats = layout[-1]
     seen: dict[int, list[tuple[int, int]]] = {}
     for sampler in repeated(layout):

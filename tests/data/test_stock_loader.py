@@ -254,14 +254,14 @@ def test_a_stopped_run_ends_as_the_uninterrupted_one(data: Path, tmp_path: Path,
     assert_same_run(whole, cut)
 
 
-def test_flags_that_it_cannot_honour(data: Path, tmp_path: Path, refused: Refused) -> None:
+def test_flags_that_it_cannot_honor(data: Path, tmp_path: Path, refused: Refused) -> None:
     refused("--data-dir", data, *FLAGS, "--cache", "host", "--output-dir", tmp_path / "run")(
         "--cache host with --loader stock: only --loader dali keeps images"
     )
 
 
 @pytest.mark.slow
-def test_other_flags_are_honoured(tmp_path: Path) -> None:
+def test_other_flags_are_honored(tmp_path: Path) -> None:
     """A held-out part of train/, a bad file that is skipped, a policy."""
     data = write_data(tmp_path / "data")
     (data / "train" / "red" / "bad.jpg").write_bytes(b"GIF89a no image")

@@ -25,9 +25,9 @@ GOOD = {kind: each.content for kind, each in SAMPLES.items() if each.dali}
 HEAD = 4096
 # The kinds of the table that DALI decodes on a GPU to other pixels, and two palettes that it only might.
 ON_GPU = {
-    "JPEG, grey 2x2", "JPEG, grey 2x1", "JPEG, grey 1x2", "JPEG, RGB by ids", "JPEG, RGB by Adobe",
-    "JPEG, JFIF, then RGB by Adobe", "PNG, 2 bits", "PNG, palette of 2 bits", "PNG, clear colours of 2 bits",
-    "PNG, 4 bits", "PNG, palette of 4 bits", "PNG, clear colours of 4 bits", "TIFF, 12 bits",
+    "JPEG, gray 2x2", "JPEG, gray 2x1", "JPEG, gray 1x2", "JPEG, RGB by ids", "JPEG, RGB by Adobe",
+    "JPEG, JFIF, then RGB by Adobe", "PNG, 2 bits", "PNG, palette of 2 bits", "PNG, clear colors of 2 bits",
+    "PNG, 4 bits", "PNG, palette of 4 bits", "PNG, clear colors of 4 bits", "TIFF, 12 bits",
     "TIFF, palette of 2 bits", "TIFF, palette of 4 bits",
 }  # fmt: skip
 
@@ -72,7 +72,7 @@ def test_what_differs_on_a_gpu_is_looked_at() -> None:
 
 def test_a_header_behind_the_first_bytes_is_found() -> None:
     profile = odd_images.segment(0xE2, bytes(60_000))
-    planes = list(np.moveaxis(odd_images.COLOURS, 2, 0))
+    planes = list(np.moveaxis(odd_images.COLORS, 2, 0))
     far = odd_images.jpeg(planes, ids=b"RGB", segments=profile)
     assert suspected({"far": far}, "gpu") == {"far"}
     assert differs_on_gpu(far)
@@ -81,7 +81,7 @@ def test_a_header_behind_the_first_bytes_is_found() -> None:
 
 
 def test_a_damaged_header_is_no_error() -> None:
-    for kind in ("JPEG, grey 2x2", "JPEG, RGB by Adobe", "PNG, 4 bits", "TIFF, 12 bits"):
+    for kind in ("JPEG, gray 2x2", "JPEG, RGB by Adobe", "PNG, 4 bits", "TIFF, 12 bits"):
         for length in range(min(300, len(GOOD[kind]))):
             differs_on_gpu(GOOD[kind][:length])
             suspected({kind: GOOD[kind][:length], "plain": GOOD["JPEG"]}, "gpu")

@@ -218,8 +218,8 @@ def test_the_example_changes_some_images(data: Path, cpu: DistEnv, name: str) ->
     changed = (before != after).flatten(1).any(dim=1)
     assert 0 < changed.sum() < len(changed)
     if name == "grayscale":
-        grey = (after.int() - after.int().roll(1, dims=1)).abs().flatten(1).amax(dim=1) <= 1
-        assert torch.equal(grey, changed)
+        gray = (after.int() - after.int().roll(1, dims=1)).abs().flatten(1).amax(dim=1) <= 1
+        assert torch.equal(gray, changed)
 
 
 @pytest.fixture(scope="module")

@@ -205,7 +205,7 @@ def test_a_preemptible_job_that_stops_itself_goes_back_into_the_queue(
     until(lambda: job.has_ended() and not workers(run))
 
 
-def test_a_preemptible_job_that_is_cancelled_stays_cancelled(cluster: Cluster, data: Path, tmp_path: Path) -> None:
+def test_a_preemptible_job_that_is_canceled_stays_canceled(cluster: Cluster, data: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     flags = ("--data-dir", data, *FLAGS, *FOR_EVER, "--output-dir", run)
     job = cluster.submit("preemptible.sh", tmp_path / "log", TWO_OF_ONE_NODE, *flags)
@@ -261,7 +261,7 @@ def test_a_rank_that_is_killed_is_named(cluster: Cluster, data: Path, tmp_path: 
     assert not workers(run)
 
 
-def test_a_job_that_is_cancelled_saves(cluster: Cluster, data: Path, tmp_path: Path) -> None:
+def test_a_job_that_is_canceled_saves(cluster: Cluster, data: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     flags = ("--data-dir", data, *FLAGS, *FOR_EVER, "--output-dir", run)
     job = cluster.submit("single_node.sh", tmp_path / "log", TWO_OF_ONE_NODE, *flags)

@@ -1,4 +1,4 @@
-"""Augmentation of a batch on the device: normalisation, mixes and their shares, erasing."""
+"""Augmentation of a batch on the device: normalization, mixes and their shares, erasing."""
 
 import random
 from typing import Any
@@ -99,7 +99,7 @@ def test_shares_of_mixup_follow_numpys_beta(alpha: float) -> None:
 
 @pytest.mark.parametrize("alpha", [0.2, 1.0])
 def test_boxes_of_cutmix_follow_numpys_beta(alpha: float) -> None:
-    """A box has the share 1 - lambda of the area, a random centre, and is cut off at the border."""
+    """A box has the share 1 - lambda of the area, a random center, and is cut off at the border."""
     side, random = 32, np.random.default_rng(0)
     half = (side * 0.5 * np.sqrt(1 - random.beta(alpha, alpha, 20_000))).astype(int)
     column, row = random.integers(side, size=(2, 20_000))

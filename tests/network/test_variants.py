@@ -1,4 +1,4 @@
-"""Gradient checkpointing and synchronised batch norm: other ways to the same weights."""
+"""Gradient checkpointing and synchronized batch norm: other ways to the same weights."""
 
 import dataclasses
 from collections.abc import Iterator

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from tests.conftest import resolved
-from tests.harness import ROOT, launch
+from tests.harness import ROOT
 from utils.errors import UserError
 from utils.options.cli import parse
 from utils.options.config import TrainConfig, flag_fields, flags_with
-from utils.options.flags import FIRST, flag, flag_info
+from utils.options.flags import flag, flag_info
 from utils.options.limits import Limit
 from utils.options.resolved import ResolvedConfig
 
@@ -307,53 +307,6 @@ def test_pretrained_in_a_recipe(tmp_path: Path, value: str, expected: str | None
 def test_config_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         TrainConfig().epochs = 3  # type: ignore[misc]
-
-
-@pytest.fixture(scope="module")
-def help_text() -> str:
-    """What --help prints on a terminal of 100 columns."""
-    code = "from utils.options.cli import parse; parse(['--help'])"
-    env = dict.fromkeys(("GITHUB_ACTIONS", "FORCE_COLOR", "PY_COLORS", "TERMINAL_WIDTH"))  # what typer would obey
-    done = launch(program=code, env=env | {"COLUMNS": 100, "PYTHONIOENCODING": "utf-8", "PYTHONWARNINGS": "error"})
-    assert (done.status, done.err) == (0, "")
-    return done.out
-
-
-def listed_flags(text: str) -> list[str]:
-    return re.findall(r"^│ (--[a-z-]+) ", text, re.MULTILINE)
-
-
-def test_help_lists_every_flag_once(help_text: str) -> None:
-    assert sorted(listed_flags(help_text)) == sorted(["--help", "--version", *(flag(field.name) for field in FIELDS)])
-
-
-def test_help_fits_the_terminal(help_text: str) -> None:
-    lines = help_text.splitlines()
-    assert len(lines) <= 200
-    assert max(map(len, lines)) <= 100
-    assert "…" not in help_text  # nothing is cut off
-
-
-def test_help_begins_with_the_first_run(help_text: str) -> None:
-    panels = re.split(r"^╭─ (.+?) ─+╮$", help_text, flags=re.MULTILINE)
-    names, bodies = panels[1::2], panels[2::2]
-    assert names[:2] == ["Options", FIRST]  # Options holds what every program has
-    assert listed_flags(bodies[0]) == ["--version", "--help"]
-    assert listed_flags(bodies[1]) == [
-        "--data-dir",
-        "--output-dir",
-        "--name",
-        "--arch",
-        "--epochs",
-        "--batch-size",
-        "--lr",
-    ]
-
-
-def test_help_states_defaults_choices_and_exit_statuses(help_text: str) -> None:
-    text = " ".join(help_text.replace("│", " ").split())
-    for fragment in ("[default: resnet50]", "0.256 for sgd", "auto, bf16, fp16, none.", "torchrun", "2 wrong usage"):
-        assert fragment in text
 
 
 @pytest.mark.parametrize("field", FIELDS, ids=lambda field: str(field.name))

@@ -77,7 +77,7 @@ def test_runs_a_decade_apart_have_a_logarithmic_axis() -> None:
     assert chart([(1, 0.5), (2, 0.0)], may_be_log=True, from_zero=True).y_ticks[0][1] == "0.0"
 
 
-def test_a_run_without_values_keeps_the_colours_of_the_others() -> None:
+def test_a_run_without_values_keeps_the_colors_of_the_others() -> None:
     found = chart([], [(1, 1.0)])
     assert [line.number for line in found.lines] == [1]
     assert line_chart("Loss", "epoch", [Series("run", [(1, None)])], str) is None
@@ -90,22 +90,22 @@ def test_one_value_and_marks_have_a_place() -> None:
     assert found.description == "Loss by epoch. run: last 3.0"
 
 
-def luminance(colour: str) -> float:
-    channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+def luminance(color: str) -> float:
+    channels = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in channels]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_colours_have_the_contrast_of_wcag_aa(scheme: str) -> None:
+def test_colors_have_the_contrast_of_wcag_aa(scheme: str) -> None:
     """4.5 for text, 3 for lines."""
     style = (ROOT / "utils" / "report" / "page.css").read_text()
     light, dark = style.split("@media screen and (prefers-color-scheme: dark)")[:2]
-    colours = dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", light if scheme == "light" else dark.split("@media")[0]))
-    texts, lines = ("ink", "faint", "warn"), [name for name in colours if name.startswith("run")]
+    colors = dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", light if scheme == "light" else dark.split("@media")[0]))
+    texts, lines = ("ink", "faint", "warn"), [name for name in colors if name.startswith("run")]
     assert len(lines) == 7
     for names, least in ((texts, 4.5), (lines, 3.0)):
         for name in names:
             for ground in ("paper", "card"):
-                low, high = sorted((luminance(colours[name]), luminance(colours[ground])))
+                low, high = sorted((luminance(colors[name]), luminance(colors[ground])))
                 assert (high + 0.05) / (low + 0.05) >= least, (name, ground)

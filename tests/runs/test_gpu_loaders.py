@@ -173,11 +173,11 @@ def open_from_memory(
 def test_batches_from_the_gpus_memory_are_those_of_the_cpu(
     data: Path, gpu: DistEnv, cpu: DistEnv, image_size: int
 ) -> None:
-    """Crops and flips to the pixel, colours within 1 of 255, where both have the same decoded images."""
+    """Crops and flips to the pixel, colors within 1 of 255, where both have the same decoded images."""
     on_gpu, on_cpu = (open_from_memory(data, env, image_size=image_size) for env in (gpu, cpu))
     decoded = on_gpu._images.pixels.cpu()
-    used = int(on_gpu._images.starts[-1])  # what lies behind is not initialised
-    # Decoders of the GPU and of the CPU interpolate colours differently: 8 here. The next image is 40 off.
+    used = int(on_gpu._images.starts[-1])  # what lies behind is not initialized
+    # Decoders of the GPU and of the CPU interpolate colors differently: 8 here. The next image is 40 off.
     assert (decoded[:used].int() - on_cpu._images.pixels[:used].int()).abs().float().mean() < 20
     on_cpu._images.pixels = decoded
     for _ in range(11):  # two epochs

@@ -28,7 +28,7 @@ from utils.errors import BadFile
 pytestmark = pytest.mark.gpu
 
 ALL = GOOD | {f"turned {kind}": each.content for kind, each in ORIENTED.items() if each.dali}
-CLOSE = 8.0  # mean difference of a GPU's decoders and the CPU's, of 255; other colours, or another turn, are tens off
+CLOSE = 8.0  # mean difference of a GPU's decoders and the CPU's, of 255; other colors, or another turn, are tens off
 
 # Decodes the images of sys.argv[1], a pickled dict, one at a time, as sys.argv[2] says, and prints each name before it
 # does so. Leaves the pixels in sys.argv[3].

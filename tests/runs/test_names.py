@@ -34,14 +34,14 @@ FLAGS = (*TINY, "--batch-size", 8, "--epochs", 1)
 
 def write_images(root: Path) -> None:
     """Two images of each class in train/ and one in val/, with the names of the classes as names."""
-    colours = np.random.default_rng(0)
+    colors = np.random.default_rng(0)
     for split, count in (("train", 2), ("val", 1)):
         for number, name in enumerate(NAMES):
             folder = root / split / os.fsdecode(name)
             folder.mkdir(parents=True)
             for image in range(count):
                 path = folder / os.fsdecode(NAMES[number - 1][:200] + b"%d.jpg" % image)
-                Image.fromarray(colours.integers(0, 256, (40, 40, 3), dtype=np.uint8)).save(path)
+                Image.fromarray(colors.integers(0, 256, (40, 40, 3), dtype=np.uint8)).save(path)
 
 
 @pytest.fixture(scope="module")

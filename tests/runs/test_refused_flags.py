@@ -194,7 +194,7 @@ RECIPES: dict[str, tuple[str | bytes, tuple[str, ...]]] = {
     "range": ("lr: -1", ("--lr -1.0:", "more than 0")),
     "false": ("false", (*MAPPING, "not bool")),
     "twice": ("lr: 1\nlr: 2", ("'lr' is given twice", "keep one")),
-    "twice, spelt differently": ("ema-decay: 0.9\nema_decay: 0.5", ("'ema-decay' is given twice", "keep one")),
+    "twice, spelled differently": ("ema-decay: 0.9\nema_decay: 0.5", ("'ema-decay' is given twice", "keep one")),
     "tag that does not fit": ("lr: !!bool x", CANNOT),
     "nested too deep": ("[" * 5000, CANNOT),
     "too long": ("lr: 1 #" + "x" * 1_000_000, (*CANNOT, "more than 1,000,000 characters")),

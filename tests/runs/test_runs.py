@@ -257,10 +257,10 @@ def test_more_epochs_change_the_schedule(data: Path, tmp_path: Path) -> None:
     assert (rates[15], rates[16]) == (pytest.approx(last), pytest.approx(now))
 
 
-def repaint(path: Path, colour: tuple[int, int, int]) -> None:
+def repaint(path: Path, color: tuple[int, int, int]) -> None:
     """Another image in a file of the same size: bytes behind a JPEG's end mean nothing."""
     size = path.stat().st_size
-    Image.new("RGB", (40, 40), colour).save(path, quality=50)
+    Image.new("RGB", (40, 40), color).save(path, quality=50)
     content = path.read_bytes()
     assert len(content) <= size
     path.write_bytes(content + bytes(size - len(content)))

@@ -16,7 +16,7 @@ from tests.conftest import SOCKETS_ARE_ELSEWHERE, Refused, write_images
 from tests.contract import assert_keys
 from tests.forked import launch_forked
 from tests.harness import ROOT, error_line, launch
-from utils.benchmark.report import COLOURS
+from utils.benchmark.report import COLORS
 from utils.benchmark.verdict import Rate, is_same
 
 BENCHMARK = ROOT / "scripts" / "benchmark.py"
@@ -137,9 +137,9 @@ def test_chart_is_a_picture(finished: tuple[dict[str, Any], Path, str]) -> None:
         assert image.format == "PNG"
         assert image.size[0] == 1200
         pixels = np.asarray(image.convert("RGB")).reshape(-1, 3)
-    for colour in COLOURS.values():
-        bars = (pixels == [int(colour[at : at + 2], 16) for at in (1, 3, 5)]).all(axis=1).sum()
-        assert bars > 100, f"no bar in {colour}"
+    for color in COLORS.values():
+        bars = (pixels == [int(color[at : at + 2], 16) for at in (1, 3, 5)]).all(axis=1).sum()
+        assert bars > 100, f"no bar in {color}"
 
 
 @pytest.mark.parametrize("loader", ["dali-fused", "dali-full", "stock", "torch"])

@@ -260,14 +260,14 @@ def quiet_main(words: list[str]) -> int:
 
 
 def test_larger_images_become_smaller(data: Path, tmp_path: Path) -> None:
-    """Upright, in the colours of the source; those that fit keep their bytes."""
+    """Upright, in the colors of the source; those that fit keep their bytes."""
     root = shutil.copytree(data, tmp_path / "data")
     exif = Image.Exif()
     exif[0x0112] = 6  # a quarter turn
     pixels = np.zeros((60, 200, 3), dtype=np.uint8)
     pixels[:, :100] = 255
     Image.fromarray(pixels).save(root / "train" / "red" / "turned.jpg", exif=exif, quality=95)
-    Image.new("LA", (300, 200), (90, 0)).save(root / "train" / "red" / "grey.png")
+    Image.new("LA", (300, 200), (90, 0)).save(root / "train" / "red" / "gray.png")
     sizes = {}
     for quality in (95, 30):
         out = tmp_path / str(quality)
@@ -284,8 +284,8 @@ def test_larger_images_become_smaller(data: Path, tmp_path: Path) -> None:
             assert (turned.size, turned.getexif().get(0x0112, 1)) == ((15, 50), 1)
             assert np.asarray(turned)[:20].min() > 200
             assert np.asarray(turned)[30:].max() < 50
-        with Image.open(out / "train" / "red" / "grey.png") as grey:
-            assert (grey.mode, grey.size) == ("RGB", (50, 33))
+        with Image.open(out / "train" / "red" / "gray.png") as gray:
+            assert (gray.mode, gray.size) == ("RGB", (50, 33))
         sizes[quality] = sum(map(len, after.values()))
     assert sizes[30] < sizes[95] < sum(map(len, before.values()))
 

@@ -64,7 +64,7 @@ def test_the_page_in_a_browser(folders: list[Path], page: Path, tmp_path: Path) 
         assert browser.evaluate("document.body.textContent").count(HOSTILE) >= 2
         small = "[...document.querySelectorAll('.chart > svg')].map(each => each.getBoundingClientRect().width)"
         assert all(width > 300 for width in browser.evaluate(small)), "at 1,600 px"
-    assert len(papers) == len({colour for _, colour in papers}) == 2, "light and dark are a paper each"
+    assert len(papers) == len({color for _, color in papers}) == 2, "light and dark are a paper each"
 
 
 def test_the_page_says_what_the_files_say(folders: list[Path], page: Path) -> None:

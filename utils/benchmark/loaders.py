@@ -56,7 +56,7 @@ class _Reader:
 
 
 class TimmLoader:
-    """timm's create_loader and its prefetcher: batches whose images are normalised already, in the step's dtype."""
+    """timm's create_loader and its prefetcher: batches whose images are normalized already, in the step's dtype."""
 
     def __init__(self, run: Run, manifest: Manifest) -> None:
         config = run.config
@@ -96,7 +96,7 @@ class TimmLoader:
 
 
 class Identity(BatchAugment):
-    """For batches of TimmLoader, which are normalised and augmented already."""
+    """For batches of TimmLoader, which are normalized and augmented already."""
 
     def __init__(self) -> None:
         pass

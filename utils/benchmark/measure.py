@@ -1,6 +1,6 @@
 """Interleaved measurement: every case is measured once per round, A B A B, so that drift of the machine affects all.
 
-A window is the wall time of a number of steps, on CUDA between two synchronisations. Loaders fill their queues while
+A window is the wall time of a number of steps, on CUDA between two synchronizations. Loaders fill their queues while
 others are measured. So before a window all queues are full and idle; then the queue of the case is drained, two steps
 are discarded, and the window shows the sustained rate. A window of a loader with worker processes is a whole number of
 their rounds, as their batches come in bursts. The first windows of each case, with compilation and the search for fast

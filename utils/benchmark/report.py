@@ -34,7 +34,7 @@ from utils.files import atomic_write_bytes
 from utils.text import count
 
 LABELS_AT = 1.2  # right end of the numbers in the chart, in parts of the longest bar
-COLOURS = {  # Okabe and Ito's
+COLORS = {  # Okabe and Ito's
     "dali-fused": "#0072B2", "dali-full": "#56B4E9", "cached": "#F0E442", "stock": "#009E73", "torch": "#E69F00",
     "timm": "#CC79A7",
 }  # fmt: skip
@@ -202,7 +202,7 @@ def _draw_panel(axes: Axes, title: str, measurements: Measurements, rates: Seque
     above = [max(rate.windows) - rate.median for rate in rates]
     axes.barh(
         [TITLES[name] for name in names], medians, xerr=[below, above], height=0.62,
-        color=[COLOURS[name] for name in names], error_kw={"ecolor": "#222222", "elinewidth": 1.2},
+        color=[COLORS[name] for name in names], error_kw={"ecolor": "#222222", "elinewidth": 1.2},
     )  # fmt: skip
     synthetic, limit = (
         measurements.synthetic.median,

@@ -41,15 +41,15 @@ def inspect_machine(env: DistEnv) -> Machine:
     """Look at this machine."""
     gpu = env.device.type == "cuda"
     allowed = os.sched_getaffinity(0)
-    neighbours = [
+    neighbors = [
         cores for host, cores in all_gather_object((os.uname().nodename, allowed), env) if host == os.uname().nodename
     ]
     return Machine(
-        cpu_threads=cpu_share(allowed, neighbours),
+        cpu_threads=cpu_share(allowed, neighbors),
         gpu=gpu,
         jpeg_engines=jpeg_engines() if gpu else 0,
         gpu_memory=torch.cuda.mem_get_info(env.device)[0] if gpu else 0,
-        host_memory=free_memory() // len(neighbours),
+        host_memory=free_memory() // len(neighbors),
     )
 
 

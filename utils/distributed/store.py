@@ -123,7 +123,7 @@ class _Connection:
     def _serve(self) -> None:
         while True:
             future, function = self._calls.get()
-            if _fulfil(future, function):
+            if _fulfill(future, function):
                 self.answers += 1
 
 
@@ -135,11 +135,11 @@ def call_with_timeout(function: Callable[[], T], timeout: float) -> T:
             on.
     """
     future: Future[T] = Future()
-    threading.Thread(target=_fulfil, args=(future, function), daemon=True).start()
+    threading.Thread(target=_fulfill, args=(future, function), daemon=True).start()
     return _wait(future, timeout)
 
 
-def _fulfil(future: Future[T], function: Callable[[], T]) -> bool:
+def _fulfill(future: Future[T], function: Callable[[], T]) -> bool:
     """Whether `function` had a result. It is not called if the caller has stopped waiting."""
     if not future.set_running_or_notify_cancel():
         return False

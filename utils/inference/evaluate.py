@@ -1,7 +1,7 @@
 """Exact evaluation: every validation image counts once, on any number of ranks and at any batch size; `--evaluate`."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,20 +129,19 @@ def evaluate(
         if mistakes is not None:
             mistakes.add(images, logits, predicted[:, 0], targets)
     model.train(was_training)
-    # One exchange for all, whatever the shapes.
-    parts = [
-        torch.tensor([seen], dtype=torch.float64, device=env.device),
-        *(metric.sums.flatten() for metric in metrics),
-    ]
+    count, *sums = _sum_over_ranks([torch.tensor(float(seen)), *(metric.sums for metric in metrics)], env)
+    if count.item() != num_images:
+        raise RuntimeError(f"evaluation saw {count:.0f} of {num_images} validation images; its result would be wrong")
+    found = [metric.compute(each, num_images) for metric, each in zip(metrics, sums, strict=True)]
+    return {name: value for each in found for name, value in each.items()} | {"count": num_images}
+
+
+@collective
+def _sum_over_ranks(tensors: Sequence[Tensor], env: DistEnv) -> list[Tensor]:
+    """Sums of tensors of any shapes over all ranks, float64 on the CPU, by one exchange."""
+    parts = [each.to(env.device, torch.float64).flatten() for each in tensors]
     summed = torch.split(all_reduce_sum(torch.cat(parts)).cpu(), [part.numel() for part in parts])
-    if summed[0].item() != num_images:
-        raise RuntimeError(
-            f"evaluation saw {summed[0].item():.0f} of {num_images} validation images; its result would be wrong"
-        )
-    found: dict[str, float | int] = {}
-    for metric, sums in zip(metrics, summed[1:], strict=True):
-        found |= metric.compute(sums.view(metric.sums.shape), num_images)
-    return found | {"count": num_images}
+    return [part.view(each.shape) for part, each in zip(summed, tensors, strict=True)]
 
 
 @collective

@@ -1,4 +1,4 @@
-"""Augmentation of a batch on the device: normalisation, mixup, CutMix, random erasing."""
+"""Augmentation of a batch on the device: normalization, mixup, CutMix, random erasing."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -32,7 +32,7 @@ class Normalize:
         return (images * self.scale - self.shift).to(self.dtype)
 
     def inverse(self, images: Tensor) -> Tensor:
-        """Normalised images (N, 3, H, W) -> float32, 0 to 255."""
+        """Normalized images (N, 3, H, W) -> float32, 0 to 255."""
         return (images.float() + self.shift) / self.scale
 
 

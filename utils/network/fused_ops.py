@@ -99,7 +99,7 @@ def batch_norm_backward_sums(
 
     Args:
         dz: gradient of activation(y), (N, C, H, W).
-        x: what was normalised, of the same shape: y = (x - mean) * scale + bias.
+        x: what was normalized, of the same shape: y = (x - mean) * scale + bias.
         mean: (C,), float32 (float64 of float64), as `scale` and `bias`.
         scale: weight / standard deviation.
         bias: the shift after it.
@@ -109,9 +109,9 @@ def batch_norm_backward_sums(
         from utils.network.kernels import batch_norm as kernels
 
         return kernels.batch_norm_backward_sums(dz, x, mean, scale, bias, activation)
-    centred = _upcast(x) - _column(mean)
-    dy = _input_grad(_upcast(dz), centred * _column(scale) + _column(bias), activation)
-    return dy.sum(dim=(0, 2, 3)), (dy * centred).sum(dim=(0, 2, 3))
+    centered = _upcast(x) - _column(mean)
+    dy = _input_grad(_upcast(dz), centered * _column(scale) + _column(bias), activation)
+    return dy.sum(dim=(0, 2, 3)), (dy * centered).sum(dim=(0, 2, 3))
 
 
 def _activate(y: Tensor, activation: str) -> Tensor:
@@ -152,10 +152,10 @@ class _BatchNormAct(torch.autograd.Function):
         x, mean, std_inverse, scale, shift = ctx.saved_tensors
         dy_sum, dot = batch_norm_backward_sums(dz, x, mean, scale, shift, ctx.activation)
         count = x.numel() // x.shape[1]
-        centred = _upcast(x) - _column(mean)
-        dy = _input_grad(_upcast(dz), centred * _column(scale) + _column(shift), ctx.activation)
+        centered = _upcast(x) - _column(mean)
+        dy = _input_grad(_upcast(dz), centered * _column(scale) + _column(shift), ctx.activation)
         slope = dot * std_inverse * std_inverse / count
-        dx = (dy - _column(dy_sum / count) - centred * _column(slope)) * _column(scale)
+        dx = (dy - _column(dy_sum / count) - centered * _column(slope)) * _column(scale)
         return _cast(dx, x.dtype), dot * std_inverse, dy_sum, None, None, None, None
 
 

@@ -15,7 +15,7 @@ _threads: list[tuple[threading.Thread, threading.Event]] = []  # of this process
 def start_gradient_plans(
     shapes: Iterable[DepthwiseShape], batch_size: int, dtype: torch.dtype, device: torch.device, with_input: bool
 ) -> None:
-    """Let a thread compute the gradients of depthwise convolutions once, of uninitialised memory.
+    """Let a thread compute the gradients of depthwise convolutions once, of uninitialized memory.
 
     cuDNN compiles a kernel at the first use of each, for 0.3 s and more. torch keeps cuDNN's plans for each thread
     apart; these are made by autograd's thread of the device, which a backward pass of the network uses, too. A pass

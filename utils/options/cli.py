@@ -1,11 +1,9 @@
 """Command line of train.py and of every script: Typer options, YAML recipes, error messages and exit statuses."""
 
-import copy
 import dataclasses
 import functools
 import inspect
 import os
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
@@ -24,17 +22,24 @@ from utils.errors import (
     UserError,
 )
 from utils.log import accept_all_characters, emit, print_error
-from utils.options.config import TrainConfig, check_limits, choices, flag_fields
+from utils.options.config import TrainConfig, choices, flag_fields
 from utils.options.flags import FlagInfo, flag, flag_info, kinds
+from utils.options.readers import number_option, read_choice, read_path, with_path_reader
 from utils.options.recipes import read_run_recipe
 from utils.options.resolved import CHOSEN
 from utils.options.schedules import unused_by
-from utils.options.validation import find_weights, require_source, require_tracker, require_user_code, validate
+from utils.options.validation import (
+    check_limits,
+    find_weights,
+    require_source,
+    require_tracker,
+    require_user_code,
+    validate,
+)
 
 # typer carries click under a private name; BadParameter is the public way to click's common base class.
 _USAGE_ERROR: Any = typer.BadParameter.__mro__[2]
 _GIVEN = ("COMMANDLINE", "DEFAULT_MAP")  # click's names of where a value came from; the second is a recipe's
-_OPTION = type(typer.Option())
 REQUIRED = inspect.Parameter.empty  # as the default of an option
 Options = TypeVar("Options")
 
@@ -67,7 +72,7 @@ class Program(Generic[Options]):
             return self.read_options(*values, **named)
 
         options = inspect.signature(self.read_options, eval_str=True).parameters.values()
-        _sign(read, [*map(_reads_paths, options), self._version_option()])
+        _sign(read, [*map(with_path_reader, options), self._version_option()])
         app.command(help=self.help or inspect.getdoc(self.read_options), context_settings=settings)(read)
         return typer.main.get_command(app)
 
@@ -185,25 +190,6 @@ def with_train_flags(*flags: inspect.Parameter) -> Callable[[Callable[..., Optio
     return decorate
 
 
-def number_option(kind: type[int] | type[float]) -> dict[str, Any]:
-    """Typer's arguments for reading a number; its own messages leave out the value."""
-    expected = "a whole number" if kind is int else "a number"
-
-    def number(text: str) -> Any:
-        try:
-            return kind(text)
-        except ValueError:
-            raise typer.BadParameter(f"{text!r} is not {expected}") from None
-
-    return {"parser": number, "metavar": kind.__name__.upper()}
-
-
-def choice_option(words: Any) -> dict[str, Any]:
-    """Typer's arguments for reading one of the words of a Literal, as train.py reads them."""
-    names = typing.get_args(words)
-    return {"parser": functools.partial(_choice, names), "metavar": "|".join(names)}
-
-
 def _parameter(field: dataclasses.Field[Any], info: FlagInfo, default: Any) -> inspect.Parameter:
     """The parameter of a function from which Typer makes the option of a field."""
     option = typer.Option(
@@ -250,40 +236,10 @@ def _reader(field: dataclasses.Field[Any], info: FlagInfo) -> dict[str, Any]:
     if kind in (int, float):
         return number_option(kind)
     if names := choices(field.name):
-        return {"parser": functools.partial(_choice, names), "metavar": "NAME"}
+        return {"parser": functools.partial(read_choice, names), "metavar": "NAME"}
     if kind is Path:
-        return {"parser": _path, "metavar": "PATH"}
+        return {"parser": read_path, "metavar": "PATH"}
     return {"metavar": info.metavar or "NAME"} | ({"parser": os.path.expanduser} if info.is_path else {})
-
-
-def _choice(names: tuple[str, ...], text: str) -> str:
-    if text not in names:
-        raise typer.BadParameter(f"{text!r} is not one of {', '.join(names)}")
-    return text
-
-
-def _path(text: str) -> Path:
-    """A path, with `~/` as the home folder, which a shell replaces neither behind `=` nor in a recipe."""
-    if not text:
-        raise typer.BadParameter("'' is no path")  # an empty shell variable, which would mean this folder
-    return Path(os.path.expanduser(text))
-
-
-def _reads_paths(parameter: inspect.Parameter) -> inspect.Parameter:
-    """The parameter, read by `_path` if its type is Path, one or several, and nothing else reads it."""
-    kind, *infos = typing.get_args(parameter.annotation) or (None,)
-    if not infos or Path not in (kind, *typing.get_args(kind), *map(_first_argument, typing.get_args(kind))):
-        return parameter
-    info = copy.copy(infos[0])
-    if info.parser is None:
-        info.parser = _path
-        if info.metavar is None and isinstance(info, _OPTION):  # an argument shows its name
-            info.metavar = "PATH"
-    return parameter.replace(annotation=Annotated[kind, info])
-
-
-def _first_argument(kind: Any) -> Any:
-    return next(iter(typing.get_args(kind)), None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -17,11 +17,10 @@ from utils.options.flags import (
     DATA,
     FIRST,
     MODEL,
-    OPTIMISATION,
+    OPTIMIZATION,
     PRECISION,
     RUN,
     SWITCHES,
-    flag,
     flag_info,
     kinds,
 )
@@ -50,21 +49,20 @@ class TrainConfig:
     """
 
     data_dir: Path | None = _flag(
-        None, FIRST, "Folder, or s3:// URL, with train/CLASS/ and val/CLASS/ or shards.",
-        shown=False, from_checkpoint=True,
+        None, FIRST, "Folder, or s3:// or gs:// URL, with train/CLASS/ and val/CLASS/, or with shards.", shown=False,
+        from_checkpoint=True,
     )  # fmt: skip
     output_dir: Path = _flag(  # None stands for the default, which __post_init__ sets
-        None, FIRST, "Where checkpoints, metrics and the summary go.", shown="runs/DATA-ARCH", chosen=True
+        None, FIRST, "Folder for checkpoints, metrics and the summary.", shown="runs/DATA-ARCH", chosen=True
     )
-    name: str | None = _flag(None, FIRST, "Name of the output folder in runs/.", shown="DATA-ARCH")
-    arch: str = _flag("resnet50", FIRST, "Any timm architecture.", role="fixed", from_checkpoint=True)
+    name: str | None = _flag(None, FIRST, "Name of the output folder within runs/.", shown="DATA-ARCH")
+    arch: str = _flag("resnet50", FIRST, "Architecture: any name that timm knows.", role="fixed", from_checkpoint=True)
     epochs: int = _flag(90, FIRST, "Passes over the training images.", MIN_1, role="logged")
     batch_size: int | None = _flag(
-        None, FIRST, "Images per process and step.", MIN_1,
-        shown=f"{BATCH_SIZE}, or as resumed", from_checkpoint=True,
-    )  # fmt: skip
+        None, FIRST, "Images per process and step.", MIN_1, shown=f"{BATCH_SIZE}, or as resumed", from_checkpoint=True
+    )
     lr: float | None = _flag(
-        None, FIRST, "Learning rate for 256 images of the global batch.", ABOVE_0,
+        None, FIRST, "Peak learning rate for a global batch of 256 images; see --lr-scaling.", ABOVE_0,
         shown="by optimizer; 0.256 for sgd", role="logged", chosen=True,
     )  # fmt: skip
 
@@ -72,225 +70,281 @@ class TrainConfig:
         "dali", DATA, "Data-loading backend.", role="fixed", from_checkpoint=True
     )
     decode: Literal["auto", "fused", "full"] = _flag(
-        "auto", DATA, "What DALI decodes: the crop alone or all.", chosen=True
+        "auto", DATA, "What DALI decodes of a training image: only the crop (fused), or all of it (full).", chosen=True
     )
     hw_decoder_load: float | None = _flag(
-        None, DATA, "Share of a batch that the GPU's JPEG engines decode.", Limit(minimum=0, maximum=1, noun="share"),
-        shown="for --decode and the images", from_checkpoint=True, chosen=True,
+        None, DATA, "Share of a batch that the JPEG engines of the GPU decode.",
+        Limit(minimum=0, maximum=1, noun="share"), shown="for --decode and the images", from_checkpoint=True,
+        chosen=True,
     )  # fmt: skip
     cache: Literal["auto", "none", "gpu", "host"] = _flag(
-        "auto", DATA, "Where training images stay decoded.", chosen=True
+        "auto", DATA, "Where decoded training images are kept.", chosen=True
     )
-    prefetch: int | None = _flag(None, DATA, "Batches that DALI prepares ahead.", MIN_1, shown=str(PREFETCH))
-    bad_files: Literal["error", "skip"] = _flag("error", DATA, "For undecodable images.", from_checkpoint=True)
+    prefetch: int | None = _flag(
+        None, DATA, "Batches that DALI prepares ahead of the step.", MIN_1, shown=str(PREFETCH)
+    )
+    bad_files: Literal["error", "skip"] = _flag(
+        "error", DATA, "What an image that cannot be decoded does: it ends the run, or is left out.",
+        from_checkpoint=True,
+    )  # fmt: skip
     image_size: int = _flag(
-        224, DATA, "Side of the network's input, pixels.", MIN_8,
-        unit="pixels", role="fixed", from_checkpoint=True, chosen=True,
+        224, DATA, "Side of training images, pixels.", MIN_8, unit="pixels", role="fixed", from_checkpoint=True,
+        chosen=True,
     )  # fmt: skip
     val_resize: int | None = _flag(
-        None, DATA, "Shorter side before the centre crop, pixels.", MIN_8,
+        None, DATA, "Shorter side of validation images before the crop, pixels.", MIN_8,
         shown="val image size x 8/7, or by the weights", unit="pixels", role="fixed", from_checkpoint=True, chosen=True,
     )  # fmt: skip
     val_image_size: int | None = _flag(
-        None, DATA, "Evaluated side, pixels.", MIN_8,
-        shown="image size", unit="pixels", role="fixed", from_checkpoint=True, chosen=True,
+        None, DATA, "Side of validation images, pixels.", MIN_8, shown="image size", unit="pixels", role="fixed",
+        from_checkpoint=True, chosen=True,
     )  # fmt: skip
     val_crop: Literal["center", "squash"] | None = _flag(
-        None, DATA, "Evaluated crop.", shown="center", role="fixed", from_checkpoint=True, chosen=True
-    )
-    interpolation: Literal["bilinear", "bicubic", "random"] | None = _flag(
-        None, DATA, "Of each resize.", shown="bilinear, or by the weights",
+        None, DATA, "Validation crop: the center, or the whole image squashed to a square.", shown="center",
         role="fixed", from_checkpoint=True, chosen=True,
+    )  # fmt: skip
+    interpolation: Literal["bilinear", "bicubic", "random"] | None = _flag(
+        None, DATA, "Interpolation of every resize; random draws one for each training image.",
+        shown="bilinear, or by the weights", role="fixed", from_checkpoint=True, chosen=True,
     )  # fmt: skip
     val_split: str = _flag(
         "val", DATA, "Folder of the validation images, beside train/.", role="logged", from_checkpoint=True
     )
     train_data: str | None = _flag(
-        None, DATA, "Training shards, below --data-dir.", shown="found", metavar="GLOB", is_path=True
+        None, DATA, "Training shards, relative to --data-dir.", shown="found", metavar="GLOB", is_path=True
     )
     val_data: str | None = _flag(
-        None, DATA, "Validation shards, likewise.", shown="found", metavar="GLOB", is_path=True,
+        None, DATA, "Validation shards, relative to --data-dir.", shown="found", metavar="GLOB", is_path=True,
         from_checkpoint=True,
     )  # fmt: skip
     class_names: Path | None = _flag(
-        None, DATA, "File of class names, a line each, for shards.", shown=False, from_checkpoint=True
+        None, DATA, "File with the name of each class, a line each, for shards.", shown=False, from_checkpoint=True
     )
     stage_dir: Path | None = _flag(
-        None, DATA, "Where --data-dir s3://... or gs://... is copied to.", shown=False, from_checkpoint=True
-    )
+        None, DATA, "Folder to which the objects of an s3:// or gs:// URL are copied.", shown=False,
+        from_checkpoint=True,
+    )  # fmt: skip
     val_fraction: float = _flag(
-        0.0, DATA, "Share of train/ to validate on.", _BELOW_1,
+        0.0, DATA, "Share of train/ that is held out and validated on, where there is no val/.", _BELOW_1,
         shown="0, off", role="fixed", from_checkpoint=True,
     )  # fmt: skip
     workers: int | None = _flag(
-        None, DATA, "CPU threads (torch: workers) per process.", MIN_1, shown="its share of the cores", chosen=True
-    )
-    augment: str = _flag("none", AUGMENTATION, "Policy, with any loader.", names=tuple(POLICIES), role="fixed")
+        None, DATA, "CPU threads per process that load data; with --loader torch, worker processes.", MIN_1,
+        shown="its share of the cores", chosen=True,
+    )  # fmt: skip
+    augment: str = _flag("none", AUGMENTATION, "Augmentation policy.", names=tuple(POLICIES), role="fixed")
     randaugment_magnitude: int = _flag(
-        9, AUGMENTATION, "Of 30; timm's m9 is 27.", Limit(minimum=0, maximum=30), role="fixed"
+        9, AUGMENTATION, "Magnitude of RandAugment, 0 to 30; timm's m9 is 27.", Limit(minimum=0, maximum=30),
+        role="fixed",
+    )  # fmt: skip
+    randaugment_ops: int = _flag(
+        2, AUGMENTATION, "Operations of RandAugment per image.", Limit(minimum=1, maximum=14), role="fixed"
     )
-    randaugment_ops: int = _flag(2, AUGMENTATION, "Operations per image.", Limit(minimum=1, maximum=14), role="fixed")
-    randaugment_std: float = _flag(0.0, AUGMENTATION, "Its noise: 3 x timm's mstd.", MIN_0, role="fixed")
+    randaugment_std: float = _flag(
+        0.0, AUGMENTATION, "Standard deviation of RandAugment's magnitude; 3 times timm's mstd.", MIN_0, role="fixed"
+    )
     color_jitter: float = _flag(
-        0.0, AUGMENTATION, "As timm's, with no policy.", Limit(minimum=0, maximum=1),
+        0.0, AUGMENTATION, "Range of brightness, contrast and saturation, as in timm.", Limit(minimum=0, maximum=1),
         shown="0, off", role="fixed",
     )  # fmt: skip
     repeated_augmentation: int = _flag(
-        1, AUGMENTATION, "Copies of an image, as timm.", Limit(minimum=1, maximum=100),
-        shown="1, off", role="fixed",
+        1, AUGMENTATION, "Copies of each image in an epoch, which then has so many times fewer images.",
+        Limit(minimum=1, maximum=100), shown="1, off", role="fixed",
     )  # fmt: skip
     transform: str | None = _flag(
-        None, AUGMENTATION, "Your DALI graph, before --augment.", shown="off", metavar="FILE.py:NAME", is_path=True
-    )
+        None, AUGMENTATION, "Function of your own that adds DALI operators before --augment.", shown="off",
+        metavar="FILE.py:NAME", is_path=True,
+    )  # fmt: skip
     dali_plugin: str | None = _flag(
-        None, AUGMENTATION, "Compiled operators for --transform.", shown="off", metavar="LIB.so", is_path=True
+        None, AUGMENTATION, "Compiled DALI operators for --transform.", shown="off", metavar="LIB.so", is_path=True
     )
     resize_schedule: str = _flag(
-        "", AUGMENTATION, "Training sizes from epochs on, as 0:128,10:192.",
-        shown="off", metavar="EPOCH:PX,...", role="logged",
+        "", AUGMENTATION, "Training image sizes from epochs on, such as 0:128,10:192.", shown="off",
+        metavar="EPOCH:PX,...", role="logged",
     )  # fmt: skip
     augment_schedule: str = _flag(
-        "", AUGMENTATION, "Policies from epochs on.",
-        shown="off", metavar="EPOCH:NAME,...", role="logged",
+        "", AUGMENTATION, "Augmentation policies from epochs on, such as 0:none,5:trivialaugment.", shown="off",
+        metavar="EPOCH:NAME,...", role="logged",
     )  # fmt: skip
     crop_scale: float = _flag(
-        0.08, AUGMENTATION, "Minimum crop area fraction.", Limit(above=0, maximum=1), role="fixed"
-    )
-    hflip: float = _flag(0.5, AUGMENTATION, "Probability of mirroring.", _PROBABILITY, role="fixed")
-    mixup: float = _flag(0.0, AUGMENTATION, "Mixup alpha; 0 is off.", MIN_0, role="fixed")
-    cutmix: float = _flag(0.0, AUGMENTATION, "CutMix alpha; 0 is off.", MIN_0, role="fixed")
-    mixup_off_epoch: int = _flag(0, AUGMENTATION, "Epochs with both; 0: all.", MIN_0, unit="epochs", role="logged")
-    random_erase: float = _flag(0.0, AUGMENTATION, "Probability of erasing.", _PROBABILITY, role="fixed")
+        0.08, AUGMENTATION, "Smallest area of a random crop, as a share of the image.", Limit(above=0, maximum=1),
+        role="fixed",
+    )  # fmt: skip
+    hflip: float = _flag(0.5, AUGMENTATION, "Probability of a horizontal flip.", _PROBABILITY, role="fixed")
+    mixup: float = _flag(0.0, AUGMENTATION, "Alpha of mixup; 0 is off.", MIN_0, role="fixed")
+    cutmix: float = _flag(0.0, AUGMENTATION, "Alpha of CutMix; 0 is off.", MIN_0, role="fixed")
+    mixup_off_epoch: int = _flag(
+        0, AUGMENTATION, "Epoch from which mixup and CutMix are off; 0 keeps them on.", MIN_0, unit="epochs",
+        role="logged",
+    )  # fmt: skip
+    random_erase: float = _flag(0.0, AUGMENTATION, "Probability of random erasing.", _PROBABILITY, role="fixed")
 
     pretrained: str | None = _flag(
-        None, MODEL, "timm's weights, or those in FILE.", shown="off", metavar="[FILE]", is_path=True
+        None, MODEL, "Start from timm's weights, or from those in FILE.", shown="off", metavar="[FILE]", is_path=True
     )
-    pretrained_ema: bool | None = _flag(None, MODEL, "FILE's EMA weights.", shown="if any")
-    pretrained_head: Literal["auto", "keep", "new"] = _flag("auto", MODEL, "The weights' head.")
+    pretrained_ema: bool | None = _flag(None, MODEL, "Take the moving average of the weights in FILE.", shown="if any")
+    pretrained_head: Literal["auto", "keep", "new"] = _flag(
+        "auto", MODEL, "Keep the head of the weights, or begin with a new one."
+    )
     num_classes: int | None = _flag(
-        None, MODEL, "Outputs of the head.", MIN_1, shown="the folders", role="fixed", from_checkpoint=True, chosen=True
-    )
+        None, MODEL, "Outputs of the head.", MIN_1, shown="the folders", role="fixed", from_checkpoint=True,
+        chosen=True,
+    )  # fmt: skip
     model_args: str | None = _flag(
-        None, MODEL, "Arguments of the architecture: a=1,b=[2,3].", shown=False, metavar="K=V",
-        role="fixed", from_checkpoint=True,
+        None, MODEL, "Arguments of the architecture, such as a=1,b=[2,3].", shown=False, metavar="K=V", role="fixed",
+        from_checkpoint=True,
     )  # fmt: skip
     drop_rate: float | None = _flag(
-        None, MODEL, "Dropout, if not the architecture's.", _BELOW_1,
-        shown=False, role="logged", from_checkpoint=True,
+        None, MODEL, "Dropout rate, in place of the architecture's.", _BELOW_1, shown=False, role="logged",
+        from_checkpoint=True,
     )  # fmt: skip
     drop_path: float | None = _flag(
-        None, MODEL, "Stochastic depth, likewise.", _BELOW_1, shown=False, role="logged", from_checkpoint=True
+        None, MODEL, "Stochastic depth rate, in place of the architecture's.", _BELOW_1, shown=False, role="logged",
+        from_checkpoint=True,
+    )  # fmt: skip
+    compile: bool | None = _flag(
+        None, MODEL, "Compile the network with torch.compile.", shown="long GPU runs", role="logged", chosen=True
     )
-    compile: bool | None = _flag(None, MODEL, "torch.compile it.", shown="long GPU runs", role="logged", chosen=True)
     fused_layers: bool | None = _flag(
-        None, MODEL, "Brisk's own kernels for norms, pooling and convolutions.",
-        shown="where compiled on CUDA", role="logged", chosen=True,
+        None, MODEL, "Use Brisk's kernels for norms, pooling and convolutions.", shown="where compiled on CUDA",
+        role="logged", chosen=True,
     )  # fmt: skip
     cuda_graph: bool | None = _flag(
         None, MODEL, "Launch the training step as one CUDA graph.", shown="on CUDA", role="logged", chosen=True
     )
 
-    grad_accum_steps: int = _flag(1, OPTIMISATION, "Batches per optimizer step.", MIN_1)
-    optimizer: str = _flag("sgd", OPTIMISATION, "Any timm optimizer; its sgd is Nesterov's.", role="fixed")
+    grad_accum_steps: int = _flag(1, OPTIMIZATION, "Batches per optimizer step.", MIN_1)
+    optimizer: str = _flag(
+        "sgd", OPTIMIZATION, "Optimizer: any name that timm knows; sgd has Nesterov momentum.", role="fixed"
+    )
     momentum: float | None = _flag(
-        None, OPTIMISATION, "Momentum, where the optimizer has one.", _BELOW_1,
-        shown="by optimizer; 0.875 for sgd", role="fixed", chosen=True,
+        None, OPTIMIZATION, "Momentum, where the optimizer has one.", _BELOW_1, shown="by optimizer; 0.875 for sgd",
+        role="fixed", chosen=True,
     )  # fmt: skip
     weight_decay: float | None = _flag(
-        None, OPTIMISATION, "Not on biases and 1-D weights; as timm.", MIN_0,
+        None, OPTIMIZATION, "Weight decay of all weights but biases and 1-D ones.", MIN_0,
         shown="by optimizer; 1/32768 for sgd", role="fixed", chosen=True,
     )  # fmt: skip
     optimizer_args: str | None = _flag(
-        None, OPTIMISATION, "More arguments of it: a=1,b=[2,3].", shown=False, metavar="K=V", role="fixed"
-    )
+        None, OPTIMIZATION, "More arguments of the optimizer, such as a=1,b=[2,3].", shown=False, metavar="K=V",
+        role="fixed",
+    )  # fmt: skip
     layer_decay: float | None = _flag(
-        None, OPTIMISATION, "Factor of --lr from layer to layer below.", Limit(above=0, maximum=1),
+        None, OPTIMIZATION, "Factor of the learning rate from each layer to the one below.", Limit(above=0, maximum=1),
         shown=False, role="fixed",
     )  # fmt: skip
     head_lr_scale: float | None = _flag(
-        None, OPTIMISATION, "Factor of --lr for the head.", ABOVE_0, shown="1", role="fixed"
+        None, OPTIMIZATION, "Factor of the learning rate for the head.", ABOVE_0, shown="1", role="fixed"
     )
     freeze_epochs: int = _flag(
-        0, OPTIMISATION, "Epochs in which only the head trains.", MIN_0, unit="epochs", role="logged"
+        0, OPTIMIZATION, "Epochs in which only the head is trained.", MIN_0, unit="epochs", role="logged"
     )
     warmup_epochs: float | None = _flag(
-        None, OPTIMISATION, "Epochs of linear warmup.", MIN_0,
-        shown="a tenth, at most 5", unit="epochs", role="logged", chosen=True,
+        None, OPTIMIZATION, "Epochs of linear warmup.", MIN_0, shown="a tenth, at most 5", unit="epochs", role="logged",
+        chosen=True,
     )  # fmt: skip
     lr_scaling: Literal["auto", "linear", "sqrt", "none"] = _flag(
-        "auto", OPTIMISATION, "How --lr grows with the global batch.",
-        shown="by optimizer; linear for sgd", role="logged", chosen=True,
+        "auto", OPTIMIZATION, "How --lr grows with the global batch.", shown="by optimizer; linear for sgd",
+        role="logged", chosen=True,
     )  # fmt: skip
-    schedule: Literal["cosine", "linear", "step", "constant"] = _flag("cosine", OPTIMISATION, "Decay.", role="logged")
-    min_lr: float = _flag(0.0, OPTIMISATION, "Its end, for 256 images as --lr.", MIN_0, role="logged")
-    cooldown_epochs: int = _flag(0, OPTIMISATION, "Epochs at --min-lr at the end.", MIN_0, unit="epochs", role="logged")
+    schedule: Literal["cosine", "linear", "step", "constant"] = _flag(
+        "cosine", OPTIMIZATION, "Decay of the learning rate.", role="logged"
+    )
+    min_lr: float = _flag(
+        0.0, OPTIMIZATION, "Final learning rate of the decay, for 256 images like --lr.", MIN_0, role="logged"
+    )
+    cooldown_epochs: int = _flag(
+        0, OPTIMIZATION, "Last epochs, which stay at --min-lr.", MIN_0, unit="epochs", role="logged"
+    )
     decay_epochs: float | None = _flag(
-        None, OPTIMISATION, "Epochs between decays of step.", ABOVE_0, shown="30", unit="epochs", role="logged"
-    )
+        None, OPTIMIZATION, "Epochs between two decays of --schedule step.", ABOVE_0, shown="30", unit="epochs",
+        role="logged",
+    )  # fmt: skip
     decay_rate: float | None = _flag(
-        None, OPTIMISATION, "Factor of each.", Limit(above=0, below=1), shown="0.1", role="logged"
+        None, OPTIMIZATION, "Factor of each decay of --schedule step.", Limit(above=0, below=1), shown="0.1",
+        role="logged",
+    )  # fmt: skip
+    loss: str = _flag(
+        "cross-entropy", OPTIMIZATION, "Loss that training minimizes.", names=tuple(LOSSES), role="logged"
     )
-    loss: str = _flag("cross-entropy", OPTIMISATION, "What training minimizes.", names=tuple(LOSSES), role="logged")
     bce_target_thresh: float | None = _flag(
-        None, OPTIMISATION, "--loss bce: targets above are 1, others 0.", _BELOW_1, shown="off", role="logged"
-    )
+        None, OPTIMIZATION, "With --loss bce, targets above this become 1, the others 0.", _BELOW_1, shown="off",
+        role="logged",
+    )  # fmt: skip
     label_smoothing: float = _flag(
-        0.1, OPTIMISATION, "Share of the target spread over all classes.", _BELOW_1, role="logged"
+        0.1, OPTIMIZATION, "Share of the target that is spread over all classes.", _BELOW_1, role="logged"
     )
-    ema_decay: float = _flag(0.0, OPTIMISATION, "Moving average of the weights; 0 is off.", _BELOW_1, role="logged")
-    clip_grad: float = _flag(0.0, OPTIMISATION, "Largest norm of the gradient; 0 is off.", MIN_0, role="logged")
-    max_bad_steps: int = _flag(10, OPTIMISATION, "Steps with no finite loss that end the run; 0: none.", MIN_0)
+    ema_decay: float = _flag(
+        0.0, OPTIMIZATION, "Decay of the moving average of the weights; 0 is off.", _BELOW_1, role="logged"
+    )
+    clip_grad: float = _flag(0.0, OPTIMIZATION, "Largest norm of the gradients; 0 is off.", MIN_0, role="logged")
+    max_bad_steps: int = _flag(
+        10, OPTIMIZATION, "Steps in a row without a finite loss that end the run; 0 never ends it.", MIN_0
+    )
 
     grad_exchange: Literal["auto", "ddp", "flat"] = _flag(
-        "auto", PRECISION, "ddp: with the backward pass; flat: after it.",
+        "auto", PRECISION, "When gradients are exchanged: within the backward pass (ddp), or after it (flat).",
         shown="flat on NVLink", role="logged_if_several", chosen=True,
     )  # fmt: skip
     grad_compression: Literal["none", "bf16"] = _flag(
-        "none", PRECISION, "Gradients travel in this type.", role="logged_if_several"
+        "none", PRECISION, "Type in which gradients are exchanged.", role="logged_if_several"
     )
     amp: Literal["auto", "bf16", "fp16", "none"] = _flag(
         "auto", PRECISION, "Mixed precision.", role="logged", from_checkpoint=True, chosen=True
     )
-    device: Literal["auto", "cuda", "cpu"] = _flag("auto", PRECISION, "Where to train.", chosen=True)
+    device: Literal["auto", "cuda", "cpu"] = _flag("auto", PRECISION, "Device to train on.", chosen=True)
 
     resume: str = _flag(
-        "auto", RUN, "auto: from last.pt, if there is one.", metavar="auto|none|PATH", of_launch=True, is_path=True
-    )
-    checkpoint_steps: int = _flag(0, RUN, "Steps between saves; 0: an epoch.", MIN_0, unit="steps")
-    eval_every: int = _flag(1, RUN, "Epochs between evaluations.", MIN_1, unit="epochs", role="logged")
-    patience: int = _flag(
-        0, RUN, "Evaluations without a better top-1 that end the run.", MIN_0,
-        shown="0, off", role="logged",
+        "auto", RUN, "Checkpoint to go on from; auto is last.pt of the output folder, if it is there.",
+        metavar="auto|none|PATH", of_launch=True, is_path=True,
     )  # fmt: skip
+    checkpoint_steps: int = _flag(0, RUN, "Steps between two checkpoints; 0 saves once an epoch.", MIN_0, unit="steps")
+    eval_every: int = _flag(1, RUN, "Epochs between two evaluations.", MIN_1, unit="epochs", role="logged")
+    patience: int = _flag(
+        0, RUN, "Evaluations without a better top-1 that end the run.", MIN_0, shown="0, off", role="logged"
+    )
     processes: int | Literal["auto"] = _flag(
-        1, RUN, "Processes to start here; auto: one a GPU.", MIN_1, metavar="N|auto"
+        1, RUN, "Processes to start on this machine; auto starts one for each GPU.", MIN_1, metavar="N|auto"
     )
     max_restarts: int = _flag(0, RUN, "Restarts after a failure, with --processes.", MIN_0, of_launch=True)
     accept_changes: bool = _flag(
-        False, SWITCHES, "Go on from --resume PATH although the run differs from its own.", of_launch=True
+        False, SWITCHES, "Go on from --resume PATH although the flags differ from those of its run.", of_launch=True
     )
-    overwrite: bool = _flag(False, SWITCHES, "Replace what --resume does not continue.", of_launch=True)
-    evaluate: bool = _flag(False, SWITCHES, "Only evaluate best.pt or --resume.", of_launch=True)
-    eval_flip: bool = _flag(False, SWITCHES, "Evaluates mirror images, too.", of_launch=True)
+    overwrite: bool = _flag(
+        False, SWITCHES, "Replace files of another run that --resume does not continue.", of_launch=True
+    )
+    evaluate: bool = _flag(
+        False, SWITCHES, "Evaluate best.pt, or the checkpoint of --resume, and do not train.", of_launch=True
+    )
+    eval_flip: bool = _flag(
+        False, SWITCHES, "Average the logits of each image and its mirror image, with --evaluate.", of_launch=True
+    )
     bce_loss: bool = _flag(False, SWITCHES, "The same as --loss bce.", stands_for=("loss", "bce"))
-    grad_checkpointing: bool = _flag(False, SWITCHES, "Less memory, slower.", role="logged")
-    sync_bn: bool = _flag(False, SWITCHES, "Batch norm over all processes.", role="logged_if_several")
-    seed: int = _flag(0, RUN, "Of weights, order and augmentation.", MIN_0, Limit(below=2**31), role="fixed")
-    deterministic: bool = _flag(False, SWITCHES, "Same bits in every run; slower.", role="logged")
-    log_steps: int = _flag(50, RUN, "Steps between lines of metrics.jsonl.", MIN_1, unit="steps")
-    report: bool = _flag(False, SWITCHES, "Also report.html and report.json.")
-    tensorboard: bool = _flag(False, SWITCHES, "Also TensorBoard events.")
-    track: Literal["none", "trackio", "wandb", "mlflow"] = _flag("none", RUN, "Tracker.")
+    grad_checkpointing: bool = _flag(
+        False, SWITCHES, "Compute activations again in the backward pass: less memory, more time.", role="logged"
+    )
+    sync_bn: bool = _flag(False, SWITCHES, "Batch norm over the images of all processes.", role="logged_if_several")
+    seed: int = _flag(
+        0, RUN, "Seed of the weights, the order of images and the augmentation.", MIN_0, Limit(below=2**31),
+        role="fixed",
+    )  # fmt: skip
+    deterministic: bool = _flag(False, SWITCHES, "Compute the same bits in every run; slower.", role="logged")
+    log_steps: int = _flag(50, RUN, "Steps between two lines of metrics.jsonl.", MIN_1, unit="steps")
+    report: bool = _flag(False, SWITCHES, "Also write report.html and report.json.")
+    tensorboard: bool = _flag(False, SWITCHES, "Also write TensorBoard events.")
+    track: Literal["none", "trackio", "wandb", "mlflow"] = _flag(
+        "none", RUN, "Experiment tracker that gets the metrics."
+    )
     track_project: str | None = _flag(None, RUN, "Project of the tracker.", shown="brisk")
-    track_checkpoint: bool = _flag(False, SWITCHES, "The tracker gets best.pt, too.")
+    track_checkpoint: bool = _flag(False, SWITCHES, "Also send best.pt to the tracker.")
     time_limit: float = _flag(
-        0.0, RUN, "Seconds until a save and stop; 0 is off.", MIN_0, unit="seconds", of_launch=True
+        0.0, RUN, "Seconds after which the run saves and stops; 0 is off.", MIN_0, unit="seconds", of_launch=True
     )
     # A store that waits for much longer than this maximum does not wait at all.
     timeout: float = _flag(
-        600.0, RUN, "Seconds to wait for another process.", ABOVE_0, Limit(maximum=1e6), unit="seconds"
+        600.0, RUN, "Seconds that a process waits for another.", ABOVE_0, Limit(maximum=1e6), unit="seconds"
     )
-    config: Path | None = _flag(None, RUN, "Recipe (YAML); the command line wins.", shown=False, of_launch=True)
+    config: Path | None = _flag(None, RUN, "Recipe (YAML); the command line wins over it.", shown=False, of_launch=True)
     given: frozenset[str] = dataclasses.field(default=frozenset(), repr=False, compare=False)
     data_url: str = dataclasses.field(default="", repr=False, compare=False)
     recipe_chosen: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
@@ -343,10 +397,3 @@ def choices(name: str) -> tuple[str, ...]:
 def flags_with(**facts: Any) -> tuple[str, ...]:
     """Names of the fields whose FlagInfo has these values, as `flags_with(of_launch=True)`."""
     return tuple(field.name for field in flag_fields() if facts.items() <= vars(flag_info(field)).items())
-
-
-def check_limits(name: str, value: Any) -> None:
-    """Raise UserError unless the value of the field `name` is within its limits."""
-    info = flag_info(TrainConfig.__dataclass_fields__[name])
-    for limit in info.limits if value not in choices(name) else ():
-        limit.check(flag(name), value, info.unit)

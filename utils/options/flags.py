@@ -10,7 +10,7 @@ from utils.errors import UserError
 from utils.options.limits import Limit
 
 FIRST, DATA, AUGMENTATION, MODEL = "First run", "Data", "Augmentation", "Model"
-OPTIMISATION, PRECISION, RUN, SWITCHES = "Optimisation", "Precision", "Run", "Switches"
+OPTIMIZATION, PRECISION, RUN, SWITCHES = "Optimization", "Precision", "Run", "Switches"
 
 # What a resume with another value of a flag does: it is refused, or the change is logged (always, or only with several
 # processes), or nothing happens, as the flag does not touch what is computed.

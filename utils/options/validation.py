@@ -4,11 +4,12 @@ import importlib.util
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 from utils.errors import UserError, readable
 from utils.options.arguments import model_arguments, optimizer_arguments
-from utils.options.config import RUNS, TrainConfig, check_limits, flag_fields
-from utils.options.flags import flag
+from utils.options.config import RUNS, TrainConfig, choices, flag_fields
+from utils.options.flags import flag, flag_info
 from utils.options.losses import LOSSES
 from utils.options.policies import POLICIES
 from utils.options.schedules import check_lr_schedule, policies, policy_schedule, size_schedule
@@ -18,6 +19,13 @@ from utils.options.store_url import refuse_url, require_store, store_url
 WEIGHTS_OF_A_FOLDER = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"
 )  # fmt: skip
+
+
+def check_limits(name: str, value: Any) -> None:
+    """Raise UserError unless the value of the field `name` is within its limits."""
+    info = flag_info(TrainConfig.__dataclass_fields__[name])
+    for limit in info.limits if value not in choices(name) else ():
+        limit.check(flag(name), value, info.unit)
 
 
 def validate(config: TrainConfig) -> None:
@@ -66,12 +74,12 @@ def _check_schedule_and_sizes(config: TrainConfig) -> None:
 
 
 def check_sizes(config: TrainConfig, is_final: bool) -> None:
-    """Raise UserError unless the centre crop fits; `is_final`: no weights or checkpoint will change the sizes."""
+    """Raise UserError unless the center crop fits; `is_final`: no weights or checkpoint will change the sizes."""
     size = config.val_image_size or (config.image_size if is_final or "image_size" in config.given else 0)
     if config.val_resize is not None and config.val_resize < size:
         name = "--val-image-size" if config.val_image_size else "--image-size"
         raise UserError(
-            f"--val-resize {config.val_resize}: smaller than {name} {size}; the centre crop must fit, try "
+            f"--val-resize {config.val_resize}: smaller than {name} {size}; the center crop must fit, try "
             f"--val-resize {round(size * 8 / 7)}"
         )
 
@@ -93,7 +101,7 @@ def _check_augmentation(config: TrainConfig) -> None:
     changing_colors = {name for name in used if POLICIES[name].changes_colors}
     if config.color_jitter and changing_colors:
         raise UserError(
-            f"--color-jitter {config.color_jitter:g} with the policy {min(changing_colors)}: it changes the colours "
+            f"--color-jitter {config.color_jitter:g} with the policy {min(changing_colors)}: it changes the colors "
             "itself; leave one of them out"
         )
     if config.repeated_augmentation > 1 and config.loader == "stock":

@@ -51,7 +51,7 @@ class Line:
     """A series in the units of the drawing.
 
     Attributes:
-        number: of the run, from 0, which chooses colour and dashes.
+        number: of the run, from 0, which chooses color and dashes.
         name: of the run.
         last: its last value, for people.
         path: of the mean, as SVG's `d`.

@@ -54,7 +54,7 @@ class Story:
     """One run, as page.html shows it.
 
     Attributes:
-        number: from 0, which chooses colour and dashes.
+        number: from 0, which chooses color and dashes.
         name: short, no two the same.
         run: its files.
         pictures: content of report.json; None if there is none.

@@ -52,7 +52,7 @@ class Run:
         sampler: order of the training images.
         train_loader, val_loader: batches on the device.
         num_val: validation images over all ranks.
-        augment: uint8 batches to normalised, mixed and erased ones.
+        augment: uint8 batches to normalized, mixed and erased ones.
         amp_dtype: of the forward pass.
         record: what all checkpoints of the run say.
         log: console and metrics.jsonl.
@@ -136,7 +136,7 @@ class Run:
 
     @collective
     def is_finished(self) -> bool:
-        """Whether the run is done and summarised."""
+        """Whether the run is done and summarized."""
         return self.is_done and broadcast(has_summary(self.config.output_dir), self.env)
 
     @collective
@@ -226,14 +226,9 @@ class Run:
         state, max_bad_steps = self.state, self.config.max_bad_steps
         lr = learning_rate(state.optimizer)
         interval = state.meter.read()
-        self.log.train(
-            {"epoch": state.epoch + 1, "step": state.step}
-            | interval.metrics
-            | {"lr": lr}
-            | interval.speed()
-            | ({"skipped_steps": interval.skipped_steps} if state.scaler.is_enabled() else {}),
-            interval.shown(),
-        )
+        values = {"epoch": state.epoch + 1, "step": state.step} | interval.metrics | {"lr": lr} | interval.speed()
+        values |= {"skipped_steps": interval.skipped_steps} if state.scaler.is_enabled() else {}
+        self.log.train(values, interval.shown())
         where = f"at step {state.step}, lr {lr:.4g}"
         remedy = "lower --lr, set --clip-grad 1, or warm up longer; the last good checkpoint is kept"
         if 0 < max_bad_steps <= interval.bad_steps:

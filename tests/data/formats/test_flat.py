@@ -12,7 +12,7 @@ from utils.errors import UserError
 
 CLASSES = ("n01", "n02", "n03")
 IMAGES = ("b.jpg", "a.JPEG", "c.png")
-LABELLED = [("a.JPEG", "n03"), ("b.jpg", "n01"), ("c.png", "n02")]
+LABELED = [("a.JPEG", "n03"), ("b.jpg", "n01"), ("c.png", "n02")]
 
 
 def write_flat(folder: Path, names: Iterable[str] = IMAGES) -> Path:
@@ -43,7 +43,7 @@ def label(root: Path, text: str, name: str = "val.csv", classes: tuple[str, ...]
 )
 def test_labels_in_a_csv(tmp_path: Path, text: str, name: str) -> None:
     write_flat(tmp_path / "val")
-    assert label(tmp_path, text, name) == LABELLED
+    assert label(tmp_path, text, name) == LABELED
 
 
 def test_classes_that_are_numbers_are_names(tmp_path: Path) -> None:

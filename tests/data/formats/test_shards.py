@@ -20,7 +20,7 @@ from utils.distributed.group import DistEnv
 from utils.errors import UserError
 from utils.options.config import TrainConfig
 
-COLOURS = ("blue", "green", "red")
+COLORS = ("blue", "green", "red")
 Lists = Mapping[str, str]  # path of a list -> its text
 
 
@@ -100,14 +100,14 @@ def test_lists_in_another_order(tmp_path: Path, form: str) -> None:
     """Labels are those of train's list, also where val alone is read; and of val's where train has none."""
     name, text, first = LISTS[form]
     labels = {"train": [first, first + 1, first + 2, first], "val": [first, first + 1, first + 2]}
-    lists = {f"train/{name}": text(*COLOURS), f"val/{name}": text("red", "blue", "green")}
+    lists = {f"train/{name}": text(*COLORS), f"val/{name}": text("red", "blue", "green")}
     root = write(tmp_path / "data", form, labels, lists)
     found = listed(root)
-    assert [found[split].classes for split in ("train", "val")] == [COLOURS, COLOURS]
+    assert [found[split].classes for split in ("train", "val")] == [COLORS, COLORS]
     assert classes_of(found["train"]) == ["blue", "green", "red", "blue"]
     assert classes_of(found["val"]) == ["red", "blue", "green"]
     alone = listed(root, ["val"])["val"]
-    assert (alone.classes, classes_of(alone)) == (COLOURS, ["red", "blue", "green"])
+    assert (alone.classes, classes_of(alone)) == (COLORS, ["red", "blue", "green"])
     (tmp_path / "names").write_text("A\nB\nC\n")
     renamed = listed(root, file=tmp_path / "names")
     assert (renamed["val"].classes, classes_of(renamed["val"])) == (("A", "B", "C"), ["C", "A", "B"])
@@ -136,7 +136,7 @@ def test_lists_in_another_order(tmp_path: Path, form: str) -> None:
 def test_lists_with_other_names_are_refused(tmp_path: Path, form: str, val: tuple[str, ...], message: str) -> None:
     name, text, first = LISTS[form]
     labels = {"train": [first, first + 1, first + 2], "val": [first, first + 1, first + 2]}
-    root = write(tmp_path / "data", form, labels, {f"train/{name}": text(*COLOURS), f"val/{name}": text(*val)})
+    root = write(tmp_path / "data", form, labels, {f"train/{name}": text(*COLORS), f"val/{name}": text(*val)})
     for splits in (("train", "val"), ("val",)):
         with pytest.raises(UserError) as error:
             listed(root, splits)
@@ -147,7 +147,7 @@ def test_lists_that_do_not_matter(tmp_path: Path) -> None:
     """Of labels that are names; a list in the folder above; a name that no image of val has; a mark of Windows."""
     root = write(tmp_path / "a", "tar", {"train": [0, 1], "val": [0, 1]}, {"classes.txt": "blue\nred\n"})
     assert classes_of(listed(root)["val"]) == ["blue", "red"]
-    (root / "val/classes.txt").write_text("red\nblue\ngrey\n")
+    (root / "val/classes.txt").write_text("red\nblue\ngray\n")
     assert classes_of(listed(root)["val"]) == ["red", "blue"]
     (root / "val/classes.txt").write_bytes(b"\xef\xbb\xbfblue\r\nred\r\n")
     assert classes_of(listed(root)["val"]) == ["blue", "red"]
@@ -198,10 +198,10 @@ def test_one_split_alone_has_the_labels_of_both(
 
 def test_a_feed_of_val_has_the_classes_of_train(tmp_path: Path) -> None:
     """Of class folders and of shards. A feed of train needs no val, and names that are given replace train's."""
-    for colour in COLOURS:
+    for color in COLORS:
         for split in ("train", "val"):
-            (tmp_path / "folders" / split / colour).mkdir(parents=True)
-            (tmp_path / "folders" / split / colour / "0.jpg").write_bytes(encoded(height=8, width=8))
+            (tmp_path / "folders" / split / color).mkdir(parents=True)
+            (tmp_path / "folders" / split / color / "0.jpg").write_bytes(encoded(height=8, width=8))
     (tmp_path / "folders/val/blue/0.jpg").unlink()
     (tmp_path / "folders/val/blue").rmdir()
     write(tmp_path / "tars", "tar", {"train": [0, 1, 2], "val": [1, 2]}, {})

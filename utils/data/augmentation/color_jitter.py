@@ -9,7 +9,7 @@ from nvidia.dali import fn, types
 from nvidia.dali.auto_aug import augmentations as ops
 from nvidia.dali.auto_aug.core import select
 
-# Of brightness, contrast and saturation. The order matters where a colour reaches 0 or 255.
+# Of brightness, contrast and saturation. The order matters where a color reaches 0 or 255.
 ORDERS = np.array(list(itertools.permutations(range(3))), dtype=np.int32)
 
 

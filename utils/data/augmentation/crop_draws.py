@@ -52,7 +52,7 @@ def draw_crops(
 
     An area (a fraction of the image from `crop_scale` to 1) and an aspect (3/4 to 4/3, its logarithm uniform) are drawn
     up to ten times, until the window fits into the image; its place is uniform. If none fits, the crop is the largest
-    one of the nearest aspect allowed, from the centre.
+    one of the nearest aspect allowed, from the center.
 
     Args:
         seed: of the run.

@@ -11,10 +11,10 @@ ROWS, COLUMNS, WARPS = 4, 32, 2  # pixels that one program makes, two by each of
 
 
 @triton.jit
-def _tap(position, centre, inverse_support, size):  # type: ignore[no-untyped-def]
+def _tap(position, center, inverse_support, size):  # type: ignore[no-untyped-def]
     """The pixel that is read for `position`, and its weight: beyond the crop the one at its border, without weight."""
     inside = tl.minimum(tl.maximum(position, 0), size - 1)
-    weight = tl.maximum(1.0 - tl.abs(position + 0.5 - centre) * inverse_support, 0.0)
+    weight = tl.maximum(1.0 - tl.abs(position + 0.5 - center) * inverse_support, 0.0)
     return inside, tl.where(inside == position, weight, 0.0)
 
 
@@ -32,25 +32,25 @@ def _resize_crops(pixels_ptr, crops_ptr, out_ptr, N, S: tl.constexpr, ROWS: tl.c
     scale_y, scale_x = height.to(tl.float32) / S, width.to(tl.float32) / S
     support_y, support_x = tl.maximum(scale_y, 1.0), tl.maximum(scale_x, 1.0)
     inverse_y, inverse_x = 1 / support_y, 1 / support_x
-    centre_y = (i + 0.5) * scale_y
-    centre_x = (tl.where(is_mirrored, S - 1 - j, j) + 0.5) * scale_x
-    first_y = tl.floor(centre_y - support_y + 0.5).to(tl.int32)
-    first_x = tl.floor(centre_x - support_x + 0.5).to(tl.int32)
+    center_y = (i + 0.5) * scale_y
+    center_x = (tl.where(is_mirrored, S - 1 - j, j) + 0.5) * scale_x
+    first_y = tl.floor(center_y - support_y + 0.5).to(tl.int32)
+    first_x = tl.floor(center_x - support_x + 0.5).to(tl.int32)
     taps_y, taps_x = tl.ceil(2 * support_y).to(tl.int32), tl.ceil(2 * support_x).to(tl.int32)
     weights_y, weights_x = tl.zeros((ROWS, 1), tl.float32), tl.zeros((1, COLUMNS), tl.float32)
     for tap in range(0, taps_x):
-        _, weight_x = _tap(first_x + tap, centre_x, inverse_x, width)
+        _, weight_x = _tap(first_x + tap, center_x, inverse_x, width)
         weights_x += weight_x
     red = tl.zeros((ROWS, COLUMNS), tl.float32)
     green, blue = red, red
     for tap_y in range(0, taps_y):
-        y, weight_y = _tap(first_y + tap_y, centre_y, inverse_y, height)
+        y, weight_y = _tap(first_y + tap_y, center_y, inverse_y, height)
         weights_y += weight_y
         row_ptr = pixels_ptr + y * stride
         row_red = tl.zeros((ROWS, COLUMNS), tl.float32)
         row_green, row_blue = row_red, row_red
         for tap_x in range(0, taps_x):
-            x, weight_x = _tap(first_x + tap_x, centre_x, inverse_x, width)
+            x, weight_x = _tap(first_x + tap_x, center_x, inverse_x, width)
             pixel_ptr = row_ptr + x * 3
             row_red += weight_x * tl.load(pixel_ptr).to(tl.float32)
             row_green += weight_x * tl.load(pixel_ptr + 1).to(tl.float32)

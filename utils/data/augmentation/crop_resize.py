@@ -71,13 +71,13 @@ def _taps(sizes: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
     """
     scale = (sizes / size)[:, None]
     support = scale.clamp_min(1)
-    centre = (torch.arange(size, device=sizes.device) + 0.5) * scale
-    first = (centre - support + 0.5).floor().long()
+    center = (torch.arange(size, device=sizes.device) + 0.5) * scale
+    first = (center - support + 0.5).floor().long()
     taps = []
-    total = torch.zeros_like(centre)
+    total = torch.zeros_like(center)
     for number in range(int((2 * support).ceil().max()) + 1):
         position = first + number
-        weight = (1 - (position + 0.5 - centre).abs() / support).clamp_min(0)
+        weight = (1 - (position + 0.5 - center).abs() / support).clamp_min(0)
         weight = torch.where((position >= 0) & (position < sizes[:, None]), weight, 0)
         taps.append((torch.minimum(position.clamp_min(0), sizes[:, None] - 1), weight))
         total += weight

@@ -231,7 +231,7 @@ def _apply_unconverted(operation: _Operation, args: tuple[Any, ...], options: di
 
 @augmentation  # type: ignore[untyped-decorator]
 def equalize(images: Any, _: Any) -> Any:
-    """Pillow's equalisation: the sum excludes the brightest value, where DALI excludes the darkest.
+    """Pillow's equalization: the sum excludes the brightest value, where DALI excludes the darkest.
 
     They differ by tens of 255 where a geometric operation has filled with black. What is dark in the inverse image is
     bright in the image.

@@ -40,7 +40,7 @@ class BaseFeed:
     """The batches of one split on this process, each pass with `for`. See `pipelines.Feed`, which has the loaders.
 
     Training: each `for` is one epoch, a new order of all images with random crops, `len(feed)` batches of exactly
-    `batch_size`; the remainder is dropped. Validation: each `for` is every image once with the centre crop; the last
+    `batch_size`; the remainder is dropped. Validation: each `for` is every image once with the center crop; the last
     batch may be smaller, and a rank can have no batch.
 
     The first `for` is epoch 0, the next epoch 1, and so on. `set_epoch(n)` makes the next `for` epoch n, as that of

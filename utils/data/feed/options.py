@@ -57,7 +57,7 @@ class DataOptions(TypedDict, total=False):
         hflip: probability of mirroring an image.
         crop_scale: smallest area of a crop, as a fraction of the image.
         interpolation: of crops and validation images, by default bilinear; random is of crops alone.
-        val_resize: shorter side before the centre crop, pixels; by default image_size x 8/7.
+        val_resize: shorter side before the center crop, pixels; by default image_size x 8/7.
         val_crop: center, the default, or squash, which resizes both sides.
         val_split: folder of the split val.
         decode: what DALI decodes, the crop alone or all.

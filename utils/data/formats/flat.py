@@ -41,7 +41,7 @@ def label_flat(split_folder: Path, classes: tuple[str, ...]) -> Labels | None:
     from 1 on. A first row without an image is a heading.
 
     Raises:
-        UserError: an image has no label or more than one, a labelled file is missing, or a label is no class.
+        UserError: an image has no label or more than one, a labeled file is missing, or a label is no class.
         OSError: the folder cannot be read.
     """
     images = _images(split_folder)
@@ -210,10 +210,10 @@ def _match(path: Path, folder: Path, images: list[str], rows: list[tuple[int, st
             f"{path}: names {count(len(missing), 'file')} missing in {folder} ({_shown(missing)}); copy the images "
             "anew, or remove the lines"
         )
-    unlabelled = [name for name in images if name not in found]
-    if unlabelled:
+    unlabeled = [name for name in images if name not in found]
+    if unlabeled:
         raise UserError(
-            f"{path}: has no label for {count(len(unlabelled), 'image')} of {folder} ({_shown(unlabelled)}); add "
+            f"{path}: has no label for {count(len(unlabeled), 'image')} of {folder} ({_shown(unlabeled)}); add "
             "lines, or remove the images"
         )
     return [(name, found[name][1]) for name in images]

@@ -115,7 +115,7 @@ def _check_length(shard: Path, size: int, needed: int) -> None:
 
 
 def _entries(shard: Path, file: int, size: int, items: Iterable[tuple[memoryview, memoryview]]) -> Iterator[Entry]:
-    mapping, base, key, is_labelled = range(0), 0, None, False
+    mapping, base, key, is_labeled = range(0), 0, None, False
     for stored, value in items:
         key = os.fsdecode(bytes(stored))
         record = f"{shard}:{escape_control_chars(key)}"
@@ -132,10 +132,10 @@ def _entries(shard: Path, file: int, size: int, items: Iterable[tuple[memoryview
         except (IndexError, ValueError):
             raise UserError(f"{record}: is {_describe(value)}, {_NOT_DATUM}") from None
         _check_image(record, datum)
-        is_labelled |= datum.label is not None
+        is_labeled |= datum.label is not None
         start, end = datum.image
         yield Entry(key, datum.label or 0, ((address - base + start, end - start),))
-    if key is not None and not is_labelled:
+    if key is not None and not is_labeled:
         raise UserError(f"{shard}: no record has a label; {_REMEDY}")
 
 

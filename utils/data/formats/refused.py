@@ -1,4 +1,4 @@
-"""Recognises data whose images cannot be read one by one, such as parquet and compressed archives, and refuses it."""
+"""Recognizes data whose images cannot be read one by one, such as parquet and compressed archives, and refuses it."""
 
 import contextlib
 import json

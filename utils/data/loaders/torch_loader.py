@@ -57,7 +57,7 @@ class TorchImages(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
 
 def torch_train_transform(config: ResolvedConfig) -> Callable[[Image.Image], Tensor]:
-    """Random resized crop, flip, policy and colour jitter of an RGB image: uint8 (3, image_size, image_size)."""
+    """Random resized crop, flip, policy and color jitter of an RGB image: uint8 (3, image_size, image_size)."""
     jitter = config.color_jitter
     names = ("bilinear", "bicubic") if config.interpolation == "random" else (config.interpolation,)
     crops = [
@@ -79,7 +79,7 @@ def torch_train_transform(config: ResolvedConfig) -> Callable[[Image.Image], Ten
 
 
 def torch_val_transform(config: ResolvedConfig) -> Callable[[Image.Image], Tensor]:
-    """Resize and centre crop of an RGB image: uint8 (3, val_image_size, val_image_size)."""
+    """Resize and center crop of an RGB image: uint8 (3, val_image_size, val_image_size)."""
     size = [config.val_resize] * (2 if config.val_crop == "squash" else 1)  # both sides, or the shorter one
     resize = v2.Resize(size, v2.InterpolationMode(config.val_interpolation))
     steps = [resize, v2.CenterCrop(config.val_image_size), v2.PILToTensor()]

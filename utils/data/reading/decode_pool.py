@@ -127,7 +127,7 @@ def content_digest(content: bytes) -> str:
 
 
 def _printed_messages() -> list[str]:
-    """What the decoder printed since the last call, each message once, without colours and the names of its parts."""
+    """What the decoder printed since the last call, each message once, without colors and the names of its parts."""
     size = os.lseek(2, 0, os.SEEK_END)
     text = os.pread(2, min(size, 10_000), 0).decode(errors="replace")
     os.ftruncate(2, 0)

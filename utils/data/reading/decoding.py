@@ -196,7 +196,7 @@ def check_end(content: bytes) -> None:
 def _no_stderr() -> Iterator[None]:
     """Drop what is printed past Python on standard error, for the milliseconds of one image.
 
-    nvImageCodec prints its errors there, in colours. PYNVIMGCODEC_VERBOSITY has no value that turns them off:
+    nvImageCodec prints its errors there, in colors. PYNVIMGCODEC_VERBOSITY has no value that turns them off:
     https://docs.nvidia.com/cuda/nvimagecodec/env_variables.html
     """
     with _REDIRECTED:
@@ -255,7 +255,7 @@ def _upright_rgb(file: Image.Image, content: bytes) -> Image.Image:
 
 
 def _eight_bits(image: Image.Image, file: Image.Image) -> Image.Image:
-    """Grey images of 16 bits in 8, which convert() would clip; others as they are.
+    """Gray images of 16 bits in 8, which convert() would clip; others as they are.
 
     Raises:
         DecodeError: samples of 32 bits, with a sign or of floating point.
@@ -268,8 +268,8 @@ def _eight_bits(image: Image.Image, file: Image.Image) -> Image.Image:
     if not is_wide:
         return image
     bits = int(np.atleast_1d(tags.get(_BITS, 16))[0])
-    grey = Image.fromarray(np.rint(np.asarray(image) * (255 / (2**bits - 1))).astype(np.uint8))
-    return ImageChops.invert(grey) if tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO else grey
+    gray = Image.fromarray(np.rint(np.asarray(image) * (255 / (2**bits - 1))).astype(np.uint8))
+    return ImageChops.invert(gray) if tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO else gray
 
 
 def has_end(content: bytes) -> bool:

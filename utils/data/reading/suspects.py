@@ -83,7 +83,7 @@ def may_be_odd(
 def differs_on_gpu(content: bytes) -> bool:
     """Whether DALI decodes an image on a GPU to other pixels than on the CPU, or may do so.
 
-    A GPU takes three components for YCbCr whatever their names are. Its hardware decoder does not know a grey JPEG with
+    A GPU takes three components for YCbCr whatever their names are. Its hardware decoder does not know a gray JPEG with
     sampling factors. Samples of 2, 4 and 12 bits become too bright.
 
     Args:

@@ -34,7 +34,7 @@ _STATUS = re.compile(r"status code: (\d{3})")
 T = TypeVar("T")
 
 
-class Cancelled(Exception):
+class Canceled(Exception):
     """The program has stopped waiting for the store."""
 
 
@@ -46,11 +46,11 @@ class Outage:
         note: prints a line for the user.
 
     Attributes:
-        cancelled: set when nobody waits for the store any more.
+        canceled: set when nobody waits for the store any more.
     """
 
     def __init__(self, url: str, note: Callable[[str], None]) -> None:
-        self.cancelled = threading.Event()
+        self.canceled = threading.Event()
         self.has_answered = False
         self._url, self._note = url, note
         self._lock = threading.Lock()
@@ -70,7 +70,7 @@ class Outage:
 
         Raises:
             UserError: it has not answered for too long.
-            Cancelled: nobody waits any more.
+            Canceled: nobody waits any more.
         """
         with self._lock:
             limit = OUTAGE_SECONDS if self.has_answered else FIRST_ANSWER_SECONDS
@@ -85,8 +85,8 @@ class Outage:
                 self._is_noted = True
                 self._note(f"{self._url}: the store does not answer ({reason}); trying again for {limit:g} s")
         delay = min(MAX_DELAY, FIRST_DELAY * 2 ** min(attempt, 16)) * random.Random().uniform(0.5, 1)
-        if self.cancelled.wait(delay):
-            raise Cancelled
+        if self.canceled.wait(delay):
+            raise Canceled
 
 
 class ObjectStore:
@@ -125,7 +125,7 @@ class ObjectStore:
 
         Raises:
             UserError: there are none, or the store refuses.
-            Cancelled: nobody waits any more.
+            Canceled: nobody waits any more.
         """
         found = self._call("the bucket", self._list)
         if not found:
@@ -138,8 +138,8 @@ class ObjectStore:
         found = []
         for chunk in self._obstore.list(self._store, prefix=self._prefix or None, chunk_size=1000):
             self._outage.end()
-            if self._outage.cancelled.is_set():
-                raise Cancelled
+            if self._outage.canceled.is_set():
+                raise Canceled
             for meta in chunk:
                 name = meta["path"][start:]
                 if name and not _is_excluded(name):
@@ -161,7 +161,7 @@ class ObjectStore:
 
         Raises:
             UserError: the object has changed or vanished, or the store refuses.
-            Cancelled: nobody waits any more.
+            Canceled: nobody waits any more.
         """
         at, version = start, ""
 
@@ -174,8 +174,8 @@ class ObjectStore:
                 raise self._errors.PreconditionError
             version = meta["version"] or ""
             for chunk in result.stream(min_chunk_size=CHUNK_BYTES):
-                if self._outage.cancelled.is_set():
-                    raise Cancelled
+                if self._outage.canceled.is_set():
+                    raise Canceled
                 self._outage.end()
                 write(chunk, at)
                 at += len(chunk)

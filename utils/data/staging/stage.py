@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from utils.data.staging.object_store import Cancelled, ObjectStore, Outage
+from utils.data.staging.object_store import Canceled, ObjectStore, Outage
 from utils.data.staging.staged_files import StagedFiles, StoredObject
 from utils.distributed.collective import collective
 from utils.distributed.collectives import all_gather_object, raise_on_all_ranks
@@ -198,7 +198,7 @@ class Staging:
 
     def close(self) -> None:
         """End the threads, unless they wait for a store that does not answer, and let other processes in."""
-        self._outage.cancelled.set()
+        self._outage.canceled.set()
         deadline = time.monotonic() + JOIN_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -209,7 +209,7 @@ class Staging:
         """Run a thread; its error is that of the staging, and ends the other threads."""
         try:
             function()
-        except Cancelled:
+        except Canceled:
             pass
         except OSError as error:
             self._fail(_disk_error(self._folder, error))
@@ -221,7 +221,7 @@ class Staging:
     def _fail(self, message: str) -> None:
         with self._lock:
             self._error = self._error or message
-        self._outage.cancelled.set()
+        self._outage.canceled.set()
         self.finished.set()
 
     def _run(self) -> None:
@@ -231,8 +231,8 @@ class Staging:
         if not files.try_lock():
             self._notes.put(f"{self._folder}: another process stages there; waiting for its end")
             while not files.try_lock():
-                if self._outage.cancelled.wait(LOCK_SECONDS):
-                    raise Cancelled
+                if self._outage.canceled.wait(LOCK_SECONDS):
+                    raise Canceled
             listed = store.list_objects()
         known = files.known()
         pending = [each for each in listed if not each.is_same(known.get(each.name))]
@@ -266,7 +266,7 @@ class Staging:
 
     def _fetch(self, tasks: "_Tasks", store: ObjectStore, files: StagedFiles) -> None:
         """A thread: range after range, until none is left."""
-        while not self._outage.cancelled.is_set() and (task := tasks.next()) is not None:
+        while not self._outage.canceled.is_set() and (task := tasks.next()) is not None:
             target, start, end = task
             self._read(target, start, end, store)
             if tasks.end(target):

@@ -148,7 +148,7 @@ def _decode(config: ResolvedConfig, records: list[Record]) -> Tensor:
 
 
 def _generate(size: int) -> Tensor:
-    """uint8 (N, size, size, 3): soft spots of colour, always the same."""
+    """uint8 (N, size, size, 3): soft spots of color, always the same."""
     generator = torch.Generator().manual_seed(0)
     spots = torch.rand(NUM_IMAGES, 3, 8, 8, generator=generator)
     images = torch.nn.functional.interpolate(spots, (size, size), mode="bilinear", antialias=True)

@@ -1,4 +1,4 @@
-"""The network as it is exported: what it takes, its precision, and normalisation inside if it takes uint8."""
+"""The network as it is exported: what it takes, its precision, and normalization inside if it takes uint8."""
 
 import copy
 from typing import Literal
@@ -21,9 +21,9 @@ class Classifier(nn.Module):
 
     Args:
         trained: the network, which stays as it is.
-        takes: float: normalised float32 (N, 3, H, W), as timm's and torchvision's transforms give them; uint8: pixels
-            (N, H, W, 3), as image libraries give them, which are normalised inside.
-        half: whether weights and layers are float16. Input, normalisation and logits are not.
+        takes: float: normalized float32 (N, 3, H, W), as timm's and torchvision's transforms give them; uint8: pixels
+            (N, H, W, 3), as image libraries give them, which are normalized inside.
+        half: whether weights and layers are float16. Input, normalization and logits are not.
     """
 
     scale: Tensor

@@ -121,7 +121,7 @@ def read_onnx(folder: Path) -> Network:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3  # errors; it warns of what it optimises
+    options.log_severity_level = 3  # errors; it warns of what it optimizes
     options.intra_op_num_threads = torch.get_num_threads()  # of all cores otherwise, whatever OMP_NUM_THREADS says
     session = onnxruntime.InferenceSession(str(folder / "model.onnx"), options, providers=["CPUExecutionProvider"])
     return lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])

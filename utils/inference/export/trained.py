@@ -1,4 +1,4 @@
-"""The network of a checkpoint as plain timm layers, with its classes, normalisation and geometry."""
+"""The network of a checkpoint as plain timm layers, with its classes, normalization and geometry."""
 
 import dataclasses
 from pathlib import Path
@@ -46,7 +46,7 @@ class Trained:
 
     @property
     def crop_pct(self) -> float:
-        """Share of the shorter side that the centre crop takes, from which timm computes exactly `val_resize`."""
+        """Share of the shorter side that the center crop takes, from which timm computes exactly `val_resize`."""
         return crop_pct(self.config.val_image_size, self.config.val_resize)
 
     @property

@@ -99,15 +99,15 @@ def _gradient_sums(  # type: ignore[no-untyped-def]
         valid = (row < rows_here)[:, None] & (column < width)[None, :]
         offset = row[:, None] * width + column[None, :]
         dy = tl.load(dz_ptr + offset, valid, 0.0).to(tl.float32)
-        centred = tl.load(x_ptr + offset, valid, 0.0).to(tl.float32) - mean
+        centered = tl.load(x_ptr + offset, valid, 0.0).to(tl.float32) - mean
         if ACTIVATION == "relu":
-            dy = tl.where(centred * scale + bias > 0.0, dy, 0.0)
+            dy = tl.where(centered * scale + bias > 0.0, dy, 0.0)
         if ACTIVATION == "silu":
-            y = centred * scale + bias
+            y = centered * scale + bias
             gate = 1.0 / (1.0 + tl.exp(-y))
             dy *= gate * (1.0 + y * (1.0 - gate))
         total += dy
-        dot += dy * centred
+        dot += dy * centered
     offset = split * width + column
     tl.store(sum_ptr + offset, tl.sum(total, 0), column < width)
     tl.store(dot_ptr + offset, tl.sum(dot, 0), column < width)
@@ -174,7 +174,7 @@ def batch_norm_backward_sums(
 
     Args:
         dz: gradient of activation(y), (N, C, H, W).
-        x: what was normalised, same shape: y = (x - mean) * scale + bias.
+        x: what was normalized, same shape: y = (x - mean) * scale + bias.
         mean: float32 (C,), as are `scale` and `bias`.
         scale: weight / standard deviation.
         bias: the shift after it.

@@ -20,7 +20,7 @@ DECAY_RATE = 0.1  # of --schedule step
 def create_schedule(config: ResolvedConfig, optimizer: Optimizer, peak: float, steps_per_epoch: int) -> Scheduler:
     """timm's schedule: linear warmup over `warmup_epochs`, then what `--schedule` names.
 
-    - cosine: half a cosine towards `--min-lr`, which the step after the last has, or the first of `--cooldown-epochs`.
+    - cosine: half a cosine toward `--min-lr`, which the step after the last has, or the first of `--cooldown-epochs`.
     - linear: a line to the same.
     - step: `--decay-rate` times the rate at every `--decay-epochs` from the start of the run.
     - constant: the peak.

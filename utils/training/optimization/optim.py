@@ -275,7 +275,7 @@ def learning_rate(optimizer: Optimizer) -> float:
 def _fill_momentum(optimizer: Optimizer) -> None:
     """Give each parameter of SGD that has no momentum yet one of zeros, from which the first step is torch's own.
 
-    torch's fused step would allocate it, and leave it uninitialised if fp16's scaler skips that step. Of the others
+    torch's fused step would allocate it, and leave it uninitialized if fp16's scaler skips that step. Of the others
     with a fused step, Adam and AdamW, torch starts the state with zeros.
     """
     for group in optimizer.param_groups:

@@ -31,7 +31,7 @@ class Preprocessing:
         image_size: side of the training images, pixels.
         is_fixed: whether the network is built for one size.
         val_image_size: side of the evaluated images, pixels.
-        crop_pct: share of the shorter side that the centre crop takes, at other sizes than `val_image_size`.
+        crop_pct: share of the shorter side that the center crop takes, at other sizes than `val_image_size`.
         val_crop_pct: the same, at `val_image_size`.
         val_crop, interpolation: values of the flags.
         model_args: that of the network, where its architecture is the run's.
