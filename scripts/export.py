@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Export the network of a checkpoint for other programs: timm, ONNX Runtime, TorchScript, torch.export.
+"""Export the network of a checkpoint for other programs: timm, ONNX Runtime, torch.export.
 
     scripts/export.py runs/imagenet-resnet50 --format onnx --output-dir exported
 
-Writes model.safetensors and config.json (timm), model.onnx, model.torchscript or model.pt2, and labels.txt: a class a
+Writes model.safetensors and config.json (timm), model.onnx or model.pt2, and labels.txt: a class a
 line, in label order. The layers are timm's own. Before a file gets its name it is read by its own runtime, and compared
 with torch on images of the run. A folder may hold all formats of one network.
 
@@ -28,7 +28,7 @@ from utils.options.cli import REQUIRED, Program, train_flag, with_train_flags
 from utils.options.readers import choice_option
 from utils.text import count
 
-FormatName = Literal["timm", "onnx", "torchscript", "pt2"]
+FormatName = Literal["timm", "onnx", "pt2"]
 InputName = Literal["float", "uint8"]
 PACKAGES: dict[str, tuple[str, ...]] = {"onnx": ("onnx", "onnxruntime", "onnxscript")}
 
@@ -111,10 +111,7 @@ def export(options: Options) -> None:
 @with_train_flags(train_flag("output_dir", default=REQUIRED, shown=False, help="Where the files go."))
 def read_options(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A file, or the output folder of a run.")],
-    format: Annotated[
-        FormatName,
-        typer.Option(help="Form of the files; torchscript is deprecated by torch.", **choice_option(FormatName)),
-    ],
+    format: Annotated[FormatName, typer.Option(help="Form of the files.", **choice_option(FormatName))],
     ema: Annotated[
         bool | None,
         typer.Option("--ema/--no-ema", help="Take the moving average, or the model.", show_default="the better one"),
@@ -142,7 +139,7 @@ def read_options(
     *,
     output_dir: Path,
 ) -> Options:
-    """Export the network of a checkpoint for timm, ONNX Runtime, TorchScript or torch.export.
+    """Export the network of a checkpoint for timm, ONNX Runtime or torch.export.
 
     Exit status: 0 done, 1 the network cannot be exported, or the comparison failed; 2 wrong usage or a damaged
     checkpoint.

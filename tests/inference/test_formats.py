@@ -21,7 +21,7 @@ from tests.pages import blocks
 from utils.data.loaders.torch_loader import torch_val_transform
 from utils.errors import UserError
 from utils.inference.export.classifier import Classifier, Input
-from utils.inference.export.formats import FORMATS, METADATA, without_deprecation
+from utils.inference.export.formats import FORMATS, METADATA
 from utils.inference.export.output import write_and_compare
 from utils.inference.export.trained import Trained, load_trained
 from utils.network.fused_layers import swap_fused_layers
@@ -61,14 +61,10 @@ def assert_reads(trained: Trained, name: str, takes: Input, folder: Path, tolera
             torch.testing.assert_close(read(images), network(images), rtol=tolerance, atol=tolerance)
 
 
-def with_extra_file(folder: Path, name: str) -> Any:
-    """The facts in a file of torch."""
+def facts_of_pt2(folder: Path) -> Any:
+    """The facts in model.pt2."""
     extra: dict[str, Any] = {METADATA: ""}
-    if name == "pt2":
-        torch.export.load(folder / "model.pt2", extra_files=extra)
-    else:
-        with without_deprecation():
-            torch.jit.load(folder / "model.torchscript", _extra_files=extra)  # type: ignore[no-untyped-call]
+    torch.export.load(folder / "model.pt2", extra_files=extra)
     return json.loads(extra[METADATA])
 
 
@@ -95,16 +91,9 @@ def test_a_network_that_onnx_cannot_hold(trained: Trained, tmp_path: Path) -> No
         FORMATS["onnx"].write(large, Classifier(large, "float"), {}, tmp_path)
 
 
-def test_torchscript(trained: Trained, tmp_path: Path) -> None:
-    write(trained, "torchscript", "uint8", tmp_path / "out")
-    assert_facts(with_extra_file(tmp_path / "out", "torchscript"), **TAKES_UINT8, precision="float32")
-    assert_reads(trained, "torchscript", "uint8", tmp_path / "out")
-
-
-@pytest.mark.slow  # repeats with another file what test_onnx shows
 def test_pt2(trained: Trained, tmp_path: Path) -> None:
     write(trained, "pt2", "float", tmp_path / "out")
-    found = with_extra_file(tmp_path / "out", "pt2")
+    found = facts_of_pt2(tmp_path / "out")
     assert_facts(found, input="float32", layout="NCHW", pixels="normalized", precision="float32")
     assert_reads(trained, "pt2", "float", tmp_path / "out")
 
@@ -199,7 +188,7 @@ def test_timm_of_a_network_with_arguments(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow  # seconds each
-@pytest.mark.parametrize("name", ["onnx", "torchscript", "pt2"])
+@pytest.mark.parametrize("name", ["onnx", "pt2"])
 @pytest.mark.parametrize("takes", ["float", "uint8"])
 @pytest.mark.parametrize("arch", ["test_resnet", "test_vit", "test_efficientnet", "test_convnext"])
 def test_half(tmp_path: Path, name: str, takes: Input, arch: str) -> None:

@@ -43,7 +43,7 @@ def test_an_evaluation_of_other_weights(
     trained = load_trained(path)
     assert (trained.weights, trained.top1, trained.metadata["top1"]) == ("model_ema", None, None)
     assert "Top-1" not in model_card(trained)
-    arguments = (path, "--format", "torchscript", "--output-dir", tmp_path / "out", "--no-check")
+    arguments = (path, "--format", "timm", "--output-dir", tmp_path / "out", "--no-check")
     assert export.main([str(word) for word in arguments]) == 0
     assert capsys.readouterr().out.startswith(f"{path}: test_resnet, 3 classes, EMA weights, not evaluated\n")
 

@@ -38,7 +38,7 @@ def test_formats_of_one_network_share_a_folder(
 ) -> None:
     out = tmp_path / "out"
     assert run(best.parent, "--format", "timm", "--output-dir", out) == 0
-    assert run(best, "--format", "torchscript", "--output-dir", out, "--no-check") == 0
+    assert run(best, "--format", "pt2", "--output-dir", out, "--no-check") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{best}: test_resnet, 3 classes, weights, top-1 50.00 %"
     assert lines[1] == (
@@ -48,7 +48,7 @@ def test_formats_of_one_network_share_a_folder(
     assert lines[2].startswith(f"{out}: model.safetensors, config.json, labels.txt; 1.5 MB")
     assert lines[4] == "not compared with torch (--no-check)"
     assert (out / "labels.txt").read_text() == "blue\ngreen\nred\n"
-    assert sorted(snapshot(out)) == ["config.json", "labels.txt", "model.safetensors", "model.torchscript"]
+    assert sorted(snapshot(out)) == ["config.json", "labels.txt", "model.pt2", "model.safetensors"]
 
     before = snapshot(out)
     arguments = (best, "--format", "timm", "--output-dir", out)
@@ -57,15 +57,15 @@ def test_formats_of_one_network_share_a_folder(
     )
     other = read_checkpoint(best.parent, "best.pt") | {"classes": ["one", "two"]}
     torch.save(other, tmp_path / "other.pt")
-    refused(tmp_path / "other.pt", "--format", "pt2", "--output-dir", out, main=export.main, program="export.py")(
+    refused(tmp_path / "other.pt", "--format", "onnx", "--output-dir", out, main=export.main, program="export.py")(
         f"--output-dir {out}: has model.safetensors of other classes; give another folder, or remove it"
     )
     assert snapshot(out) == before
     refused(tmp_path / "other.pt", *arguments[1:], "--overwrite", main=export.main, program="export.py")(
-        f"--output-dir {out}: has model.torchscript of other classes; give another folder, or remove it"
+        f"--output-dir {out}: has model.pt2 of other classes; give another folder, or remove it"
     )
     assert snapshot(out) == before
-    (out / "model.torchscript").unlink()
+    (out / "model.pt2").unlink()
     assert run(tmp_path / "other.pt", "--format", "timm", "--output-dir", out, "--overwrite") == 0
     assert (out / "labels.txt").read_text() == "one\ntwo\n"
     assert json.loads((out / "config.json").read_text())["label_names"] == ["one", "two"]
@@ -109,11 +109,11 @@ def test_a_difference_leaves_the_folder_as_it_was(
     saved = read_checkpoint(best.parent, "best.pt")
     saved["model"]["fc.weight"] *= 1e7  # more than float16 holds
     torch.save(saved, best)
-    arguments = (best, "--format", "torchscript", "--output-dir", tmp_path / "out")
+    arguments = (best, "--format", "pt2", "--output-dir", tmp_path / "out")
     assert run(*arguments, "--half") == 1
     assert not (tmp_path / "out").exists()
     err = capsys.readouterr().err
-    assert err.startswith("export.py: model.torchscript: its logits differ from torch's by up to ")
+    assert err.startswith("export.py: model.pt2: its logits differ from torch's by up to ")
     assert err.endswith("nothing was written, --no-check writes it nevertheless\n")
     assert run(*arguments) == 0
     before = snapshot(tmp_path / "out")
@@ -157,7 +157,6 @@ if name == "onnx":
 else:
     network = {
         "timm": lambda: timm.create_model(f"local-dir:{folder}", pretrained=True).eval(),
-        "torchscript": lambda: torch.jit.load(f"{folder}/model.torchscript"),
         "pt2": lambda: torch.export.load(f"{folder}/model.pt2").module(),
         "checkpoint": lambda: timm.create_model("resnet10t", num_classes=10, checkpoint_path=folder).eval(),
     }[name]()

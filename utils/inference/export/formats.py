@@ -4,11 +4,9 @@ import dataclasses
 import io
 import json
 import shutil
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import timm
 import timm.models
@@ -127,41 +125,13 @@ def read_onnx(folder: Path) -> Network:
     return lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
 
 
-# TorchScript
-
-
-def write_torchscript(trained: Trained, classifier: Classifier, metadata: dict[str, Any], folder: Path) -> None:
-    """model.torchscript, traced, with the facts as its extra file metadata.json."""
-    with without_deprecation():
-        traced = cast(Any, torch.jit.trace)(classifier, example(trained, classifier), check_trace=False)
-        content = io.BytesIO()  # torch aborts the process where a file cannot be written
-        torch.jit.save(traced, content, _extra_files={METADATA: json.dumps(metadata)})
-    (folder / "model.torchscript").write_bytes(content.getbuffer())
-
-
-def read_torchscript(folder: Path) -> Network:
-    """The traced network."""
-    with without_deprecation():
-        network: Network = cast(Any, torch.jit.load)(str(folder / "model.torchscript"), map_location="cpu")
-    return network
-
-
-@contextmanager
-def without_deprecation() -> Iterator[None]:
-    """TorchScript is deprecated, which `--help` says; the comparison finds what a trace has taken for a constant."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"`torch\.jit\.")
-        warnings.filterwarnings("ignore", category=cast(Any, torch.jit).TracerWarning)
-        yield
-
-
 # torch.export
 
 
 def write_pt2(trained: Trained, classifier: Classifier, metadata: dict[str, Any], folder: Path) -> None:
     """model.pt2, which `torch.export.load` reads, with the facts as its extra file metadata.json."""
     program = torch.export.export(classifier, (example(trained, classifier),), dynamic_shapes=batch_is_dynamic())
-    content = io.BytesIO()  # as in `write_torchscript`
+    content = io.BytesIO()  # torch aborts the process where a file cannot be written
     torch.export.save(program, content, extra_files={METADATA: json.dumps(metadata)})
     (folder / "model.pt2").write_bytes(content.getbuffer())
 
@@ -186,6 +156,5 @@ def batch_is_dynamic() -> dict[str, dict[int, Any]]:
 FORMATS = {
     "timm": Format(("model.safetensors", "config.json"), write_timm, read_timm),
     "onnx": Format(("model.onnx",), write_onnx, read_onnx),
-    "torchscript": Format(("model.torchscript",), write_torchscript, read_torchscript),
     "pt2": Format(("model.pt2",), write_pt2, read_pt2),
 }
