@@ -2,7 +2,9 @@
 
 import dataclasses
 import gc
+import itertools
 import multiprocessing.util
+import os
 import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -67,6 +69,17 @@ def number_of(color: Sequence[float]) -> int:
     """The number of an image of `write_numbered` from its mean color, 0 to 255."""
     assert all(abs((channel - 25) / 51 - round((channel - 25) / 51)) < 0.15 for channel in color), color
     return sum(round((channel - 25) / 51) * _LEVELS**power for power, channel in enumerate(color))
+
+
+@pytest.hookimpl(trylast=True)  # when -m has left out what it leaves out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of several processes come first on each worker of xdist, so that short ones are left for the end."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    long = [item for item in items if item.get_closest_marker("dist")]
+    short = [item for item in items if not item.get_closest_marker("dist")]
+    ends = [len(short) * worker // workers for worker in range(workers + 1)]
+    parts = [long[worker::workers] + short[begin:end] for worker, (begin, end) in enumerate(itertools.pairwise(ends))]
+    items[:] = itertools.chain.from_iterable(parts)
 
 
 @pytest.fixture(autouse=True)
@@ -135,6 +148,10 @@ def process_settings() -> None:
     tests start must not inherit that SIGINT is ignored, as it is in a background job.
     """
     torch.set_num_threads(1)
+    if "PYTEST_XDIST_WORKER" in os.environ:  # of the whole set; it imports train while the first tests run
+        from tests.forked import start_fork_server
+
+        start_fork_server()
     if signal.getsignal(SIGINT) == signal.SIG_IGN:
         signal.signal(SIGINT, signal.default_int_handler)
 

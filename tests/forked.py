@@ -12,7 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,18 @@ from tests.harness import LIMIT, Finished, Process, Started, environment, launch
 RUN_TRAIN = "import sys, train; sys.exit(train.main(sys.argv[1:]))"
 
 
+def start_fork_server() -> None:
+    """Start the server, unless it runs; does not wait for its imports."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["train"])
+    forkserver.ensure_running()
+
+
 class _Forked:
     """A process of the server, as subprocess has it."""
 
     def __init__(self, target: Any, *arguments: Any) -> None:
+        start_fork_server()
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["train"])
         self._process = context.Process(target=target, args=arguments)
         self._process.start()
         assert self._process.pid is not None
@@ -134,6 +141,15 @@ def _end_together(ranks: Sequence[Started]) -> None:
     for rank in ranks:
         if rank.process.poll() is None:
             rank.send(signal.SIGTERM, rank.pid)
+
+
+def run_ranks(function: Callable[..., None], processes: int, *arguments: object) -> None:
+    """Call `function(rank, processes, *arguments)` in as many processes, which have imported torch; none may fail.
+
+    `function` is of a test's module.
+    """
+    ranks = [_Forked(function, rank, processes, *arguments) for rank in range(processes)]
+    assert [rank.wait(LIMIT) for rank in ranks] == [0] * processes
 
 
 # Runs a list of command lines of train.py. Writes for each the exit status, the names of the files with its standard

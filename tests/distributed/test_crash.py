@@ -66,6 +66,7 @@ def test_the_image_is_named_on_which_a_thread_crashed(images: Path) -> None:
     assert line.endswith("crashed (Segmentation fault); --bad-files skip leaves it out")
 
 
+@pytest.mark.slow  # the same search with another end
 def test_that_no_image_was_found(images: Path) -> None:
     """Each was decoded as by a scan, and by the loader's operators."""
     done = end("abort", images)

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import TINY
-from tests.harness import launch, read_checkpoint, read_losses, start
+from tests.forked import launch_ranks
+from tests.harness import Finished, launch, read_checkpoint, read_losses, start
 from utils.distributed.elastic import _print_unraisable, _status_of_all
 
 pytestmark = pytest.mark.dist
@@ -23,35 +24,41 @@ def flags(data: Path, folder: Path, *others: object) -> tuple[object, ...]:
 
 
 def test_it_trains_as_torchrun_does(data: Path, tmp_path: Path) -> None:
-    others = ("--epochs", 1, "--deterministic")
-    done = launch(*flags(data, tmp_path / "own", *others, "--processes", 2))
-    assert (done.status, done.err) == (0, "")
+    """And a signal to it stops the run."""
+    others = ("--epochs", 100000, "--deterministic")
+    done = stopped(signal.SIGINT, *flags(data, tmp_path / "run", *others, "--processes", 2))
     assert done.out.startswith(FIRST_LINES)
     assert done.out.count("\n   brisk  ") == 1
-    assert json.loads((tmp_path / "own" / "config.json").read_text())["processes"] == 2
-    assert json.loads((tmp_path / "own" / "summary.json").read_text())["world_size"] == 2
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["processes"] == 2
     # torchrun's number counts, and a recipe can hold another
-    by_torchrun = launch(*flags(data, tmp_path / "torchrun", *others, "--processes", 8), processes=2)
-    assert by_torchrun.status == 0
-    assert read_losses(tmp_path / "torchrun") == read_losses(tmp_path / "own")
+    more = (*others, "--processes", 8, "--time-limit", 0.1)
+    by_torchrun, _ = launch_ranks(*flags(data, tmp_path / "torchrun", *more))
+    assert by_torchrun.status == 143
+    expected = read_losses(tmp_path / "torchrun")
+    assert expected == read_losses(tmp_path / "run")[: len(expected)]
+    assert len(expected) > 0
     reason = "--processes 2: the launcher's number, not 8: the global batch is 8 images instead of 32, and the "
     assert f"{reason}learning rate in force follows it; --batch-size 16 keeps both" in by_torchrun.out
 
 
-@pytest.mark.parametrize(
-    "number",
-    [signal.SIGINT, *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGTERM, signal.SIGUSR1))],
-)
-def test_a_signal_to_it_stops_the_run(data: Path, tmp_path: Path, number: signal.Signals) -> None:
-    with start(*flags(data, tmp_path / "run", "--epochs", 100000, "--processes", 2)) as started:
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_other_signals_stop_the_run(data: Path, tmp_path: Path, number: signal.Signals) -> None:
+    stopped(number, *flags(data, tmp_path / "run", "--epochs", 100000, "--processes", 2))
+
+
+def stopped(number: signal.Signals, *words: object) -> Finished:
+    """A run of two processes that gets the signal in its second step, and has ended as it should."""
+    folder = Path(str(words[words.index("--output-dir") + 1]))
+    with start(*words) as started:
         started.wait_for(lambda: "  step 2/" in started.out)  # so that both processes have done the first
         started.send(number, started.pid)
         done = started.end()
         started.check_nothing_left()
     assert (done.status, done.err) == (143, "")
     assert done.out.count("the same command resumes here\n") == 1
-    step = read_checkpoint(tmp_path / "run")["step"]
-    assert f" at step {step}; the same command resumes here\n" in done.out
+    assert f" at step {read_checkpoint(folder)['step']}; the same command resumes here\n" in done.out
+    return done
 
 
 def test_a_mistake_that_its_processes_find_is_one_line(tmp_path: Path) -> None:

@@ -112,6 +112,7 @@ def test_workers_end_with_their_launcher(data: Path, tmp_path: Path) -> None:
     assert after > before or (after == before and after % (41 // 8) == 0)  # at an epoch's end evaluation comes first
 
 
+@pytest.mark.slow  # the signal of a dead launcher is in tests/distributed/test_ownership.py
 def test_a_lone_worker_ends_with_its_launcher(data: Path, tmp_path: Path) -> None:
     with Run(data, tmp_path, processes=1) as run:
         run.train()

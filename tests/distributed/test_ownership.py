@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.harness import Finished, launch
+from tests.forked import launch_forked
+from tests.harness import launch
 
 # As the user's process might notice a change: by its environment, signals, hooks and switches, and by its end.
 PROCESS_STATE = """
@@ -95,9 +96,12 @@ time.sleep(5)
 
 OWNER = """
 import sys
+from utils.distributed import launcher
 from utils.distributed.ownership import own_process
 from utils.distributed.startup import start_imports
 
+launcher._PARENT = os.getppid()  # that of this process, which was forked
+gc.unfreeze()
 start_imports("cpu")
 assert not gc.isenabled()
 device = own_process("cpu", *json.loads(sys.argv[1]))
@@ -105,10 +109,7 @@ print(json.dumps([str(device), changes()]))
 """
 
 
-def run_program(text: str, *arguments: object, **variables: object) -> Finished:
-    """Run the text, with `variables`; one that another test has set for this process is not passed on."""
-    env = {"CUDA_DEVICE_MAX_CONNECTIONS": None, "CUBLAS_WORKSPACE_CONFIG": None} | variables
-    return launch(*arguments, program=PROCESS_STATE + text, env=env)
+OF_TESTS = {"CUDA_DEVICE_MAX_CONNECTIONS": None, "CUBLAS_WORKSPACE_CONFIG": None}  # set by another test, maybe
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def run_program(text: str, *arguments: object, **variables: object) -> Finished:
 )
 def test_a_notebook_keeps_its_process(data: Path, tmp_path: Path, launcher: dict[str, str]) -> None:
     """Loaders, network and process group are opened, used and closed; under torchrun, too, nothing more happens."""
-    done = run_program(NOTEBOOK, data, XDG_CACHE_HOME=tmp_path, **launcher)
+    done = launch(data, program=PROCESS_STATE + NOTEBOOK, env=OF_TESTS | {"XDG_CACHE_HOME": tmp_path} | launcher)
     assert done.status == -signal.SIGTERM, done.err
     result = json.loads(done.out)
     assert result["changes"] == {}
@@ -143,7 +144,7 @@ CUDA_AND_TORCHRUN = {"CUDA_DEVICE_MAX_CONNECTIONS": "4", "TORCHELASTIC_RUN_ID": 
     ids=["torchrun", "fast", "deterministic"],
 )
 def test_own_process(arguments: list[bool], variables: dict[str, str], expected: dict[str, Any]) -> None:
-    done = run_program(OWNER, json.dumps(arguments), **variables)
+    done = launch_forked(json.dumps(arguments), program=PROCESS_STATE + OWNER, env=OF_TESTS | variables)
     assert done.status == 0, done.err
     assert json.loads(done.out.splitlines()[-1]) == ["cpu", expected | {"leaves modules out": True, "TF32": False}]
     assert done.err == ""

@@ -9,13 +9,22 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import TINY, resolved
-from tests.harness import launch
+from tests.forked import launch_forked
 from utils.distributed.group import DistEnv
 from utils.distributed.shared_memory import batches_bytes
 
-# In a mount namespace of its fixed, with 1 MB in /dev/shm. Prints an exit status or an error for each use of it.
+# In a mount namespace of its own, with 1 MB in /dev/shm. Prints an exit status or an error for each use of it.
 PROGRAM = """
-import sys
+import ctypes, sys
+
+def system(name, *arguments):
+    assert getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments) == 0, ctypes.get_errno()
+
+CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x20000, 0x4000, 0x40000
+system("unshare", CLONE_NEWNS)
+system("mount", None, b"/", None, MS_REC | MS_PRIVATE, None)
+system("mount", b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=1m")
+
 from pathlib import Path
 import pipelines, train
 import scripts.check_dataset, scripts.predict
@@ -61,8 +70,7 @@ def can_mount() -> bool:
 
 @pytest.mark.skipif(not can_mount(), reason="needs root, to mount another /dev/shm")
 def test_one_line(data: Path, tmp_path: Path) -> None:
-    mount = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"', "sh")
-    done = launch(data, tmp_path / "run", tmp_path / "out", *TINY, "--epochs", 1, program=PROGRAM, prefix=mount)
+    done = launch_forked(data, tmp_path / "run", tmp_path / "out", *TINY, "--epochs", 1, program=PROGRAM)
     assert done.status == 0, done
     found = [line for line in done.out.splitlines() if line.startswith("= ")]
     assert found[:3] == ["= train 2 False", "= train 0 True", "= predict 2 False"]

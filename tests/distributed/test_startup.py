@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.contract import CONTRACT
-from tests.harness import ROOT, Finished, launch
+from tests.forked import launch_forked
+from tests.harness import ROOT, Finished, assert_refused, launch
 from utils import __version__
 
 # Runs a program as `python PROGRAM FLAGS` does, and then writes the exit status and which of the slow packages it has
@@ -63,7 +64,8 @@ def test_mistakes_of_values_import_nothing_slow(flags: tuple[object, ...], messa
 
 
 def test_without_a_terminal_the_first_line_comes_once(tmp_path: Path) -> None:
-    done = launch("--loader", "synthetic", "--arch", "no_such_network", "--output-dir", tmp_path / "run")
-    assert done.status == 2
+    flags = ("--loader", "synthetic", "--arch", "no_such_network", "--output-dir", tmp_path / "run")
+    program = f"import runpy; runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')"
+    done = launch_forked(*flags, program=program)
     assert done.out == "loading torch, DALI and timm\n"
-    assert len(done.err.splitlines()) == 1
+    assert_refused(done, "--arch no_such_network: ")

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 
 from tests.conftest import TINY, assert_same_run
-from tests.forked import launch_forked, run_train
+from tests.forked import launch_forked, run_ranks, run_train
 from tests.harness import Finished, read_checkpoint, read_metrics
 from tests.held import hold_and_end
 from utils.distributed import stop as stop_module
@@ -127,7 +126,7 @@ def step_until_stop(rank: int, world_size: int, folder: Path) -> None:
 @pytest.mark.dist
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path) -> None:
     """One step later: the sum travels while that runs."""
-    spawn(step_until_stop, (2, tmp_path), 2)  # type: ignore[no-untyped-call]
+    run_ranks(step_until_stop, 2, tmp_path)
     found = [(tmp_path / f"{rank}").read_text() for rank in range(2)]
     assert found == ["step 4: another rank, False", "step 4: SIGUSR1, True"]
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import signal
 import time
 from pathlib import Path
 
@@ -192,12 +193,18 @@ with (
     ],
 )
 def test_ranks_that_wait_for_a_device_end_too(tmp_path: Path, case: str, what: str) -> None:
-    done = launch(case, tmp_path, program=HANGS, processes=3, timeout=250)
+    if case == "killed":
+        first, killed, other = launch_ranks(case, tmp_path, program=HANGS, processes=3)
+        assert (first.status, killed.status) == (1, -signal.SIGKILL)
+        assert other.status in (1, -signal.SIGTERM)
+        done = first
+    else:
+        done = launch(case, tmp_path, program=HANGS, processes=3, timeout=250)
+        assert "0 (local_rank: 0)\n  exitcode  : 1" in done.err, done.err
     line = error_line(done)
     assert line.startswith("train.py: rank 1 (process ") or case == "all"
     assert what in line
     assert "goes on from the last checkpoint" in line
-    assert "0 (local_rank: 0)\n  exitcode  : 1" in done.err, done.err
 
 
 NOT_ENABLED = """

@@ -244,7 +244,10 @@ def small_network() -> nn.Module:
 @pytest.mark.filterwarnings(TORCH_WARNING)
 @pytest.mark.parametrize(
     ("backend", "amp"),
-    [("aot_eager", False), ("aot_eager", True), pytest.param("inductor", False, marks=pytest.mark.slow)],
+    [
+        ("aot_eager", False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("aot_eager", True), ("inductor", False))),
+    ],
 )
 def test_one_graph_when_compiled(backend: str, amp: bool) -> None:
     torch.compiler.reset()
@@ -258,6 +261,7 @@ def test_one_graph_when_compiled(backend: str, amp: bool) -> None:
     assert_close(out, expected, 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(TORCH_WARNING)
 def test_a_compiled_residual_network() -> None:
     torch.compiler.reset()

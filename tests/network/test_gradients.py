@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.conftest import assert_same
+from tests.forked import run_ranks
 from utils.network.gradients import ForwardBackward
 from utils.network.parallel import FlatAllReduce, broadcast_weights
 
@@ -109,7 +109,7 @@ def run_rank(rank: int, world_size: int, folder: Path) -> None:
 @pytest.fixture(params=[pytest.param(2, marks=pytest.mark.slow), 3])
 def ranks(request: pytest.FixtureRequest, tmp_path: Path) -> list[dict[str, Any]]:
     """The results of each rank, of two and of three."""
-    spawn(run_rank, (request.param, tmp_path), request.param)  # type: ignore[no-untyped-call]
+    run_ranks(run_rank, request.param, tmp_path)
     return [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(request.param)]
 
 

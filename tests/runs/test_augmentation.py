@@ -16,9 +16,8 @@ RANDAUGMENT = (
 THREE_AUGMENT = ("--augment", "three-augment", "--color-jitter", 0.3, "--repeated-augmentation", 3)
 
 
-@pytest.mark.parametrize(
-    "recipe", [pytest.param(RANDAUGMENT, marks=pytest.mark.slow), THREE_AUGMENT], ids=["randaugment", "three-augment"]
-)
+@pytest.mark.slow  # the loaders' own resume is in tests/test_pipelines.py, copies in tests/data/test_sampler.py
+@pytest.mark.parametrize("recipe", [RANDAUGMENT, THREE_AUGMENT], ids=["randaugment", "three-augment"])
 def test_a_stopped_run_ends_as_the_uninterrupted_one(data: Path, tmp_path: Path, recipe: tuple[object, ...]) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--epochs", 2, *recipe, "--output-dir")

@@ -9,13 +9,6 @@ from tests.conftest import SOCKETS_ARE_ELSEWHERE, TINY
 from tests.forked import launch_ranks, launch_series
 from tests.harness import assert_refused, launch
 
-
-def test_process(good: list[str], tmp_path: Path) -> None:
-    path = tmp_path / "damaged.pt"
-    path.write_bytes(b"\x80 damaged")
-    assert_refused(launch(*good, "--resume", path, timeout=250), f"--resume {path}:", "not a readable checkpoint")
-
-
 WITHOUT_GPU: list[tuple[str, tuple[str, ...]]] = [
     ("--device cuda", ("--device cuda:", "no usable GPU", "use --device cpu")),
     ("--device auto --amp fp16", ("--amp fp16", "without a GPU", "use --amp none or bf16")),

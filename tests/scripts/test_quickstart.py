@@ -31,8 +31,9 @@ def test_another_run_is_not_deleted(tmp_path: Path, config: str | None) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize("to_repository", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("to_repository", [False, True])
 def test_a_quickstart_run_is_replaced(tmp_path: Path, to_repository: bool) -> None:
     data_dir = tmp_path / "digits"
     old = tmp_path / "run" / "last.pt"
@@ -45,6 +46,7 @@ def test_a_quickstart_run_is_replaced(tmp_path: Path, to_repository: bool) -> No
         started.wait_for(lambda: not old.exists())
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_an_empty_folder_is_used(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()

@@ -13,8 +13,8 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from tests.conftest import TINY, assert_same, resolved
-from tests.forked import launch_forked, launch_series
-from tests.harness import error_line, launch, read_checkpoint, read_metrics, start
+from tests.forked import launch_forked, launch_series, start_forked
+from tests.harness import error_line, launch, read_checkpoint, read_metrics
 from tests.training.checkpoints import RECORD, checkpoint_of
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
@@ -217,7 +217,7 @@ def test_best_is_the_best_that_could_be_saved(data: Path, tmp_path: Path) -> Non
 
 def test_a_second_run_in_the_folder_is_refused(data: Path, tmp_path: Path) -> None:
     flags = ("--data-dir", data, *FLAGS, "--output-dir", tmp_path, "--epochs")
-    with start(*flags, 100000) as first:
+    with start_forked(*flags, 100000) as first:
         first.wait_for(lambda: "first step" in first.out)
         (second,) = launch_series((*flags, 100000))
         assert second.status == 2

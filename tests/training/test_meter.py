@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch.amp.grad_scaler import GradScaler
-from torch.multiprocessing.spawn import spawn
 
 from tests.clock import Clock, measure_rank, train
+from tests.forked import run_ranks
 from utils.distributed.group import DistEnv
 from utils.training.state.meter import WARMUP_STEPS, Interval, Meter, Totals, share_interval
 from utils.training.state.train_state import TrainState
@@ -172,7 +172,7 @@ def test_a_pause_begins_when_the_device_has_done_its_steps() -> None:
 
 @pytest.mark.dist
 def test_ranks_are_summed(tmp_path: Path) -> None:
-    spawn(measure_rank, (2, tmp_path), 2)  # type: ignore[no-untyped-call]
+    run_ranks(measure_rank, 2, tmp_path)
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
     interval = Interval(
         {"train/loss": math.nan}, images_per_second=48.0, data_wait=0.375, bad_steps=1, skipped_steps=0, seconds=2.0

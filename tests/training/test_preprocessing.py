@@ -69,10 +69,11 @@ def test_what_is_not_given_is_that_of_timms_weights(flags: str, expected: tuple[
     assert pixels(filled("--pretrained", "--arch", *flags.split())) == expected
 
 
-def test_an_evaluation_has_the_preprocessing_of_timms_validation() -> None:
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_an_evaluation_has_the_preprocessing_of_timms_validation(every: int) -> None:
     """Of all weights that timm knows, but for those that are refused."""
     refused = []
-    for name in timm.list_pretrained():
+    for name in timm.list_pretrained()[::every]:
         config = TrainConfig(data_dir=Path("images"), arch=name, pretrained="timm", evaluate=True)
         settings = timm.get_pretrained_cfg(name)
         assert settings is not None
