@@ -109,7 +109,10 @@ print(json.dumps([str(device), changes()]))
 """
 
 
-OF_TESTS = {"CUDA_DEVICE_MAX_CONNECTIONS": None, "CUBLAS_WORKSPACE_CONFIG": None}  # set by another test, maybe
+OF_TESTS: dict[str, object] = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": None,
+    "CUBLAS_WORKSPACE_CONFIG": None,
+}  # set by another test, maybe
 
 
 @pytest.mark.parametrize(

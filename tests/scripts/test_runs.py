@@ -9,8 +9,7 @@ import pytest
 from scripts import runs
 from tests.conftest import TINY
 from tests.contract import assert_keys
-from tests.forked import launch_series
-from tests.harness import start
+from tests.forked import launch_series, start_forked
 
 
 def listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, list[str]]:
@@ -35,7 +34,7 @@ def test_runs_are_listed_with_their_state(data: Path, tmp_path: Path, capsys: py
     done = launch_series(stopped, finished, finished, (*finished, "--epochs", 3))
     assert [each.status for each in done] == [143, 0, 0, 0]
     (tmp_path / "no run").mkdir()
-    with start(*flags[:-1], 100000, "--output-dir", tmp_path / "died") as started:
+    with start_forked(*flags[:-1], 100000, "--output-dir", tmp_path / "died") as started:
         started.wait_for((tmp_path / "died" / "last.pt").exists)
         running = listed(tmp_path, capsys)
         started.send(signal.SIGKILL, started.pid)
