@@ -16,6 +16,7 @@ from tests.forked import start_forked
 from tests.harness import launch
 from tests.scripts.test_convert_dataset import SCRIPT, convert, files_of, shards_of, write_rows
 
+Whole = Callable[[str], dict[str, bytes]]  # form -> names and contents of files
 FORMS: dict[str, tuple[object, ...]] = {"tar": ("--shard-size", 0.05), "folder": ()}
 NUM_FINISHED = {"tar": 75, "folder": 690}
 
@@ -43,7 +44,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(many: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, bytes]]:
+def whole(many: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     """What a conversion to a form that is not killed writes."""
 
     @functools.cache
@@ -90,7 +91,7 @@ def kill_and_repeat(source: Path, target: Path, to: str, kills: int) -> int:
     ids=["tar", "folder", "tar, ten times"],
 )
 def test_a_killed_conversion_ends_with_the_same_files(
-    many: Path, whole: Callable[[str], dict[str, bytes]], tmp_path: Path, to: str, kills: int
+    many: Path, whole: Whole, tmp_path: Path, to: str, kills: int
 ) -> None:
     target = tmp_path / "out"
     assert kill_and_repeat(many, target, to, kills) > 0
@@ -114,9 +115,7 @@ def test_a_killed_conversion_of_parquet(tmp_path: Path) -> None:
     assert shards_of(out) == shards_of(tmp_path / "whole")
 
 
-def test_a_signal_ends_it_with_what_is_finished(
-    many: Path, whole: Callable[[str], dict[str, bytes]], tmp_path: Path
-) -> None:
+def test_a_signal_ends_it_with_what_is_finished(many: Path, whole: Whole, tmp_path: Path) -> None:
     flags = (many, tmp_path / "out", *FORMS["tar"], "--workers", 1)
     held = {"HELD": "train-0003.tar", "RELEASE": tmp_path / "release"}
     with start_forked(*flags, program=HOLDS, env=held) as started:
@@ -142,7 +141,7 @@ cp "$DISK"/out/* "$OUT"
 
 
 @pytest.mark.slow
-def test_a_full_disk(many: Path, whole: Callable[[str], dict[str, bytes]], tmp_path: Path) -> None:
+def test_a_full_disk(many: Path, whole: Whole, tmp_path: Path) -> None:
     disk, out = tmp_path / "disk", tmp_path / "copy"
     disk.mkdir()
     out.mkdir()
