@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from utils.data.loaders.sampler import Sampler
-from utils.data.splits.selection import SPLITS
+from utils.data.splits.selection import SPLITS, SYNTHETIC_TRAIN
 from utils.errors import START_ANEW, UserError
 from utils.options.config import flags_with
 from utils.options.flags import flag
@@ -58,9 +58,7 @@ def require_acceptable(saved: Checkpoint, names: Sequence[str], classes: Sequenc
 
 def steps_before(saved: Checkpoint) -> int:
     """Optimizer steps per epoch of the run that wrote a checkpoint."""
-    num_images = len(saved.record.files["train"]["mtimes"])
-    if not num_images:  # synthetic data: synthetic-IMAGES-CLASSES
-        num_images = int(saved.record.fingerprint["files of train/"].split("-")[1])
+    num_images = len(saved.record.files["train"]["mtimes"]) or SYNTHETIC_TRAIN
     return num_images // saved_layout(saved).global_batch_size
 
 
