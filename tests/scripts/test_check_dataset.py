@@ -15,18 +15,19 @@ from tests import damage, harness
 from tests.conftest import TINY, Refused, write_data
 from tests.contract import CONTRACT, assert_keys
 from tests.data.test_verification import dali_accepts
-from tests.harness import ROOT, Finished, launch
+from tests.forked import launch_forked
+from tests.harness import Finished, launch
 from tests.processes import alive, identify
 from tests.shards import write_webdataset
 from utils.data.reading.decoding import decoder_of
 from utils.data.reading.verification import load_manifest
 
-SCRIPT = ROOT / "scripts" / "check_dataset.py"
+SCRIPT = "import sys; from scripts import check_dataset; sys.exit(check_dataset.main(sys.argv[1:]))"
 
 
 def check(*words: object, timeout: float = harness.LIMIT) -> Finished:
-    """Run the script to its end."""
-    return harness.launch(*words, program=SCRIPT, timeout=timeout)
+    """Run the program to its end."""
+    return launch_forked(*words, program=SCRIPT, timeout=timeout)
 
 
 def named_bad(output_dir: Path) -> dict[str, str]:
