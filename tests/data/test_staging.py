@@ -244,6 +244,13 @@ def test_an_endpoint_that_does_not_answer(run: Stage, monkeypatch: pytest.Monkey
         run()
 
 
+def test_an_endpoint_that_is_no_url(run: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """obstore panics, which is no Exception."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "::bad")
+    with pytest.raises(UserError, match=r": .*InvalidUri.*; check endpoint and other variables of the environment$"):
+        run()
+
+
 def test_another_process_is_waited_for(
     run: Stage, prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

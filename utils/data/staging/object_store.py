@@ -1,10 +1,9 @@
-"""An object store: its objects listed and read in ranges, with patience where it does not answer.
+"""An object store: its objects listed and read in ranges. obstore tries again; this file knows when to give up.
 
 Credentials, endpoint and region come from the variables of the environment that obstore reads: AWS_ACCESS_KEY_ID,
 AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL, AWS_REGION, GOOGLE_APPLICATION_CREDENTIALS and so on.
 """
 
-import random
 import re
 import threading
 import time
@@ -19,10 +18,11 @@ from utils.options.store_url import split_url
 
 FIRST_ANSWER_SECONDS = 30.0  # for a store that has not answered yet: its address may be wrong
 OUTAGE_SECONDS = 300.0  # for one that has: it may come back
-NOTE_SECONDS = 5.0  # of an outage, until a line says so
-FIRST_DELAY, MAX_DELAY = 0.25, 15.0  # seconds between two tries
-CONNECT_SECONDS, READ_SECONDS, REQUEST_SECONDS = 10, 30, 600
+PAUSE_SECONDS = 5.0  # between two rounds of obstore's tries; an outage that lasts longer gets a line
+RETRIES = 2  # in a round; few, as a thread inside obstore notices no signal
+READ_SECONDS, REQUEST_SECONDS = 30, 600  # of obstore itself: none, and 30, which a large range may exceed
 CHUNK_BYTES = 1 << 20  # that are written at a time
+THE_BUCKET = "the bucket"  # in messages
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_SKIP_SIGNATURE=true for a public bucket",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS, or GOOGLE_SKIP_SIGNATURE=true for a public bucket",
@@ -39,7 +39,10 @@ class Canceled(Exception):
 
 
 class Outage:
-    """How long a store has not answered any thread, and how long a thread waits before it tries again.
+    """How long a store has not answered any thread.
+
+    obstore counts the tries and seconds of one request, and says nothing before its last. A range that has taken its
+    seconds is not tried again at all. A store that is down is one event for all requests, and gets one line.
 
     Args:
         url: of the data set, for messages.
@@ -65,8 +68,8 @@ class Outage:
                 self._is_noted = False
                 self._note(f"{self._url}: the store answers again")
 
-    def wait(self, reason: str, attempt: int) -> None:
-        """The store has not answered, for the `attempt`-th time in a row: wait before the next try.
+    def wait(self, reason: str) -> None:
+        """obstore has given up on a request: wait before the next round.
 
         Raises:
             UserError: it has not answered for too long.
@@ -81,11 +84,10 @@ class Outage:
                     f"{self._url}: the store {what}, {limit:g} s long ({reason}); check endpoint and network, the same "
                     "command goes on from there"
                 )
-            if silence > NOTE_SECONDS and not self._is_noted:
+            if silence > PAUSE_SECONDS and not self._is_noted:
                 self._is_noted = True
                 self._note(f"{self._url}: the store does not answer ({reason}); trying again for {limit:g} s")
-        delay = min(MAX_DELAY, FIRST_DELAY * 2 ** min(attempt, 16)) * random.Random().uniform(0.5, 1)
-        if self.canceled.wait(delay):
+        if self.canceled.wait(PAUSE_SECONDS):
             raise Canceled
 
 
@@ -94,7 +96,7 @@ class ObjectStore:
 
     Args:
         url: `s3://BUCKET/PREFIX` or `gs://BUCKET/PREFIX`.
-        outage: counts the tries of all threads.
+        outage: of all threads.
 
     Raises:
         UserError: a variable of the environment has a value that cannot be.
@@ -103,20 +105,22 @@ class ObjectStore:
     def __init__(self, url: str, outage: Outage) -> None:
         import obstore  # an extra
         from obstore import exceptions
-        from obstore.store import from_url
+        from obstore.store import GCSStore, S3Store
 
         self._obstore, self._errors = obstore, exceptions
         self._url, self._outage = url, outage
-        self._scheme, bucket, self._prefix = split_url(url)
-        client: Any = {
-            "allow_http": True,  # where the endpoint says http://
-            "connect_timeout": timedelta(seconds=CONNECT_SECONDS),
-            "read_timeout": timedelta(seconds=READ_SECONDS),
-            "timeout": timedelta(seconds=REQUEST_SECONDS),
+        self._scheme, bucket, prefix = split_url(url)
+        options: Any = {
+            "client_options": {
+                "allow_http": True,  # where the endpoint says http://
+                "read_timeout": timedelta(seconds=READ_SECONDS),
+                "timeout": timedelta(seconds=REQUEST_SECONDS),
+            },
+            "retry_config": {"max_retries": RETRIES, "retry_timeout": timedelta(seconds=FIRST_ANSWER_SECONDS)},
         }
+        make: Any = {"s3": S3Store, "gs": GCSStore}[self._scheme]
         try:
-            retries: Any = {"max_retries": 0}  # `Outage` counts them for all threads
-            self._store: Any = from_url(f"{self._scheme}://{bucket}", client_options=client, retry_config=retries)
+            self._store = make(bucket, prefix=prefix or None, **options)
         except (exceptions.BaseError, ValueError) as error:
             raise UserError(f"{url}: {_reason(error)}; check the variables of the environment") from None
 
@@ -127,21 +131,20 @@ class ObjectStore:
             UserError: there are none, or the store refuses.
             Canceled: nobody waits any more.
         """
-        found = self._call("the bucket", self._list)
+        found = self._call(THE_BUCKET, self._list)
         if not found:
             raise UserError(f"{self._url}: no object below it; check bucket and prefix")
         folders = {name[:at] for name, *_ in found for at, letter in enumerate(name) if letter == "/"}
         return sorted(each for each in found if each.size or each.name not in folders)  # not what stands for a folder
 
     def _list(self) -> list[StoredObject]:
-        start = len(self._prefix) + 1 if self._prefix else 0
         found = []
-        for chunk in self._obstore.list(self._store, prefix=self._prefix or None, chunk_size=1000):
+        for chunk in self._obstore.list(self._store, chunk_size=1000):
             self._outage.end()
             if self._outage.canceled.is_set():
                 raise Canceled
             for meta in chunk:
-                name = meta["path"][start:]
+                name = meta["path"]
                 if name and not _is_excluded(name):
                     changed = meta["last_modified"]
                     tag = (meta["e_tag"] or changed.isoformat()).strip('"')
@@ -167,11 +170,15 @@ class ObjectStore:
 
         def go_on() -> None:
             nonlocal at, version
-            options = {"range": (at, end)} | ({"if_match": f'"{found.tag}"'} if self._scheme == "s3" else {})
-            result = self._obstore.get(self._store, self._key(found.name), options=options)
+            # Not `get_ranges`, which keeps all bytes in memory and does not tell the ETag.
+            result = self._obstore.get(self._store, found.name, options={"range": (at, end)})
             meta = result.meta
+            # Not `If-Match`: a stream goes on under this ETag anyway, and a change within it would be a GenericError.
             if (meta["e_tag"] or found.tag).strip('"') != found.tag or meta["size"] != found.size:
-                raise self._errors.PreconditionError
+                raise UserError(
+                    f"{self._url}/{found.name}: has changed while it was copied; the same command copies the new one, "
+                    "once the upload has ended"
+                )
             version = meta["version"] or ""
             for chunk in result.stream(min_chunk_size=CHUNK_BYTES):
                 if self._outage.canceled.is_set():
@@ -180,67 +187,47 @@ class ObjectStore:
                 write(chunk, at)
                 at += len(chunk)
             if at < end:
-                raise ConnectionError(f"{end - at:,} bytes are missing")
+                raise self._errors.GenericError(f"{end - at:,} bytes are missing")
 
-        self._call(found.name, go_on, lambda: at)
+        self._call(found.name, go_on)
         return version
 
-    def _key(self, name: str) -> str:
-        return f"{self._prefix}/{name}" if self._prefix else name
-
-    def _call(self, what: str, call: Callable[[], T], progress: Callable[[], int] = lambda: 0) -> T:
-        """The result of `call`, which is repeated while the store does not answer; `progress` starts a new count."""
-        attempt, before = 0, progress()
+    def _call(self, what: str, call: Callable[[], T]) -> T:
+        """The result of `call`, which is repeated while the store does not answer."""
         while True:
             try:
                 result = call()
+            except (self._errors.BaseError, FileNotFoundError) as error:
+                if message := self._lasting(what, error):
+                    raise UserError(message) from None
+                self._outage.wait(_reason(error))
+            else:
                 self._outage.end()
                 return result
-            except (self._errors.NotFoundError, FileNotFoundError):
-                raise UserError(self._missing(what)) from None
-            except (self._errors.PermissionDeniedError, self._errors.UnauthenticatedError, PermissionError) as error:
-                raise UserError(self._denied(f"access to {what} is denied ({_reason(error)})")) from None
-            except self._errors.PreconditionError:
-                raise UserError(
-                    f"{self._url}/{what}: has changed while it was copied; the same command copies the new one, once "
-                    "the upload has ended"
-                ) from None
-            except (self._errors.BaseError, ConnectionError, TimeoutError) as error:
-                self._refuse_lasting(what, error)
-                attempt = 0 if progress() > before else attempt
-                before = progress()
-                self._outage.wait(_reason(error), attempt)
-                attempt += 1
 
-    def _refuse_lasting(self, what: str, error: Exception) -> None:
-        """Raise UserError for an error that another try would meet again."""
-        text = str(error)
+    def _lasting(self, what: str, error: Exception) -> str:
+        """A message for an error that another try would meet again; "" for an outage.
+
+        The text of the error tells it: in a listing and within a stream every status is obstore's GenericError.
+        """
+        text, reason = str(error), _reason(error)
+        credentials = f"set {_CREDENTIALS[self._scheme]}"
         if not self._outage.has_answered and any(word in text for word in _METADATA):
-            raise UserError(self._denied(f"no credentials ({_reason(error)})")) from None
+            return f"{self._url}: no credentials ({reason}); {credentials}"
+        if "invalid path" in text:
+            return f"{self._url}: an object has no name of a file ({reason}); rename it, or give another prefix"
         found = _STATUS.search(text)
         status = found[1] if found else ""
-        if status == "404":
-            raise UserError(self._missing(what)) from None
         if status in ("401", "403"):
-            raise UserError(self._denied(f"access to {what} is denied ({_reason(error)})")) from None
-        if "invalid path" in text:
-            raise UserError(
-                f"{self._url}: an object has no name of a file ({_reason(error)}); rename it, or give another prefix"
-            ) from None
-        if (status[:1] in ("3", "4") and status not in ("408", "429")) or isinstance(
-            error, self._errors.InvalidPathError | self._errors.NotSupportedError
-        ):
-            raise UserError(
-                f"{self._url}: the store refuses ({_reason(error)}); check bucket, region and endpoint"
-            ) from None
-
-    def _missing(self, what: str) -> str:
-        if what == "the bucket":
+            return f"{self._url}: access to {what} is denied ({reason}); {credentials}"
+        if status == "404" and what == THE_BUCKET:
             return f"{self._url}: no such bucket; check its name, and the endpoint"
-        return f"{self._url}/{what}: has vanished while it was copied; start again once the data set is complete"
-
-    def _denied(self, what: str) -> str:
-        return f"{self._url}: {what}; set {_CREDENTIALS[self._scheme]}"
+        if status == "404":
+            return f"{self._url}/{what}: has vanished while it was copied; start again once the data set is complete"
+        is_refused = status[:1] in ("3", "4") and status not in ("408", "429")
+        if is_refused or isinstance(error, self._errors.InvalidPathError | self._errors.NotSupportedError):
+            return f"{self._url}: the store refuses ({reason}); check bucket, region and endpoint"
+        return ""
 
 
 def _is_excluded(name: str) -> bool:
@@ -255,7 +242,7 @@ def _reason(error: Exception) -> str:
     if found := _CAUSE.findall(text.partition("Debug source:")[2]):
         return str(found[-1])[:120]
     line = re.sub(
-        r"Generic \w+ error: |Error performing [\w ]+: |Error performing \w+ \S+ in \S+ - ", "", first_line(error)
+        r"Generic \w+ error: |Error performing [\w ]+: |Error performing \w+ \S+ in .*? - ", "", first_line(error)
     )
     code = _CODE.search(text)
     return line.partition("<")[0].rstrip(": ")[:160] + (f", {code[1]}" if code else "")

@@ -217,6 +217,8 @@ class Staging:
             self._fail(str(error))
         except Exception as error:
             self._fail(f"{self._url}: {type(error).__name__}: {error}")
+        except BaseException as error:  # a panic of obstore
+            self._fail(f"{self._url}: {error}; check endpoint and other variables of the environment")
 
     def _fail(self, message: str) -> None:
         with self._lock:
