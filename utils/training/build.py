@@ -107,7 +107,7 @@ def _create_network(
 ) -> models.Network:
     """The network with its first weights, which follow from `--seed` alone, and are the same on all ranks."""
     show_startup("creating the network")
-    seed_weights(config.seed)
+    seed_weights(config.seed)  # before the network, which draws its weights from it
     network = models.create_network(config, env, classes, saved.record.normalization if saved else None)
     # After the weights, which draw as many numbers as the network wants: from here on each rank has its own.
     seed_process(config.seed, env.rank, step=0)
