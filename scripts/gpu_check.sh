@@ -30,7 +30,7 @@ torchrun=("$PYTHON")
 
 # launch SECONDS [FLAGS...] -- COMMAND: runs a command with a time limit, and ends all its processes.
 launch() {
-    "$PYTHON" -m scripts.launcher --limit "$@" 2>&1
+    "$PYTHON" -m scripts.bench launch --limit "$@" 2>&1
 }
 
 # add_result NAME STATUS EXPECTED: adds an exit status to the table; an unexpected one makes this script fail.

@@ -33,32 +33,32 @@ measure() {
     local table=$1 limit=$2 status=0
     shift 2
     echo "$*" >>"$out/$table.log"
-    "$PYTHON" -m scripts.launcher --limit "$limit" -- "$PYTHON" "$@" 2>&1 | tee -a "$out/$table.log" || status=$?
+    "$PYTHON" -m scripts.bench launch --limit "$limit" -- "$PYTHON" "$@" 2>&1 | tee -a "$out/$table.log" || status=$?
     [[ $status -eq 0 ]] || { echo "$table: exit $status" | tee -a "$out/table.txt" && failed=1; }
 }
 
 # Images that stay in memory, against files and synthetic ones.
 small64() {
-    measure small64 400 scripts/compare_caches.py --arch resnet18 --image-size 64 --images 50000 --side 64 \
+    measure small64 400 scripts/bench caches --arch resnet18 --image-size 64 --images 50000 --side 64 \
         --window-seconds 1 --device cuda --output-dir "$out/small64"
 }
 
 small128() {
-    measure small128 400 scripts/compare_caches.py --arch resnet18 --image-size 128 --data-dir "$data/train" \
+    measure small128 400 scripts/bench caches --arch resnet18 --image-size 128 --data-dir "$data/train" \
         --window-seconds 1 --device cuda --output-dir "$out/small128"
 }
 
 # Photographs that are decoded in each epoch.
 photos() {
-    measure photos 900 scripts/performance.py --data-dir "$photos" --output-dir "$out/photos" \
+    measure photos 900 scripts/bench series --data-dir "$photos" --output-dir "$out/photos" \
         --only resnet50,efficientnet_b0,resnet18,resnet18-8
 }
 
 # From the launch to the first step: of a run that is compiled, and of one that is too short for it.
 starts() {
-    measure starts 1500 scripts/compare_starts.py --data-dir "$data" --arch resnet50,efficientnet_b0 --cold \
+    measure starts 1500 scripts/bench starts --data-dir "$data" --arch resnet50,efficientnet_b0 --cold \
         --device cuda --output-dir "$out/starts"
-    measure starts 600 scripts/compare_starts.py --data-dir "$data" --arch resnet50,efficientnet_b0 \
+    measure starts 600 scripts/bench starts --data-dir "$data" --arch resnet50,efficientnet_b0 \
         --flags "--epochs 5" --device cuda --output-dir "$out/starts-short"
 }
 
@@ -114,7 +114,7 @@ def train(name, *more):
     folder = pathlib.Path(out, f"pauses-{name}")
     command = [sys.executable, "train.py", *flags, "--output-dir", str(folder), *more]
     print(*command, flush=True)
-    launcher, printed = [sys.executable, "-m", "scripts.launcher", "--limit", "200", "--"], []
+    launcher, printed = [sys.executable, "-m", "scripts.bench", "launch", "--limit", "200", "--"], []
     with subprocess.Popen(launcher + command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         for line in process.stdout:
             print(line, end="")
@@ -161,7 +161,7 @@ recipes() {
     local epochs seeds
     for epochs in 5 20 80; do
         seeds=$((epochs == 5 ? 5 : epochs == 20 ? 3 : 2))
-        measure recipes 900 scripts/compare_recipes.py --data-dir "$data" --output-dir "$out/recipes-$epochs" \
+        measure recipes 900 scripts/bench recipes --data-dir "$data" --output-dir "$out/recipes-$epochs" \
             --seeds $seeds "$epochs epochs: --device cuda --config configs/imagenette_${epochs}epochs.yaml"
     done
 }
@@ -170,7 +170,7 @@ recipes() {
 feeds() {
     local flags="--arch resnet18 --image-size 128 --val-resize 146 --epochs 10 --batch-size 128 --lr 0.4 --workers 4
         --weight-decay 5e-4 --crop-scale 0.35 --label-smoothing 0.1 --device cuda --cache gpu"
-    measure feeds 1500 scripts/compare_recipes.py --data-dir "$data" --output-dir "$out/feeds" --seeds 3 --jobs 3 \
+    measure feeds 1500 scripts/bench recipes --data-dir "$data" --output-dir "$out/feeds" --seeds 3 --jobs 3 \
         --flags "$flags" "images on the GPU" "files: --cache none" "torch's loader: --cache none --loader torch" \
         "fp16: --amp fp16" "float32: --amp none" "no CUDA graph: --no-cuda-graph" \
         "two batches of 64 a step: --batch-size 64 --grad-accum-steps 2" \

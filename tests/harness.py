@@ -59,7 +59,7 @@ class Finished:
 def command(program: Path | str = TRAIN, processes: int = 1, torchrun: Sequence[str] = ()) -> list[str]:
     """The words that start a program: a file, or the text of a Python program. Under torchrun, if that has flags."""
     if isinstance(program, Path):
-        python, words = ([sys.executable] if program.suffix == ".py" else []), [str(program)]
+        python, words = ([sys.executable] if program.suffix == ".py" or program.is_dir() else []), [str(program)]
     else:  # the text is in a variable, as torchrun repeats the words in its report
         python, words = [sys.executable, "-u"], ["-c", f"import os; exec(os.environ['{TEXT}'])"]
     if processes == 1 and not torchrun:
@@ -226,7 +226,7 @@ def start(
 
     Args:
         flags: of the program.
-        program: a file, or the text of a Python program, which can import all of the project.
+        program: a file or folder, or the text of a Python program, which can import all of the project.
         processes: of a torchrun; 1 without flags of torchrun is a plain process.
         torchrun: its flags, instead of --standalone.
         prefix: words of a command that starts the program, such as `ip netns exec NAME`.

@@ -3,55 +3,24 @@
 The keys of files are compared with it where tests write those files: `assert_keys` of tests/contract.py.
 """
 
+import importlib
 from typing import Any
 
 import pytest
 
-from scripts import (
-    benchmark,
-    check_dataset,
-    compare_caches,
-    compare_formats,
-    compare_recipes,
-    compare_starts,
-    convert_dataset,
-    download,
-    export,
-    launcher,
-    make_digits,
-    performance,
-    predict,
-    report,
-    runs,
-    scaling,
-    track,
-    watch,
-)
+from scripts.bench.__main__ import NAMES
 from tests.contract import CONTRACT, flags_of
 from utils import errors
 from utils.errors import RunFailed, Stopped, UserError
 from utils.options.cli import TRAIN, Program
 
+MODULES = (
+    "bench.__main__", *(f"bench.{name}" for name in NAMES), "benchmark", "check_dataset", "convert_dataset", "download",
+    "export", "make_digits", "predict", "report", "runs", "track", "watch",
+)  # fmt: skip
 PROGRAMS: tuple[Program[Any], ...] = (
     TRAIN,
-    benchmark.PROGRAM,
-    check_dataset.PROGRAM,
-    compare_caches.PROGRAM,
-    compare_formats.PROGRAM,
-    compare_recipes.PROGRAM,
-    compare_starts.PROGRAM,
-    convert_dataset.PROGRAM,
-    download.PROGRAM,
-    export.PROGRAM,
-    launcher.PROGRAM,
-    make_digits.PROGRAM,
-    performance.PROGRAM,
-    predict.PROGRAM,
-    report.PROGRAM,
-    runs.PROGRAM,
-    scaling.PROGRAM,
-    track.PROGRAM,
-    watch.PROGRAM,
+    *(importlib.import_module(f"scripts.{name}").PROGRAM for name in MODULES),
 )
 by_program = pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: str(program.name))
 

@@ -68,6 +68,8 @@ def where(item: Block | Command) -> str:
 def split(words: Sequence[str]) -> tuple[str, list[str]]:
     """Name of the program of ours in a command, "" for none, and the words after it."""
     for number, word in enumerate(words):
+        if word == "scripts/bench":
+            return f"bench {words[number + 1]}", list(words[number + 2 :])
         if word == "train.py" or (word.startswith("scripts/") and word.endswith(".py")):
             return Path(word).name, list(words[number + 1 :])
         if word.startswith("scripts/slurm/"):
@@ -115,6 +117,8 @@ def test_a_command_has_flags_that_exist(command: Command, folder: Path) -> None:
         "python train.py --data-dri /data",
         "scripts/check_dataset.py DIR --output-dri OUT",
         "scripts/no_such.py",
+        "python scripts/bench no-such --arch resnet50",
+        "python scripts/bench starts --arhc resnet50",
         "sbatch scripts/slurm/single_node.sh --data-dir /data --epoch 3",
         "torchrun --nnodse=4 train.py --data-dir /data",
         "python trian.py",

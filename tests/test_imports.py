@@ -73,7 +73,7 @@ def imported(tree: ast.AST, module: str) -> Iterator[str]:
             source = ".".join([*package, *([node.module] if node.module else [])])
             yield from (f"{source}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("importlib.import_module", "__import__"):
-            yield ast.literal_eval(node.args[0])
+            yield ast.unparse(node.args[0]).lstrip("f").strip("'")  # f"scripts.bench.{name}" as it is
 
 
 def offences(source: str, module: str) -> list[str]:

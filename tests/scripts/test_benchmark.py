@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from scripts import benchmark, performance
+from scripts import benchmark
+from scripts.bench import series
 from tests.conftest import SOCKETS_ARE_ELSEWHERE, Refused, write_images
 from tests.contract import assert_keys
 from tests.forked import launch_forked
@@ -84,7 +85,7 @@ def test_json_has_every_measurement(finished: tuple[dict[str, Any], Path, str]) 
 def test_table_of_several_runs(finished: tuple[dict[str, Any], Path, str], tmp_path: Path) -> None:
     result, output_dir, _ = finished
     shutil.copytree(output_dir, tmp_path / "resnet18")
-    _, _, *lines = performance.rows(tmp_path, performance.RUNS)
+    _, _, *lines = series.table(tmp_path, series.RUNS).splitlines()
     assert [line.split(" | ")[0] for line in lines] == [f"| resnet18, {name}" for name in LOADERS]
     torch, synthetic = (Rate(tuple(result["training"][name]["windows"])) for name in ("torch", "synthetic"))
     share = "no difference" if is_same(torch, synthetic) else f"{torch.median / synthetic.median:.3f}"

@@ -5,8 +5,7 @@ import dataclasses
 import os
 import platform
 import statistics
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,14 @@ import torchvision
 from utils.benchmark.images import repeat, sample_images
 from utils.benchmark.loaders import PREFETCH, FilesReader, Loader, TrainStep
 from utils.benchmark.measure import Case, Window, measure
-from utils.benchmark.verdict import SYNTHETIC, LoaderMeasurement, Measurements, Rate
+from utils.benchmark.verdict import LoaderMeasurement, Measurements, Rate
 from utils.data.dali import DALI_VERSION
 from utils.data.images.manifest import Manifest
 from utils.data.loaders.cache import decoded_bytes, mean_decoded_bytes
 from utils.data.loaders.settings import choose_loader_settings
 from utils.data.splits.selection import Splits
-from utils.distributed.group import DistEnv, process_group
+from utils.distributed.group import DistEnv
 from utils.distributed.machine import Machine, inspect_machine
-from utils.distributed.ownership import own_process
 from utils.distributed.stop import StopRequest
 from utils.network.compiler import enable_compile_cache
 from utils.options.config import BATCH_SIZE, TrainConfig
@@ -137,37 +135,6 @@ def open_run(
     run = build(resolved, splits, splits, env, stack, stop)
     stop.enable(env)
     return run, manifest
-
-
-@contextlib.contextmanager
-def comparison(config: TrainConfig) -> Iterator[tuple[DistEnv, contextlib.ExitStack, Path]]:
-    """This process alone on its device, a stack that is closed at the end, and a temporary folder.
-
-    Prepares the output folder.
-    """
-    device = own_process(config.device, deterministic=False)
-    with process_group(device, config.timeout) as env, contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="comparison-")))
-        prepare_output(config.output_dir, env)
-        yield env, stack, folder
-
-
-def measure_loaders(
-    run: Run, loaders: Mapping[str, Loader], train_step: TrainStep, windows: int, window_seconds: float
-) -> dict[str, dict[str, list[Window]]]:
-    """The windows of training on synthetic images, and of each loader, `alone` and in `training`, all interleaved.
-
-    Raises:
-        Stopped: a signal came.
-    """
-    cases = {(SYNTHETIC, "training"): Case(SYNTHETIC, lambda: train_step(run), meter=run.state.meter)}
-    for name, loader in loaders.items():
-        for kind, case in (("alone", loader.alone()), ("training", loader.training(run, train_step))):
-            cases[name, kind] = dataclasses.replace(case, name=f"{name}, {kind}")
-    results: dict[str, dict[str, list[Window]]] = {}
-    for (name, kind), measured in zip(cases, measure(list(cases.values()), run, windows, window_seconds), strict=True):
-        results.setdefault(name, {})[kind] = measured
-    return results
 
 
 def collect(

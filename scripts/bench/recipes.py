@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
-"""Train some recipes with some seeds each, and say whether their accuracies differ by more than the seed does.
+"""Train some recipes with some seeds each: do their accuracies differ by more than the seed does?
 
-    scripts/compare_recipes.py --data-dir DIR --seeds 3 --flags "--config configs/imagenette_5epochs.yaml" \\
+    python scripts/bench recipes --data-dir DIR --seeds 3 --flags "--config configs/imagenette_5epochs.yaml" \\
         "DALI" "torchvision: --loader torch"
 
 A recipe is NAME, or NAME: and more flags of train.py. Seeds are 0, 1, 2, ...; seeds come before recipes in the order of
@@ -23,12 +22,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import typer
 
-from scripts.launcher import launched, stop_on_sigterm
+from scripts.bench.launch import TRAIN, launched, stop_on_sigterm
+from scripts.bench.table import markdown
 from utils.errors import EXIT_DONE, RunFailed, UserError
 from utils.files import check_writable, write_json
 from utils.log import SUMMARY
@@ -40,7 +37,6 @@ from utils.options.readers import number_option
 from utils.options.resolved import CHOSEN
 from utils.report.output_folder import read_object
 
-TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 POLL_SECONDS = 0.2
 OWN = ("--data-dir", "--output-dir", "--name", "--seed", "--resume")  # flags of train.py that this program gives
 Results = Mapping[str, Sequence[Mapping[str, Any]]]  # by recipe: summary.json of each seed
@@ -60,7 +56,7 @@ class Options:
 
 @with_train_flags(
     train_flag("data_dir", default=REQUIRED, help="Data set of the runs."),
-    train_flag("output_dir", default=REQUIRED, help="Where recipes.json and the runs go."),
+    train_flag("output_dir", default=REQUIRED, shown=False, help="Where recipes.json and the runs go."),
 )
 def read_options(
     recipes: Annotated[list[str], typer.Argument(metavar="NAME[: FLAGS]...", help="Recipes; compared with the first.")],
@@ -90,7 +86,7 @@ def read_options(
     return Options(found, configs, given["data_dir"], given["output_dir"], seeds, jobs)
 
 
-def compare(options: Options) -> None:
+def run(options: Options) -> None:
     """Train all runs that are left, print their table, and write recipes.json.
 
     Raises:
@@ -119,7 +115,7 @@ def compare(options: Options) -> None:
                     del running[seed, name]
                     _finish(options, name, seed, process.returncode)
             time.sleep(POLL_SECONDS if running else 0)
-    print("\n".join(table(read_results(options))))
+    print(table(read_results(options)))
 
 
 def _check_flags(folder: Path, config: TrainConfig) -> None:
@@ -192,13 +188,9 @@ def read_results(options: Options) -> Results:
     return found
 
 
-def table(results: Results) -> Iterator[str]:
-    """Lines of Markdown. The difference to the first recipe has its standard error, which a single seed does not have.
-
-    The last column says whether the ranges of the two overlap.
-    """
-    yield "| recipe | top-1 of the seeds, % | mean | difference | ranges overlap | seconds, median |"
-    yield "|---|---|---|---|---|---|"
+def table(results: Results) -> str:
+    """Each recipe, and its difference to the first with the standard error, which a single seed does not have."""
+    rows = [["recipe", "top-1 of the seeds, %", "mean", "difference", "ranges overlap", "seconds, median"]]
     first = next(iter(results.values()))
     for name, runs in results.items():
         top1, other = ([top1_of(run) for run in each] for each in (runs, first))
@@ -209,21 +201,12 @@ def table(results: Results) -> Iterator[str]:
             error = f" ± {_variance_of_mean(top1, other) ** 0.5:.2f}" if min(len(top1), len(other)) > 1 else ""
             overlap = max(min(top1), min(other)) <= min(max(top1), max(other))
             cells += [f"{statistics.mean(top1) - statistics.mean(other):+.2f}{error}", "yes" if overlap else "no"]
-        seconds = statistics.median(run["seconds"] for run in runs)
-        yield f"| {' | '.join([*cells, f'{seconds:.1f}'])} |"
+        rows.append([*cells, f"{statistics.median(run['seconds'] for run in runs):.1f}"])
+    return markdown(*rows)
 
 
 def _variance_of_mean(*samples: Sequence[float]) -> float:
     return sum(statistics.variance(sample) / len(sample) for sample in samples)
 
 
-PROGRAM = Program("compare_recipes.py", read_options)
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run the command line; returns the exit status."""
-    return PROGRAM.run(argv, compare)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+PROGRAM = Program("bench recipes", read_options)

@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
-"""Measure how training scales over the GPUs of this machine: train.py itself, on 1 and on more of them, interleaved.
+"""How training scales over the GPUs of this machine: train.py on 1 and on more of them, interleaved.
 
-    scripts/scaling.py --data-dir DIR --output-dir OUT --processes 1,2,4,8 --loaders dali,torch
-    scripts/scaling.py --data-dir DIR --output-dir OUT --processes 1,2 --cpus 8      # on 8 CPU threads in all
+    python scripts/bench scaling --data-dir DIR --output-dir OUT --processes 1,2,4,8 --loaders dali,torch
+    python scripts/bench scaling --data-dir DIR --output-dir OUT --processes 1,2 --cpus 8      # on 8 CPU threads in all
 
 DIR holds train/CLASS/*.jpg and val/CLASS/*.jpg. The files are linked as often as it takes to fill an epoch. They are
 not kept decoded, as a large data set could not be. Smaller runs use other GPUs in each round, of those that
@@ -25,12 +24,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import typer
 
-from scripts.launcher import launched, stop_on_sigterm
+from scripts.bench.launch import TRAIN, launched, stop_on_sigterm
+from scripts.bench.table import markdown
+from utils.benchmark.verdict import Rate
 from utils.data.images.codecs import is_image
 from utils.errors import EXIT_DONE, EXIT_FAILED, UserError
 from utils.files import check_writable, write_json
@@ -42,28 +40,15 @@ from utils.options.readers import number_option
 from utils.options.store_url import refuse_url
 
 LOADERS = choices("loader")
-ROOT = Path(__file__).resolve().parent.parent
 WARMUP = 6  # log intervals: on an H200 the first 100 steps wait for data 1 to 8 % of the time
 SPARE = 2  # log intervals, in which the signal arrives
 END_SECONDS = 60  # for a run to save and end
-
-
 WHOLE = number_option(int)
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The command line.
-
-    Attributes:
-        processes: numbers of processes, ascending.
-        loaders: values of train.py's --loader.
-        flags: more flags of train.py, as a shell reads them.
-        cpus: CPU threads for all processes of a run together; None for all.
-        windows: windows per run.
-        rounds: runs of each point.
-        data_dir, output_dir, batch_size, log_steps: as the flags of train.py; a window has `log_steps` steps.
-    """
+    """The command line; `flags` are as a shell reads them, and a window has `log_steps` steps."""
 
     processes: tuple[int, ...]
     loaders: tuple[str, ...]
@@ -87,9 +72,9 @@ class Point:
     waits: list[float] = dataclasses.field(default_factory=list)  # data wait, 0 to 1
 
     @property
-    def rate(self) -> float:
-        """Median images/s of all processes."""
-        return statistics.median(self.rates)
+    def rate(self) -> Rate:
+        """Images/s of all processes."""
+        return Rate(tuple(self.rates))
 
 
 def link_images(data_dir: Path, folder: Path, min_train: int) -> None:
@@ -123,13 +108,9 @@ def gpus_of_round(round_number: int, processes: int, num_gpus: int, visible: str
 
 
 def measure(point: Point, data_dir: Path, gpus: str, options: Options) -> None:
-    """One run of train.py on these GPUs, if there are any; adds its windows to `point`.
+    """One run of train.py with these CUDA_VISIBLE_DEVICES; adds its windows to `point`.
 
-    Args:
-        point: the loader, and the number of processes.
-        data_dir: temporary folder of `link_images`; the run writes there, too.
-        gpus: value of CUDA_VISIBLE_DEVICES.
-        options: of the command line.
+    The run reads `data_dir`, the temporary folder of `link_images`, and writes there, too.
 
     Raises:
         RuntimeError: the run ended before its windows were measured, or did not end when it was asked to.
@@ -138,7 +119,7 @@ def measure(point: Point, data_dir: Path, gpus: str, options: Options) -> None:
     words: list[object] = [sys.executable]
     if point.processes > 1:
         words += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={point.processes}"]
-    words += [ROOT / "train.py", "--data-dir", data_dir, "--output-dir", output_dir]
+    words += [TRAIN, "--data-dir", data_dir, "--output-dir", output_dir]
     # So many epochs that the step is that of a long run; it is stopped in the first.
     words += ["--loader", point.loader, "--epochs", "1000", "--cache", "none", "--resume", "none", "--overwrite"]
     words += split_flags("--flags", options.flags)
@@ -164,21 +145,18 @@ def measure(point: Point, data_dir: Path, gpus: str, options: Options) -> None:
 
 
 def table(points: Sequence[Point]) -> str:
-    """A Markdown table; efficiency is against the same loader on the fewest processes, times their number."""
-    lines = ["| loader | processes | images/s | efficiency | data wait |", "|---|---|---|---|---|"]
+    """Efficiency is against the same loader on the fewest processes, times their number."""
+    rows = [("loader", "processes", "images/s", "efficiency", "data wait")]
     for point in points:
-        spread = f"({min(point.rates):,.0f} to {max(point.rates):,.0f})"
-        lines.append(
-            f"| {point.loader} | {point.processes} | {point.rate:,.0f} {spread} | {efficiency(point, points):.3f} "
-            f"| {statistics.median(point.waits):.1%} |"
-        )
-    return "\n".join(lines)
+        efficient, wait = efficiency(point, points), statistics.median(point.waits)
+        rows.append((point.loader, str(point.processes), str(point.rate), f"{efficient:.3f}", f"{wait:.1%}"))
+    return markdown(*rows)
 
 
 def efficiency(point: Point, points: Sequence[Point]) -> float:
     """Rate per process over that of the same loader's smallest run."""
     smallest = min((other for other in points if other.loader == point.loader), key=lambda other: other.processes)
-    return point.rate / point.processes / (smallest.rate / smallest.processes)
+    return point.rate.median / point.processes / (smallest.rate.median / smallest.processes)
 
 
 def draw(path: Path, points: Sequence[Point], title: str) -> None:
@@ -191,7 +169,7 @@ def draw(path: Path, points: Sequence[Point], title: str) -> None:
     axes = figure.subplots()
     for loader in dict.fromkeys(point.loader for point in points):
         line = [point for point in points if point.loader == loader]
-        numbers, rates = [point.processes for point in line], [point.rate for point in line]
+        numbers, rates = [point.processes for point in line], [point.rate.median for point in line]
         axes.plot(numbers, rates, marker="o", label=loader)
         if loader == points[0].loader:
             axes.plot(
@@ -211,7 +189,7 @@ def draw(path: Path, points: Sequence[Point], title: str) -> None:
 
 @with_train_flags(
     train_flag("data_dir", default=REQUIRED, help="Folder with train/ and val/."),
-    train_flag("output_dir", default=REQUIRED, help="Where the results go."),
+    train_flag("output_dir", default=REQUIRED, shown=False, help="Where the results go."),
     train_flag("batch_size", default=256, shown=True),
     train_flag("log_steps", default=20, help="Steps of a window."),
 )
@@ -239,10 +217,11 @@ def read_options(
     return Options(numbers, tuple(loaders.split(",")), flags, cpus, windows, rounds, **train_flags)
 
 
-def run_all(options: Options) -> int:
+def run(options: Options) -> int:
     """Measure all points, write the results and print their table; returns the exit status."""
     stop_on_sigterm()
     points = [Point(loader, number) for loader in options.loaders for number in options.processes]
+    measured: list[Point] = []
     num_gpus, status = max(options.processes), EXIT_DONE
     with tempfile.TemporaryDirectory(prefix="scaling-") as folder:
         steps = (WARMUP + options.windows + SPARE) * options.log_steps
@@ -256,30 +235,15 @@ def run_all(options: Options) -> int:
                 print(f"{title}: {error}", file=sys.stderr, flush=True)
                 status = EXIT_FAILED
                 continue
-            print(f"{title}: {point.rate:,.0f} images/s", flush=True)
-            write_results(points, options)
-    measured = [point for point in points if point.rates]
+            print(f"{title}: {point.rate.median:,.0f} images/s", flush=True)
+            measured = [point for point in points if point.rates]
+            found = [dataclasses.asdict(point) | {"efficiency": efficiency(point, measured)} for point in measured]
+            results = {"flags": options.flags, "cpus": options.cpus, "points": found}
+            write_json(options.output_dir / "scaling.json", results)
     if measured:
         draw(options.output_dir / "scaling.png", measured, f"train.py {options.flags}")
         print(table(measured))
     return status
 
 
-def write_results(points: Sequence[Point], options: Options) -> None:
-    """Write scaling.json with the points that are measured so far."""
-    measured = [point for point in points if point.rates]
-    found = [dataclasses.asdict(point) | {"efficiency": efficiency(point, measured)} for point in measured]
-    results = {"flags": options.flags, "cpus": options.cpus, "points": found}
-    write_json(options.output_dir / "scaling.json", results)
-
-
-PROGRAM = Program("scaling.py", read_options)
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run the command line; returns the exit status."""
-    return PROGRAM.run(argv, run_all)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+PROGRAM = Program("bench scaling", read_options)

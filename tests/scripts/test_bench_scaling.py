@@ -1,4 +1,4 @@
-"""scripts/scaling.py on real launches of train.py."""
+"""bench scaling on real launches of train.py."""
 
 import json
 import shutil
@@ -8,14 +8,12 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from scripts import scaling
-from scripts.scaling import gpus_of_round, link_images
-from tests.conftest import Refused
+from scripts.bench.scaling import gpus_of_round, link_images
 from tests.contract import assert_keys
 from tests.harness import ROOT, launch, start
 from utils.data.formats.folder import scan_splits
 
-SCALING = ROOT / "scripts" / "scaling.py"
+BENCH = ROOT / "scripts" / "bench"
 FLAGS = "--arch test_resnet --image-size 32 --val-resize 36 --workers 1 --device cpu"
 
 
@@ -35,28 +33,10 @@ def test_small_runs_use_every_visible_gpu() -> None:
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_each_round_sees_its_own_gpus(data: Path, tmp_path: Path) -> None:
-    flags = ("--data-dir", data, "--output-dir", tmp_path / "out", "--flags", FLAGS, "--batch-size", 4)
-    sizes = ("--log-steps", 1, "--windows", 2000, "--processes", "1,2")
-    with start(*flags, *sizes, program=SCALING, env={"CUDA_VISIBLE_DEVICES": "5,7"}) as started:
-        started.wait_for(lambda: has_first_step(tmp_path / "out" / "dali-1.log"))
-        (trainer, *_) = started.descendants()
-        seen = Path(f"/proc/{trainer}/environ").read_bytes().split(b"\0")
-        started.send(signal.SIGTERM, started.pid)
-        assert started.end().status == 143
-    assert b"CUDA_VISIBLE_DEVICES=5" in seen
-
-
-def has_first_step(log: Path) -> bool:
-    return log.exists() and "first step" in log.read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.dist
 def test_table_and_files(data: Path, tmp_path: Path) -> None:
-    flags = ("--data-dir", data, "--output-dir", tmp_path / "out", "--flags", FLAGS, "--batch-size", 4)
+    flags = ("scaling", "--data-dir", data, "--output-dir", tmp_path / "out", "--flags", FLAGS, "--batch-size", 4)
     sizes = ("--log-steps", 2, "--windows", 3, "--rounds", 1, "--cpus", 2)
-    done = launch(*flags, *sizes, program=SCALING)
+    done = launch(*flags, *sizes, program=BENCH)
     assert done.status == 0, done.err
     found = json.loads((tmp_path / "out" / "scaling.json").read_text())
     assert_keys("scaling.json", found)
@@ -91,33 +71,16 @@ def test_links_are_to_what_train_lists(data: Path, tmp_path: Path) -> None:
         assert {name.replace(name.split("/")[1][:7], "", 1) for name in links_of.names()} == set(files_of.names())
 
 
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        (("--processes", "a"), "--processes a: must be whole numbers"),
-        (("--processes", "0"), "--processes 0: must be whole numbers"),
-        (("--loaders", "dali,foo"), "--loaders dali,foo: 'foo' is not one of dali"),
-        (("--flags", "--arch 'resnet50"), "--flags --arch 'resnet50: no closing quotation; quote"),
-        (("--output-dir", "{}/file"), "--output-dir {}/file: cannot be written (File exists); give another folder"),
-        (("--output-dir", "{}/file/in"), "--output-dir {}/file/in: cannot be written (Not a directory); give"),
-        (("--data-dir", "{}"), "--data-dir {}: train/ holds no CLASS/IMAGE; give a folder with"),
-        (("--rounds", "0"), "--rounds 0: "),
-    ],
-)
-def test_refusals(refused: Refused, data: Path, tmp_path: Path, flags: tuple[str, ...], named: str) -> None:
-    (tmp_path / "file").write_text("")
-    words = ["--data-dir", data, "--output-dir", tmp_path / "out", *(flag.format(tmp_path) for flag in flags)]
-    refused(*words, main=scaling.main, program="scaling.py")(f"scaling.py: {named.format(tmp_path)}")
-
-
 @pytest.mark.slow
 @pytest.mark.dist
-def test_a_signal_ends_the_run_under_way(data: Path, tmp_path: Path) -> None:
-    flags = ("--data-dir", data, "--output-dir", tmp_path / "out", "--flags", FLAGS, "--batch-size", 4)
+def test_a_run_has_its_own_gpus_and_ends_by_a_signal(data: Path, tmp_path: Path) -> None:
+    flags = ("scaling", "--data-dir", data, "--output-dir", tmp_path / "out", "--flags", FLAGS, "--batch-size", 4)
     sizes = ("--log-steps", 1, "--windows", 2000, "--processes", 2)
     log = tmp_path / "out" / "dali-2.log"
-    with start(*flags, *sizes, program=SCALING) as started:
-        started.wait_for(lambda: has_first_step(log))
+    with start(*flags, *sizes, program=BENCH, env={"CUDA_VISIBLE_DEVICES": "5,7,9"}) as started:
+        started.wait_for(lambda: log.exists() and "first step" in log.read_text())
+        (torchrun, *_) = started.descendants()
+        assert b"CUDA_VISIBLE_DEVICES=5,7" in Path(f"/proc/{torchrun}/environ").read_bytes().split(b"\0")
         started.send(signal.SIGTERM, started.pid)
         assert started.end().status == 143
     assert "stopped by" in log.read_text()
@@ -125,9 +88,17 @@ def test_a_signal_ends_the_run_under_way(data: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow  # three programs, one after the other
 def test_a_run_that_ends_by_itself_does_not_take_the_others_along(data: Path, tmp_path: Path) -> None:
-    flags = ("--data-dir", data, "--output-dir", tmp_path, "--flags", f"{FLAGS} --cache host")  # not for torch
+    flags = (
+        "scaling",
+        "--data-dir",
+        data,
+        "--output-dir",
+        tmp_path,
+        "--flags",
+        f"{FLAGS} --cache host",
+    )  # not for torch
     sizes = ("--batch-size", 4, "--log-steps", 1, "--processes", 1, "--rounds", 1, "--loaders", "torch,dali")
-    done = launch(*flags, *sizes, program=SCALING)
+    done = launch(*flags, *sizes, program=BENCH)
     assert done.status == 1
     assert done.err.startswith("round 1: torch on 1: ended too early, see"), done.err
     assert len(done.err.splitlines()) == 1

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
-"""Where the time from a launch of train.py to its first step goes, for some networks, compiled before and not.
+"""Where the time from a launch of train.py to its first step goes, compiled before and not.
 
-    scripts/compare_starts.py --data-dir /data/imagenet --arch resnet50,efficientnet_b0
+    python scripts/bench starts --data-dir /data/imagenet --arch resnet50,efficientnet_b0
 
 Each network is launched once to compile it, then --launches times with the results of that in the user's cache. With
 --cold each of --launches has a cache of its own, empty at first, and is followed by one with its results. Launches of
@@ -17,16 +16,14 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import typer
 
-from scripts.launcher import run_with_limit, stop_on_sigterm
+from scripts.bench.launch import LIMIT, TRAIN, Limit, run_with_limit, stop_on_sigterm
+from scripts.bench.table import markdown
 from utils.errors import EXIT_STOPPED, RunFailed
 from utils.files import check_writable, write_json
 from utils.options.cli import Program, train_flag, with_train_flags
@@ -35,11 +32,10 @@ from utils.options.limits import ABOVE_0, MIN_1
 from utils.options.readers import number_option
 from utils.options.validation import require_folder
 
-TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 WARM, COLD = "compiled before", "nothing compiled"
 FIRST_BATCH, WHOLE = "of the first step: first batch", "launch to first step"
-Starts = Mapping[tuple[str, str], Sequence[Mapping[str, float]]]  # by network and WARM or COLD: seconds by part
+Starts = Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]]  # by network, by WARM or COLD: seconds by part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +53,7 @@ class Options:
 
 @with_train_flags(
     train_flag("data_dir", help="Folder of images.", shown="synthetic"),
-    train_flag("output_dir", default=Path("runs/starts"), help="Where starts.json goes."),
+    train_flag("output_dir", default=Path("runs/starts"), shown=True, help="Where starts.json goes."),
     train_flag("batch_size", help="Images per step.", shown="256"),
     train_flag("image_size"),
     train_flag("device"),
@@ -67,7 +63,7 @@ def read_options(
     flags: Annotated[str, typer.Option(help="More flags of train.py.", show_default="none")] = "",
     launches: Annotated[int, typer.Option(help="Launches of each.", **number_option(int))] = 5,
     cold: Annotated[bool, typer.Option(help="Also with an empty cache.")] = False,
-    limit: Annotated[float, typer.Option(help="Seconds after which one is cut off.", **number_option(float))] = 400.0,
+    limit: Limit = LIMIT,
     **given: Any,
 ) -> Options:
     """Time the parts of a start, from the launch to the first step."""
@@ -83,30 +79,28 @@ def read_options(
 def time_start(network: str, options: Options, cache: Path | None) -> dict[str, float]:
     """Launch train.py until its first step; returns the seconds of each part, of the first batch, and of all.
 
-    Args:
-        network: timm's name.
-        options: of this program.
-        cache: where compiled results are kept; None for the user's folder.
+    Compiled results are kept in `cache`, or in the user's folder.
 
     Raises:
         RunFailed: the launch failed, or took longer than `--limit`.
     """
     environment = {name: str(cache / name) for name in CACHES} if cache else {}
     with tempfile.TemporaryDirectory(prefix="starts-", dir=options.output_dir) as folder:
-        run, errors = Path(folder, "run"), Path(folder, "errors.txt")
-        words = [sys.executable, TRAIN, "--arch", network, *options.flags, "--output-dir", run, "--time-limit", 0.001]
+        output, errors = Path(folder, "run"), Path(folder, "errors.txt")
+        words = [sys.executable, TRAIN, "--arch", network, *options.flags]
+        words += ["--output-dir", output, "--time-limit", 0.001]
         with Path(folder, "log.txt").open("w") as out, errors.open("w") as err:
             status = run_with_limit(words, options.limit, out, err, environment)
         if status is None:
             raise RunFailed(f"--limit {options.limit:g}: {network} had not done its first step; raise it")
         if status != EXIT_STOPPED:
             raise RunFailed(f"{network}: exit {status}: {errors.read_text().strip()}")
-        started = json.loads((run / "events.jsonl").read_text().splitlines()[0])
+        started = json.loads((output / "events.jsonl").read_text().splitlines()[0])
     parts: dict[str, float] = dict(started["startup_parts"])
     return parts | {FIRST_BATCH: started["first_batch_seconds"], WHOLE: started["startup_seconds"]}
 
 
-def compare(options: Options) -> None:
+def run(options: Options) -> None:
     """Time all starts, print their table, and write starts.json after each.
 
     Raises:
@@ -118,7 +112,7 @@ def compare(options: Options) -> None:
         require_folder(options.data_dir)
     check_writable(options.output_dir)
     stop_on_sigterm()
-    starts: dict[tuple[str, str], list[dict[str, float]]] = {}
+    starts: dict[str, dict[str, list[dict[str, float]]]] = {}
     if not options.cold:
         for network in options.networks:
             time_start(network, options, None)
@@ -127,35 +121,24 @@ def compare(options: Options) -> None:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="compiled-")) if options.cold else None
             for kind in (COLD, WARM) if options.cold else (WARM,):
                 found = time_start(network, options, Path(folder) if folder else None)
-                starts.setdefault((network, kind), []).append(found)
-                by_network: dict[str, Any] = {}
-                for (each, its_kind), launches in starts.items():
-                    by_network.setdefault(each, {})[its_kind] = launches
-                write_json(options.output_dir / "starts.json", by_network)
+                starts.setdefault(network, {}).setdefault(kind, []).append(found)
+                write_json(options.output_dir / "starts.json", starts)
                 print(f"{launch + 1}/{options.launches}  {network}, {kind}: {found[WHOLE]:.1f} s", flush=True)
-    print("\n".join(table(starts)))
+    print(table(starts))
 
 
-def table(starts: Starts) -> Iterator[str]:
-    """Lines of Markdown: medians in seconds, and of the whole also the range."""
-    yield f"| seconds | {' | '.join(f'{network}, {kind}' for network, kind in starts)} |"
-    yield f"|---|{'---|' * len(starts)}"
-    parts = dict.fromkeys(part for launches in starts.values() for launch in launches for part in launch)
+def table(starts: Starts) -> str:
+    """Medians in seconds, and of the whole also the range."""
+    columns = {f"{network}, {kind}": each for network, kinds in starts.items() for kind, each in kinds.items()}
+    parts = dict.fromkeys(part for launches in columns.values() for launch in launches for part in launch)
+    rows = [["seconds", *columns]]
     for part in [*(part for part in parts if part != WHOLE), WHOLE]:
-        cells = [[launch.get(part, 0.0) for launch in launches] for launches in starts.values()]
+        cells = [[launch.get(part, 0.0) for launch in launches] for launches in columns.values()]
         medians = [f"{statistics.median(cell):.1f}" for cell in cells]
         if part == WHOLE:
             medians = [f"{m} ({min(c):.1f} to {max(c):.1f})" for m, c in zip(medians, cells, strict=True)]
-        yield f"| {part} | {' | '.join(medians)} |"
+        rows.append([part, *medians])
+    return markdown(*rows)
 
 
-PROGRAM = Program("compare_starts.py", read_options)
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run the command line; returns the exit status."""
-    return PROGRAM.run(argv, compare)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+PROGRAM = Program("bench starts", read_options)

@@ -1,14 +1,13 @@
-#!/usr/bin/env python3
 """Run a command with a time limit, and end all its processes and remove all its temporary files.
 
-    python -m scripts.launcher --limit 280 -- python train.py --data-dir DIR
-    python -m scripts.launcher --limit 280 --terminate-after FILE -- COMMAND    # SIGTERM once FILE has a line
+    python scripts/bench launch --limit 280 -- python train.py --data-dir DIR
+    python scripts/bench launch --limit 280 --terminate-after FILE -- COMMAND    # SIGTERM once FILE has a line
 
 Exit status: that of the command, 128 more than the signal that ended it, or 124 after the time limit. A command that is
 asked to end and does not is killed. The command gets a new folder for temporary files. All processes that inherit the
 path of this folder are ended with the command, in any session and process group.
 
-performance.py and scaling.py use the functions below.
+Other comparisons use the functions below.
 """
 
 import contextlib
@@ -16,16 +15,12 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO, Annotated, NoReturn
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import typer
 
@@ -38,6 +33,9 @@ EXIT_TIMEOUT = 124  # as timeout(1)
 END_SECONDS = 30.0  # for a command to end after SIGTERM
 KILL_SECONDS = 5.0  # for a killed process to be gone
 POLL_SECONDS = 0.05
+TRAIN = Path(__file__).resolve().parents[2] / "train.py"
+LIMIT = 400.0  # seconds, by default
+Limit = Annotated[float, typer.Option(help="Seconds after which one is cut off.", **number_option(float))]
 
 
 def stop_on_sigterm() -> None:
@@ -166,13 +164,4 @@ def run(options: tuple[list[str], float, Path | None]) -> int:
     return status if status >= 0 else 128 - status
 
 
-PROGRAM = Program("launcher.py", read_options)
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run the command line; returns the exit status."""
-    return PROGRAM.run(argv, run)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+PROGRAM = Program("bench launch", read_options)
