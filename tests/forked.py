@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tests.harness import LIMIT, Finished, Process, Started, environment, launch
+from tests.harness import LIMIT, ROOT, Finished, Process, Started, environment, launch
 
 RUN_TRAIN = "import sys, train; sys.exit(train.main(sys.argv[1:]))"
 
@@ -83,6 +83,12 @@ def start_forked(
 ) -> Started:
     """Start the text of a Python program, train.py by default; the rest as `tests.harness.start`."""
     return _StartedForked([program, *map(str, flags)], environment(env), cwd)
+
+
+def start_on_terminal(*flags: object, terminal: str, env: Mapping[str, object] | None = None) -> Process:
+    """Run train.py as a command on a terminal, of which this is the path."""
+    program = f"import runpy; runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')"
+    return _Forked(_run, [program, *map(str, flags)], environment(env), None, terminal, terminal)
 
 
 def launch_forked(

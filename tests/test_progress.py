@@ -4,15 +4,16 @@ import fcntl
 import os
 import pty
 import re
+import select
 import struct
-import subprocess
 import termios
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import TINY
-from tests.harness import LIMIT, command, environment
+from tests.forked import start_on_terminal
+from tests.harness import LIMIT
 
 VARIABLES = {"COLUMNS": None, "TERM": "xterm", "TQDM_MININTERVAL": 0}  # every step is drawn
 
@@ -45,34 +46,32 @@ class Terminal:
         self.states.append([line.rstrip() for line in self._lines])
 
 
-def run_on_terminal(words: list[str], columns: int, timeout: float = LIMIT) -> tuple[int, Terminal]:
-    """Run a command on a terminal; its exit status and what was seen."""
+def run_on_terminal(*flags: object, columns: int, timeout: float = LIMIT) -> tuple[int, Terminal]:
+    """Run train.py on a terminal; its exit status and what was seen."""
     screen, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    process = subprocess.Popen(words, stdin=terminal, stdout=terminal, stderr=terminal, env=environment(VARIABLES))
-    os.close(terminal)
+    process = start_on_terminal(*flags, terminal=os.ttyname(terminal), env=VARIABLES)
     seen, buffer = Terminal(), b""
     try:
-        while True:
-            try:
-                buffer += os.read(screen, 65536)
-            except OSError:  # the process has closed its side
-                break
-            if not buffer:
-                break
+        while (is_shown := select.select([screen], [], [], 0.1)[0]) or process.poll() is None:
+            if not is_shown:
+                continue
+            buffer += os.read(screen, 65536)
             whole = buffer.decode(errors="ignore")
             buffer = buffer[len(whole.encode()) :]
             seen.write(whole)
         return process.wait(timeout), seen
     finally:
-        process.kill()
+        if process.poll() is None:
+            process.kill()
+        os.close(terminal)
         os.close(screen)
 
 
 @pytest.mark.parametrize("columns", [80, pytest.param(140, marks=pytest.mark.slow)])
 def test_a_run_on_a_terminal(data: Path, tmp_path: Path, columns: int) -> None:
     flags = ("--data-dir", data, *TINY, "--epochs", 2, "--batch-size", 8, "--output-dir", tmp_path / "run")
-    status, terminal = run_on_terminal([*command(), *map(str, flags)], columns)
+    status, terminal = run_on_terminal(*flags, columns=columns)
     assert status == 0
     shown = {line for state in terminal.states for line in state}
     assert max(map(len, (line for line in shown if "|" in line))) < columns
@@ -96,7 +95,7 @@ def test_a_run_on_a_terminal(data: Path, tmp_path: Path, columns: int) -> None:
 
 def test_an_error_removes_the_status_line(tmp_path: Path) -> None:
     flags = ("--loader", "synthetic", "--arch", "no_such_network", "--output-dir", str(tmp_path / "run"))
-    status, terminal = run_on_terminal([*command(), *flags], 200)
+    status, terminal = run_on_terminal(*flags, columns=200)
     assert status == 2
     (line,) = [line for line in terminal.states[-1] if line]
     assert line.startswith("train.py: --arch no_such_network: ")

@@ -138,7 +138,8 @@ def batches_of(loader: Any, count: int) -> Iterator[Batch]:
 
 
 @pytest.mark.parametrize(
-    ("loader", "cache"), [("dali", "none"), ("dali", "host"), ("torch", "none"), ("proxy", "none")]
+    ("loader", "cache"),
+    [("dali", "none"), ("dali", "host"), ("torch", "none"), pytest.param("proxy", "none", marks=pytest.mark.slow)],
 )
 def test_another_format_feeds_every_loader(data: Path, tmp_path: Path, cpu: DistEnv, loader: str, cache: str) -> None:
     listed = scan(data, "train")

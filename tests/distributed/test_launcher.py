@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import TINY
-from tests.forked import run_train
+from tests.forked import launch_forked, run_train
 from tests.harness import launch, read_checkpoint, read_losses, start
 from tests.processes import free_port
 from utils.distributed.launcher import Launch, read_launch, seconds_since_launch, seconds_since_start
@@ -65,6 +65,21 @@ sys.exit(train.main(sys.argv[1:]))
 
 
 RESTARTS = ("--standalone", "--max-restarts=2")
+NOTES_THE_END = """
+import sys, train
+from utils.training import run
+
+run.terminate_torchrun = lambda: print("torchrun ended")
+sys.exit(train.main(sys.argv[1:]))
+"""
+ENDS_TORCHRUN = """
+import sys
+from utils.distributed.launcher import terminate_torchrun
+
+print("stopped", flush=True)
+terminate_torchrun()
+sys.exit(143)
+"""
 
 
 def test_seconds_count_the_imports_too_and_under_torchrun_from_its_start() -> None:
@@ -132,12 +147,13 @@ def test_a_restart_goes_on_after_a_death_on_another_machine(data: Path, tmp_path
 
 @pytest.mark.dist
 def test_the_time_limit_ends_torchrun_too(data: Path, tmp_path: Path) -> None:
-    """Otherwise torchrun would start the processes again."""
+    """Otherwise torchrun would start the processes again: a run ends it, and what ends it does."""
     flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--epochs", 1000, "--output-dir", tmp_path)
-    done = launch(*flags, "--time-limit", "0.001", torchrun=RESTARTS)
-    assert done.status == 1, done.err
-    assert done.out.count("stopped by the time limit at step ") == 1
+    done = launch_forked(*flags, "--time-limit", "0.001", program=NOTES_THE_END)
+    assert (done.status, done.out.count("torchrun ended\n")) == (143, 1), done.err
     assert read_checkpoint(tmp_path)["step"] == 1
+    done = launch(program=ENDS_TORCHRUN, torchrun=RESTARTS)
+    assert (done.status, done.out) == (1, "stopped\n"), done.err
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ import scripts.runs
 import scripts.watch
 import train
 from tests.conftest import TINY, Main, Refused, call_main
-from tests.harness import launch
+from tests.forked import launch_forked
 
 NAMES = (
     b"caf\xe9", b"caf\xe8", b"\xff\xfe", '\U0001f98a fox, "red"'.encode(), "\u540d\u524d".encode(), "e\u0301".encode(),
@@ -51,7 +51,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     write_images(root / "data")
     run = root / "run \U0001f98a"
     flags = ("--data-dir", root / "data", "--output-dir", run, *FLAGS, "--report")
-    done = launch(*flags, env={"PYTHONIOENCODING": "ascii", "LC_ALL": "C"})
+    program = "import sys, train; sys.stdout.reconfigure(encoding='ascii', errors='strict'); "
+    program += "sys.exit(train.main(sys.argv[1:]))"
+    done = launch_forked(*flags, program=program)
     assert (done.status, done.err) == (0, ""), done
     assert done.out.endswith("run \\U0001f98a: report.html, report.json\n"), "what ASCII lacks is escaped"
     return root / "data", run

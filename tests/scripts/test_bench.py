@@ -159,7 +159,7 @@ def test_parts_of_a_start_add_up(data: Path, tmp_path: Path) -> None:
 
 
 def test_a_launch_that_fails_is_explained(tmp_path: Path) -> None:
-    flags = ("--arch", "test_resnet", "--flags", "--optimizer 'nonsense'", "--device", "cpu")
+    flags = ("--arch", "test_resnet", "--flags", "--pretrained 'nowhere.pt'", "--device", "cpu")
     done = launch("starts", *flags, "--output-dir", tmp_path, program=BENCH)
     assert done.status == 1
-    assert "test_resnet: exit 2: train.py: --optimizer nonsense" in done.err
+    assert "test_resnet: exit 2: train.py: --pretrained nowhere.pt" in done.err

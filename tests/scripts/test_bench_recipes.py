@@ -121,8 +121,9 @@ def test_all_seeds_are_trained_once(data: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_that_fails_is_named(data: Path, tmp_path: Path) -> None:
-    words = ("recipes", "--data-dir", data, "--output-dir", tmp_path, "--flags", TINY, "a: --arch nonsense")
+    recipe = "a: --pretrained nowhere.pt"  # refused before the imports
+    words = ("recipes", "--data-dir", data, "--output-dir", tmp_path, "--flags", TINY, recipe)
     done = launch(*words, program=BENCH)
     assert done.status == 1
     assert f"a, seed 0: exit 2, see {tmp_path}/a-0/log.txt" in done.err
-    assert "--arch nonsense" in (tmp_path / "a-0" / "log.txt").read_text()
+    assert "--pretrained nowhere.pt" in (tmp_path / "a-0" / "log.txt").read_text()
