@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write a data set anew, as WebDataset tars or as class folders.
+"""Write a data set again, as WebDataset tars or as class folders.
 
     scripts/convert_dataset.py SRC DST
 
@@ -323,7 +323,7 @@ def read_options(
     class_names: Path | None,
     stage_dir: Path | None,
 ) -> Options:
-    """Write a data set anew, as WebDataset tars or as class folders. The same command goes on after a kill.
+    """Write a data set again, as WebDataset tars or as class folders. The same command goes on after a kill.
 
     Exit status: 0 done, 2 wrong usage or an image that cannot be read, 143 stopped by Ctrl-C or SIGTERM.
     """
@@ -332,7 +332,7 @@ def read_options(
     MIN_1.check("--workers", workers)
     Limit(minimum=1, maximum=100).check("--quality", quality)
     if quality is not None and max_side is None:
-        raise UserError(f"--quality {quality}: counts with --max-side alone, as other images are copied; add that")
+        raise UserError(f"--quality {quality}: counts only with --max-side, as other images are copied; add that")
     if shard_size is not None and to == "folder":
         raise UserError(f"--shard-size {shard_size:g}: a folder has no shards; leave it out, or leave out --to folder")
     if store_url(source):

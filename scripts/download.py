@@ -154,7 +154,7 @@ def check_md5(path: Path, expected: str) -> None:
     if found != expected:
         path.unlink()
         raise UserError(
-            f"{path.name}: damaged or changed, its MD5 is {found}, not {expected}; the same command downloads it anew"
+            f"{path.name}: damaged or changed, its MD5 is {found}, not {expected}; the same command downloads it again"
         )
 
 

@@ -42,9 +42,9 @@ def test_count() -> None:
 )
 def test_names_that_look_the_same(name: str, other: str, what: str) -> None:
     for one, two in ((name, other), (other, name)):
-        assert describe_alike([one], [two]) == f"{one!a} and {two!a} differ in {what} alone"
-        assert describe_alike(["a", one], ["b", one, two]) == f"{one!a} and {two!a} differ in {what} alone"
-    assert describe_alike([name, other], [name, other]).endswith(f"differ in {what} alone"), "in one split"
+        assert describe_alike([one], [two]) == f"{one!a} and {two!a} differ only in {what}"
+        assert describe_alike(["a", one], ["b", one, two]) == f"{one!a} and {two!a} differ only in {what}"
+    assert describe_alike([name, other], [name, other]).endswith(f"differ only in {what}"), "in one split"
 
 
 def test_names_that_differ() -> None:

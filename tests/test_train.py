@@ -276,7 +276,7 @@ def test_what_the_best_checkpoint_of_a_folder_is(data: Path, tmp_path: Path) -> 
     """The best of the evaluations that were made there: neither of the run before, nor of another folder."""
     flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--output-dir")
     first, second = tmp_path / "first", tmp_path / "second"
-    *earlier, anew, evaluated = launch_series(
+    *earlier, again, evaluated = launch_series(
         (*flags, first, "--epochs", 1),
         (*flags, second, "--epochs", 1, "--seed", 1),
         (*flags, second, "--resume", first / "last.pt", "--overwrite", "--epochs", 2, "--lr", 1e-12),
@@ -290,8 +290,8 @@ def test_what_the_best_checkpoint_of_a_folder_is(data: Path, tmp_path: Path) -> 
     best = read_checkpoint(second, "best.pt")
     assert (best["epoch"], best["config"]["seed"]) == (2, 0)
     assert [step for step, _ in read_losses(second)] == list(range(6, 11))
-    assert anew.status == 143, anew.err
-    assert "the same command with --resume auto and without --overwrite resumes here" in anew.out
+    assert again.status == 143, again.err
+    assert "the same command with --resume auto and without --overwrite resumes here" in again.out
     assert not (first / "best.pt").exists()
     notes = "note: --image-size 48, its run had 32\nnote: --val-resize 54, its run had 36"
     assert notes in evaluated.out, evaluated.err

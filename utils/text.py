@@ -27,7 +27,7 @@ def describe_alike(names: Iterable[str], others: Iterable[str]) -> str:
         for name in names:
             for other in known.get(canonical(name), ()):
                 if other != name:
-                    return f"{name!a} and {other!a} differ in {what} alone"
+                    return f"{name!a} and {other!a} differ only in {what}"
     return ""
 
 

@@ -23,7 +23,7 @@ HEIC = b"\0\0\0\x24ftypheic\0\0\0\0mif1heic"
         ("ä猫".encode() * 200, "a text file, not an image"),
         (damage.CONTENTS["pointer of a version control system"],
          "a Git LFS pointer, whose file was not fetched, not an image"),
-        (damage.CONTENTS["zero bytes"], "bytes of value 0 alone, not an image"),
+        (damage.CONTENTS["zero bytes"], "only bytes of value 0, not an image"),
         (bytes(511) + b"\1", "no image that DALI reads"),
         (damage.CONTENTS["random bytes"], "no image that DALI reads"),
         (damage.CONTENTS["cut in the header"], "no image that DALI reads"),

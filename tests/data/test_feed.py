@@ -98,7 +98,7 @@ def test_set_epoch_is_that_of_distributed_sampler(data: Path) -> None:
         for _ in range(2):
             feed.set_epoch(0)
             assert_same(copies(feed), in_a_row[0])
-        feed.set_epoch(2)  # the same images, drawn anew
+        feed.set_epoch(2)  # the same images, drawn again
         jumped = copies(feed)
         assert_same([targets for _, targets in jumped], [targets for _, targets in in_a_row[2]])
         assert feed.epoch == 3

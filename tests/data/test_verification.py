@@ -1,4 +1,4 @@
-"""Which files can be decoded: as the loaders decide it, saved, and decided anew after a change."""
+"""Which files can be decoded: as the loaders decide it, saved, and decided again after a change."""
 
 import contextlib
 import multiprocessing

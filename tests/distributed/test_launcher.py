@@ -129,7 +129,7 @@ sys.exit(train.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.slow  # two torchruns that start anew
+@pytest.mark.slow  # two torchruns that start again
 @pytest.mark.dist
 def test_a_restart_goes_on_after_a_death_on_another_machine(data: Path, tmp_path: Path) -> None:
     """The torchrun of rank 0 then starts it again without counting that."""

@@ -197,7 +197,7 @@ def test_before_the_first_step_the_files_of_an_earlier_run_stay(data: Path, tmp_
     first = run_train(*flags, "--epochs", 1)
     assert first.status == 0, first.err
     assert {"config.json", "metrics.jsonl", "summary.json"} <= first.written
-    anew = ("--epochs", 2, "--resume", "none", "--overwrite")
-    done = launch_forked(*flags, *anew, program=SENDS_A_SIGNAL, env={"AT": "train_step"})
+    again = ("--epochs", 2, "--resume", "none", "--overwrite")
+    done = launch_forked(*flags, *again, program=SENDS_A_SIGNAL, env={"AT": "train_step"})
     assert done.status == 143, done.err
     assert done.written == frozenset()

@@ -71,7 +71,7 @@ def test_frozen_layers_keep_weights_and_statistics(cpu: DistEnv, fused: bool) ->
 
 
 def test_the_end_of_freezing_is_plain_training(cpu: DistEnv) -> None:
-    """A run that is set up anew computes what one does that was never frozen."""
+    """A run that is set up again computes what one does that was never frozen."""
 
     def train(freeze_epochs: int) -> dict[str, Any]:
         torch.manual_seed(0)

@@ -197,7 +197,7 @@ def test_objects_are_named_and_not_built(tmp_path: Path, name: str, monkeypatch:
         read_weights(tmp_path / "file.pt")
     assert str(caught.value) == (
         f"--pretrained {tmp_path}/file.pt: holds {found}, which is not built, as that can execute code; in the program "
-        "that wrote it, save the weights alone: torch.save(model.state_dict(), 'weights.pt')"
+        "that wrote it, save only the weights: torch.save(model.state_dict(), 'weights.pt')"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["file.pt"]
 

@@ -195,7 +195,7 @@ def test_the_average_is_chosen_by_flag(tmp_path: Path) -> None:
     ):
         load(tmp_path / "plain.pt", pretrained_ema=True)
     torch.save({"state_dict_ema": weights}, tmp_path / "ema.pt")
-    with pytest.raises(UserError, match=r"^--no-pretrained-ema: .*ema.pt has EMA weights alone; leave --no-pre"):
+    with pytest.raises(UserError, match=r"^--no-pretrained-ema: .*ema.pt has only EMA weights; leave --no-pre"):
         load(tmp_path / "ema.pt", pretrained_ema=False)
 
 

@@ -98,7 +98,7 @@ def test_a_run_that_was_stopped_and_resumed_is_one_tracked_run(data: Path, tmp_p
     assert launch("--data-dir", data, *FLAGS, "--output-dir", tmp_path / "untracked").status == 0
     assert_same_run(tmp_path / "run", tmp_path / "untracked")
     assert_tracked(tmp_path, tracker, runs=1)
-    # The last epoch anew, with other values: no tracker can take back what it has.
+    # The last epoch again, with other values: no tracker can take back what it has.
     done = launch(*flags, "--resume", tmp_path / "run/last-2.pt", "--overwrite", "--lr", 0.1, env=env, cwd=tmp_path)
     assert done.status == 0, done.err
     done = launch(tmp_path / "run", "--track", tracker, program=ROOT / "scripts" / "track.py", env=env, cwd=tmp_path)

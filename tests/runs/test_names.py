@@ -128,7 +128,7 @@ def test_a_class_in_another_unicode_form(
     root, run = tmp_path / "data", tmp_path / "run"
     shutil.copytree(data, root)
     forms = ("caf\u00e9", "cafe\u0301")
-    differ = "'cafe\\u0301' and 'caf\\xe9' differ in their Unicode form alone"
+    differ = "'cafe\\u0301' and 'caf\\xe9' differ only in their Unicode form"
     for split in ("train", "val"):
         (root / split / "green").rename(root / split / forms[0])
     flags = ("--data-dir", root, "--output-dir", run, *FLAGS)

@@ -147,7 +147,7 @@ def test_checkpoint_of_another_global_batch(
     refused: Refused, data: Path, finished_run: Path, flags: str, fragments: tuple[str, ...]
 ) -> None:
     check = refused(*SHORT, "--data-dir", data, "--output-dir", finished_run, *flags.split())
-    check(*fragments, "start anew: --name NEW")
+    check(*fragments, "start again: --name NEW")
 
 
 @pytest.mark.parametrize("split", ["train", "val"])

@@ -131,7 +131,7 @@ def test_a_resume_does_not_load_pretrained_weights_again(data: Path, tmp_path: P
     )
     assert_refused(done.pop(2), reason, "or leave --pretrained out to go on with this one")
     reason = f"--pretrained {run}/last.pt: not used, as {fresh}/last.pt is of a run that began with None"
-    assert_refused(done.pop(2), reason, "leave it out, or start anew: --name NEW")
+    assert_refused(done.pop(2), reason, "leave it out, or start again: --name NEW")
     assert [run.status for run in done] == [0, 0, 0, 0], done
     for resumed in done[2:]:
         assert not [line for line in resumed.out.splitlines() if " changed " in line and "--pretrained" in line]
@@ -165,14 +165,14 @@ def test_a_folder_is_of_one_run(data: Path, two_epochs: Path, tmp_path: Path) ->
     assert len({read_checkpoint(run, name)["run"] for name in (LAST, *EARLIER, BEST)}) == 1
     flags = ("--data-dir", data, *TINY, "--batch-size", 8)
     earlier = ("--resume", run / EARLIER[0], "--epochs", 2)
-    anew, back, elsewhere, forked = launch_series(
+    again, back, elsewhere, forked = launch_series(
         (*flags, "--resume", "none", "--epochs", 1, "--output-dir", run),
         (*flags, *earlier, "--output-dir", run),
         (*flags, "--resume", "none", "--epochs", 1, "--output-dir", fork),
         (*flags, *earlier, "--output-dir", fork),
     )
     holds = f"--output-dir {run} holds last.pt"
-    assert_refused(anew, f"--resume none: {holds}, of an earlier run; give --name NEW or --output-dir NEW")
+    assert_refused(again, f"--resume none: {holds}, of an earlier run; give --name NEW or --output-dir NEW")
     assert_refused(back, f"--resume {run}/last-1.pt: {holds}, which is later, of step 10 and epoch 2")
     assert elsewhere.status == 0, elsewhere.err
     assert_refused(forked, f"--output-dir {fork} holds last.pt, of another run; give")
@@ -183,12 +183,12 @@ def test_overwrite_leaves_nothing_of_the_earlier_run(data: Path, two_epochs: Pat
     (run / "evaluation.json").write_text("{}")
     events = set((run / "tensorboard").iterdir())
     flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--output-dir", run, "--overwrite")
-    resumed, anew = launch_series(
+    resumed, again = launch_series(
         (*flags, "--resume", run / EARLIER[0], "--epochs", 2),
         (*flags, "--resume", "none", "--epochs", 1, "--tensorboard"),
     )
     assert resumed.status == 0, resumed.err
-    assert anew.status == 0, anew.err
+    assert again.status == 0, again.err
     new = read_checkpoint(run)
     assert new["run"] != old["run"]
     names = {path.name for path in run.iterdir()}

@@ -83,11 +83,11 @@ def test_evaluations_that_end_a_run(data: Path, tmp_path: Path, capsys: pytest.C
     assert read_checkpoint(whole, "best.pt")["step"] == 10
 
     within, before = (folder_at(whole, name, tmp_path / name) for name in (EARLIER[1], EARLIER[0]))
-    # From step 28, in the sixth epoch: with fewer epochs what there is is evaluated. Other validation counts anew.
+    # From step 28, in the sixth epoch: with fewer epochs what there is is evaluated. Other validation counts again.
     cut, sized = (folder_at(whole, name, tmp_path / f"{name} again") for name in (EARLIER[1], LAST))
     accept = ("--resume", sized / LAST, "--accept-changes", "--val-resize", 40)
     over = tmp_path / "over"
-    unchanged, in_epoch, at_end, further, fewer, anew, elsewhere = launch_series(
+    unchanged, in_epoch, at_end, further, fewer, again, elsewhere = launch_series(
         (*flags, "--patience", 2, "--output-dir", whole),
         (*flags, "--patience", 2, "--output-dir", within),
         (*flags, "--patience", 2, "--output-dir", before),
@@ -96,7 +96,7 @@ def test_evaluations_that_end_a_run(data: Path, tmp_path: Path, capsys: pytest.C
         (*flags, "--patience", 1, *accept, "--output-dir", sized),
         (*flags, "--patience", 2, "--output-dir", over, "--resume", whole / LAST),
     )
-    assert [run.status for run in (fewer, anew, elsewhere)] == [0, 0, 0], (fewer.err, anew.err, elsewhere.err)
+    assert [run.status for run in (fewer, again, elsewhere)] == [0, 0, 0], (fewer.err, again.err, elsewhere.err)
     assert (json.loads((cut / "summary.json").read_text())["epochs"], read_checkpoint(cut)["step"]) == (5, 28)
     assert [record["epoch"] for record in read_metrics(sized) if "val/top1" in record] == [2, 4, 6, 8, 9]
     assert read_checkpoint(sized, "best.pt")["step"] == 40, "the first evaluation on other pixels is the best"

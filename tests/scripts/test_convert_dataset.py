@@ -229,7 +229,7 @@ def test_parquet_of_pyarrow(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "images", "column", "fragments"),
     [
-        ("train.parquet", None, "", ("{file}: no readable parquet file", "copy it anew")),
+        ("train.parquet", None, "", ("{file}: no readable parquet file", "copy it again")),
         ("train.parquet", [damage.JPEG], "picture", ("{file}: no column of images, but id, picture, label",)),
         ("train.parquet", [damage.JPEG, None], "image", ("{file}: an image is not in it, only its path",)),
         ("0.parquet", [damage.JPEG], "image", ("{file}: no split in its name; give it one with train or val",)),
@@ -314,7 +314,7 @@ def done(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("{data}", "{done}", "--to", "folder"), ("{done}: holds a conversion with --to tar, not folder",)),
         (("{data}", "{done}", "--max-side", "9"), ("with --max-side None, not 9; give another folder, or delete",)),
         (("{tmp}/data", "{done}"), ("{done}: holds a conversion with source {data}, not {tmp}/data; give",)),
-        (("{data}", "{tmp}/new", "--quality", "90"), ("--quality 90: counts with --max-side alone",)),
+        (("{data}", "{tmp}/new", "--quality", "90"), ("--quality 90: counts only with --max-side",)),
         (("{data}", "{tmp}/new", "--max-side", "9", "--quality", "101"), ("--quality 101: must be at least 1 and",)),
         (("{data}", "{tmp}/new", "--max-side", "0"), ("--max-side 0: must be 1 or more",)),
         (("{data}", "{tmp}/new", "--shard-size", "0"), ("--shard-size 0.0: must be more than 0",)),

@@ -140,7 +140,7 @@ def test_a_connection_that_breaks_is_taken_up_again(server: Server, tmp_path: Pa
     if has_ranges:
         third = len(server.content) // 3
         assert server.ranges[:3] == ["", f"bytes={third}-", f"bytes={2 * third}-"]
-    else:  # each attempt begins anew, until they are given up
+    else:  # each attempt begins again, until they are given up
         assert status == 2
         server.limit = 0
         status = download.main(flags_for(server, folder))
@@ -188,7 +188,7 @@ def test_a_damaged_archive_is_refused_and_downloaded_anew(server: Server, tmp_pa
     folder = tmp_path / "data" / "imagenette"
     whole, server.content = server.content, server.content[:-1] + b"x"
     refuse = functools.partial(refused, main=download.main, program="download.py")
-    refuse(*flags_for(server, folder))("damaged or changed, its MD5 is ", "; the same command downloads it anew")
+    refuse(*flags_for(server, folder))("damaged or changed, its MD5 is ", "; the same command downloads it again")
     assert list(folder.parent.iterdir()) == []
     server.content = whole
     assert download.main(flags_for(server, folder)) == 0

@@ -127,7 +127,7 @@ def test_a_changed_run_goes_on(data: Path, tmp_path: Path) -> None:
     assert_refused(done[1], "(--seed: 0 then, 7 now)", f"go on with them by --resume {path} --accept-changes")
     # Another seed, optimizer and flip, and a moving average: the weights are those of the checkpoint.
     assert "accepted changes: --hflip: 0.5 then, 0 now; --optimizer: sgd then, adamw now; --momentum" in done[2].out
-    assert "the run is another from step 5 on; random draws begin anew; the state of the optimizer" in done[2].out
+    assert "the run is another from step 5 on; random draws begin again; the state of the optimizer" in done[2].out
     assert "the moving average begins with the weights of the checkpoint" in done[2].out
     assert "accepted changes" not in done[3].out, "they are those of the run by then"
     assert steps(forked) == list(range(6, 16))
@@ -164,11 +164,11 @@ def test_the_epoch_under_way(data: Path, tmp_path: Path) -> None:
         (*flags, "--batch-size", 8, "--seed", 3, "--augment-schedule", "0:trivialaugment", "--output-dir", cut),
     )
     assert [run.status for run in done] == [143, 143, 143, 0], done
-    assert "an epoch has 10 steps instead of 5, and the epoch under way begins anew" in done[1].out
+    assert "an epoch has 10 steps instead of 5, and the epoch under way begins again" in done[1].out
     assert "the same command with --resume auto and without --accept-changes resumes here" in done[1].out
     assert steps(longer) == [1]
     assert "the epoch under way goes on in another order, with some images twice and others not at all" in done[2].out
-    assert "image size or policy of the epoch under way is another: its random draws begin anew" in done[3].out
+    assert "image size or policy of the epoch under way is another: its random draws begin again" in done[3].out
     assert steps(cut) == [1, 2, 3, 4, 5]
 
 

@@ -112,7 +112,7 @@ def test_the_newest_whole_checkpoint_is_used(trained: Path, tmp_path: Path, how:
     if how == "missing":
         assert load_newest(find_checkpoints(config)) == (None, [])
     else:
-        with pytest.raises(UserError, match=r"none of its 4 checkpoints is whole; start anew: "):
+        with pytest.raises(UserError, match=r"none of its 4 checkpoints is whole; start again: "):
             load_newest(find_checkpoints(config))
 
 

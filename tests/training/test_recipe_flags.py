@@ -68,7 +68,7 @@ def test_a_stopped_run_ends_as_the_uninterrupted_one(data: Path, tmp_path: Path,
 @pytest.mark.dist
 @pytest.mark.parametrize(("exchange", "processes"), [("ddp", 2), ("flat", 2), ("ddp", 3)])
 def test_the_head_trains_first_on_several_ranks(data: Path, tmp_path: Path, exchange: str, processes: int) -> None:
-    """What is set up anew, as DDP, gives a resume the same bits: stopped with the head alone, and at its end."""
+    """What is set up again, as DDP, gives a resume the same bits: stopped with the head alone, and at its end."""
     arch = ("--arch", "resnet18") if processes > 2 else ()  # of several buckets, in whose order three are summed
     weights = weights_for(data, tmp_path, ("--freeze-epochs", *arch))
     flags = ("--data-dir", data, *SHORT, *arch, "--batch-size", 6, *weights, "--freeze-epochs", 1, "--ema-decay", 0.5)

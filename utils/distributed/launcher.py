@@ -139,7 +139,7 @@ def restarted_by() -> list[str]:
     """Those of `launch_ids` that may have started this run before: torchrun after a death, Slurm after a requeue.
 
     A torchrun starts one command again and again, but counts only the deaths of its own processes, not those that make
-    the torchruns of several machines start anew. A Slurm job may have started another command.
+    the torchruns of several machines start again. A Slurm job may have started another command.
     """
     return [name for name in launch_ids() if name.startswith("torchrun") or _restarts("SLURM_RESTART_COUNT") > 0]
 

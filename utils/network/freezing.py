@@ -1,4 +1,4 @@
-"""Epochs in which only the head trains, and what a step needs anew when the other layers join it."""
+"""Epochs in which only the head trains, and what a step needs again when the other layers join it."""
 
 from collections.abc import Callable
 
@@ -32,7 +32,7 @@ class FreezingForwardBackward:
     """`ForwardBackward` of a network whose head trains alone at first.
 
     DDP, the flat exchange, the compiler and a CUDA graph hold the weights that have gradients, so that each is set up
-    anew where that changes. The optimizer has all weights from the start; it passes over those without a gradient.
+    again where that changes. The optimizer has all weights from the start; it passes over those without a gradient.
 
     Args:
         inner: for the whole network.

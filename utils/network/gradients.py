@@ -100,7 +100,7 @@ class GraphedForwardBackward:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, images: Tensor, targets: Tensor, micro: int) -> Tensor:
-        """As `ForwardBackward.__call__`. Images of another size than before are captured anew, on all ranks alike.
+        """As `ForwardBackward.__call__`. Images of another size than before are captured again, on all ranks alike.
 
         Raises:
             UserError: at a capture, if the network cannot be captured.

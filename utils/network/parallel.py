@@ -126,7 +126,7 @@ def exchanges_by_ddp(config: ResolvedConfig, env: DistEnv) -> bool:
 def warm_up_ddp_buckets(net: nn.Module, config: ResolvedConfig, env: DistEnv) -> None:
     """A pass of zeros through DDP, to be called before a checkpoint is loaded over the state that it changes.
 
-    DDP lays its gradient buckets out anew after the first backward pass of a launch, and the rounding of a sum over
+    DDP lays its gradient buckets out again after the first backward pass of a launch, and the rounding of a sum over
     three and more ranks depends on the layout: without this the first resumed step would differ in its last bits.
     """
     if exchanges_by_ddp(config, env):
@@ -139,7 +139,7 @@ def compile_later_sizes(
 ) -> None:
     """Compile `net` for the image sizes that follow `epoch`, from 0, so that no later epoch waits for the compiler.
 
-    Those until the head is no longer alone, which sets `net` up anew. Leaves weights, statistics and random numbers as
+    Those until the head is no longer alone, which sets `net` up again. Leaves weights, statistics and random numbers as
     they were.  The other arguments are those of `create_forward_backward`.
     """
     sizes, end = size_schedule(config), config.freeze_epochs if epoch < config.freeze_epochs else config.epochs

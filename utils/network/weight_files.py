@@ -125,7 +125,7 @@ def _read(path: Path, file: Path) -> Any:
         if found:
             raise UserError(
                 f"--pretrained {path}: holds {found[1]}, which is not built, as that can execute code; in the program "
-                "that wrote it, save the weights alone: torch.save(model.state_dict(), 'weights.pt')"
+                "that wrote it, save only the weights: torch.save(model.state_dict(), 'weights.pt')"
             ) from error
         if remedy := _remedy(file, error):
             raise UserError(f"--pretrained {path}: {remedy}") from error

@@ -115,7 +115,7 @@ def match_weights(weights: Weights, model: nn.Module, arch: str, num_classes: in
     if ema and not averages:
         raise UserError(f"--pretrained-ema: {weights.source} has no EMA weights; leave --pretrained-ema out")
     if ema is False and not others:
-        raise UserError(f"--no-pretrained-ema: {weights.source} has EMA weights alone; leave --no-pretrained-ema out")
+        raise UserError(f"--no-pretrained-ema: {weights.source} has only EMA weights; leave --no-pretrained-ema out")
     candidates = averages if averages and ema is not False else others
     chosen = candidates[0]
     return dataclasses.replace(

@@ -209,9 +209,9 @@ def _check_device(config: TrainConfig) -> None:
             "use --no-cuda-graph"
         )
     if config.sync_bn and config.device == "cpu":
-        raise UserError("--sync-bn with --device cpu: torch has it on GPUs alone; leave it out")
+        raise UserError("--sync-bn with --device cpu: torch has it only on GPUs; leave it out")
     if config.sync_bn and config.fused_layers:
-        raise UserError("--sync-bn with --fused-layers: these norms know one process alone; leave --fused-layers out")
+        raise UserError("--sync-bn with --fused-layers: these norms know only one process; leave --fused-layers out")
     if config.amp == "fp16" and config.device == "cpu":
         raise UserError("--amp fp16 with --device cpu: the CPU has no fast float16; use --amp none or bf16")
 

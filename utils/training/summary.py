@@ -166,7 +166,7 @@ def _describe_model(run: Run) -> str:
     if config.device == "cuda" and not config.compile and "compile" not in config.given:
         compiled += ", not compiled: that takes longer than it saves in a run of so few images"
     epochs = f"{config.freeze_epochs} epochs" if config.freeze_epochs > 1 else "epoch"
-    head = f", the head alone in the first {epochs}" if config.freeze_epochs else ""
+    head = f", only the head in the first {epochs}" if config.freeze_epochs else ""
     return f"{config.arch}, {parameters / 1e6:.2f} M parameters, {count(config.num_classes, 'class')}{head}{compiled}"
 
 
@@ -201,7 +201,7 @@ def _describe_start(run: Run, saved: Checkpoint) -> str:
     if before != now:
         start += f"; saved by {before}"
         if before.global_batch_size == now.global_batch_size:
-            start += ": every image still comes once, random draws begin anew"
+            start += ": every image still comes once, random draws begin again"
     return start
 
 

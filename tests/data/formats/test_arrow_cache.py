@@ -142,7 +142,7 @@ def test_keys_and_classes(written: tuple[Path, Any], tmp_path: Path) -> None:
 def test_images_stored_by_path_are_refused(written: tuple[Path, Any]) -> None:
     (shard,) = (written[0] / "linked").rglob("imagefolder-train.arrow")
     expected = (
-        r"record 0 holds only the path of 0.jpg; save the data set anew with save_to_disk of .*, which embeds it$"
+        r"record 0 holds only the path of 0.jpg; save the data set again with save_to_disk of .*, which embeds it$"
     )
     with pytest.raises(UserError, match=expected):
         list(arrow_cache.scan(shard))
@@ -221,7 +221,7 @@ NULL_PATH = {"bytes": None, "path": "x/cat.jpg"}
 REFUSED: dict[str, tuple[Damage, str]] = {
     "cut in the end marker": (with_bytes(lambda content: content[:-1]), "or cut off, its end is missing"),
     "cut at the end marker": (with_bytes(lambda content: content[:-8]), "or cut off, its end is missing"),
-    "cut in the middle": (with_bytes(lambda content: content[: len(content) // 2]), "copy it anew"),
+    "cut in the middle": (with_bytes(lambda content: content[: len(content) // 2]), "copy it again"),
     "cut, with an end": (with_bytes(lambda content: content[: len(content) // 2] + content[-8:]), "no readable Arrow"),
     "a cut file": (with_bytes(lambda content: content[:-1], as_file=True), "no readable Arrow file ("),
     "a file cut in the middle": (with_bytes(lambda content: content[: len(content) // 2], True), "no readable Arrow"),

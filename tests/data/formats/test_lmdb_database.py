@@ -137,7 +137,7 @@ def with_bytes(change: Callable[[bytes], bytes]) -> Damage:
 
 REFUSED: dict[str, tuple[Damage, str]] = {
     "cut at a page": (with_bytes(lambda content: content[:-4096]), "data.mdb: cut off, has"),
-    "cut in a page": (with_bytes(lambda content: content[:-1]), "copy it anew"),
+    "cut in a page": (with_bytes(lambda content: content[:-1]), "copy it again"),
     "cut in the middle": (with_bytes(lambda content: content[: len(content) // 2]), "data.mdb: cut off, has"),
     "cut in the header": (with_bytes(lambda content: content[:100]), "data.mdb: no readable LMDB database ("),
     "empty": (with_bytes(lambda content: b""), "data.mdb: no readable LMDB database ("),

@@ -115,14 +115,14 @@ def test_dali_reads_the_same(tmp_path: Path) -> None:
 
 GOOD = record(image(IMAGES[0]))
 SECOND = rf"record 1 at byte {len(GOOD)} "
-COPY = r".*; copy the shard anew from its source$"
+COPY = r".*; copy the shard again from its source$"
 ANEW = r".*; write the shard "
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "an empty file without records; delete it, or copy the shard anew from its source"),
+        (b"", "an empty file without records; delete it, or copy the shard again from its source"),
         (
             GOOD[:-1],
             rf"record 0 at byte 0 goes on to byte {len(GOOD)}, but the shard ends at byte {len(GOOD) - 1}{COPY}",
@@ -146,7 +146,7 @@ ANEW = r".*; write the shard "
         (GOOD + record(image(b"")), SECOND + "has no image" + ANEW),
         (GOOD + record(image(b"", labels=(1,))), SECOND + "has no image" + ANEW),
         (GOOD + record(image(b"", labels=(1,))[:-2]), SECOND + "has no image" + ANEW),
-        (GOOD + record(image(IMAGES[0], labels=(1, 2))), SECOND + "has 2 labels; write the shard anew with one label"),
+        (GOOD + record(image(IMAGES[0], labels=(1, 2))), SECOND + "has 2 labels; write the shard again with one label"),
         (GOOD + record(image(IMAGES[0], 1.5)), SECOND + "has the label 1.5, not a whole number from 0 on" + ANEW),
         (GOOD + record(image(IMAGES[0], labels=(0.25,))), SECOND + "has the label 0.25, not a whole" + ANEW),
         (GOOD + record(image(IMAGES[0], -1)), SECOND + "has the label -1, not a whole number from 0 on" + ANEW),
@@ -191,7 +191,7 @@ def test_the_index_is_compared(tmp_path: Path) -> None:
     for wrong in (lines[:2], [*lines[:2], "2\t7"], [*lines, lines[0]], [], ["a\tb"], ["1"], [f"1\t{1 << 70}"]):
         index.write_text("\n".join(wrong))
         with pytest.raises(
-            UserError, match=rf"^{index}: is (not the|no) index of {shard} .*; delete it or write it anew"
+            UserError, match=rf"^{index}: is (not the|no) index of {shard} .*; delete it or write it again"
         ):
             list(scan(shard))
     index.unlink()

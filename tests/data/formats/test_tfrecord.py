@@ -158,14 +158,14 @@ def test_checksum() -> None:
 
 GOOD = framed(example(IMAGE, LABEL))
 SECOND = rf"record 1 at byte {len(GOOD)} "
-COPY = r".*; copy the shard anew from its source"
-ANEW = r".*; write the shard anew with "
+COPY = r".*; copy the shard again from its source"
+ANEW = r".*; write the shard again with "
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "an empty file without records; delete it, or copy the shard anew from its source"),
+        (b"", "an empty file without records; delete it, or copy the shard again from its source"),
         (
             GOOD[:-1],
             rf"record 0 at byte 0 goes on to byte {len(GOOD)}, but the shard ends at byte {len(GOOD) - 1}{COPY}",
@@ -246,7 +246,7 @@ def test_a_compressed_shard_is_refused_with_the_command_that_unpacks_it(tmp_path
         unpacked.unlink()
     for level in (0, 1, 6, 9):
         shard.write_bytes(zlib.compress(GOOD, level))
-        with pytest.raises(UserError, match=f"^{shard}: compressed with ZLIB; write it anew without compression"):
+        with pytest.raises(UserError, match=f"^{shard}: compressed with ZLIB; write it again without compression"):
             list(scan(shard))
 
 
@@ -263,7 +263,7 @@ def test_an_index_is_compared(tmp_path: Path, name: str) -> None:
     for wrong in (lines[:2], [*lines[:2], "1 2"], [*lines[:2], lines[2] + "0"], [], ["a b"], ["1"], [f"{1 << 70} 1"]):
         index.write_text("\n".join(wrong))
         with pytest.raises(
-            UserError, match=rf"^{index}: is (not the|no) index of {shard} .*; delete it or write it anew"
+            UserError, match=rf"^{index}: is (not the|no) index of {shard} .*; delete it or write it again"
         ):
             list(scan(shard))
     index.unlink()

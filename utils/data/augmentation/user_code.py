@@ -107,7 +107,7 @@ def _code_of(config: ResolvedConfig) -> UserCode:
 
 
 def load_user_code(config: ResolvedConfig) -> UserCode:
-    """Read both files anew. `config.transform` is not None.
+    """Read both files again. `config.transform` is not None.
 
     Raises:
         UserError: a file is missing or does not load, or there is no such function in it.

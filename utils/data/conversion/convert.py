@@ -1,4 +1,4 @@
-"""Writes a data set anew, as WebDataset tars or class folders: which image goes where, and the processes that write.
+"""Writes a data set again, as WebDataset tars or class folders: which image goes where, and the processes that write.
 
 A file appears under its final name only when it is complete and on the disk. What is in it depends on the source and
 the options alone. So a conversion that was killed goes on with the files that are missing.

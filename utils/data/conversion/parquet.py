@@ -89,7 +89,7 @@ def _copy(shard: Path, copy: Path, on_progress: Callable[[], None]) -> None:
         temporary_of(copy).unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno in FULL:
             raise
-        raise UserError(f"{shard}: no readable parquet file ({first_line(error)}); copy it anew") from None
+        raise UserError(f"{shard}: no readable parquet file ({first_line(error)}); copy it again") from None
 
 
 def _refuse_joined(shard: Path, metadata: Any) -> None:
@@ -107,6 +107,6 @@ def _check_embedded(shard: Path, batch: Any) -> None:
     for column in batch.columns:
         if hasattr(column, "field") and column.field("bytes").null_count:
             raise UserError(
-                f"{shard}: an image is not in it, only its path; write the file anew with its images, as push_to_hub "
+                f"{shard}: an image is not in it, only its path; write the file again with its images, as push_to_hub "
                 "of the package datasets does"
             )

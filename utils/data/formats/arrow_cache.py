@@ -25,7 +25,7 @@ _FILE_MAGIC = b"ARROW1"  # at both ends of a file; a stream has none
 _FILE_HEAD = 8  # bytes before the stream in a file, behind which are a footer, its length, 4 bytes, and the magic
 _CONTINUATION = b"\xff\xff\xff\xff"  # before each message of a stream since Arrow 0.15
 _END = bytes(4)  # of a stream, behind a continuation marker if it has such
-_SAVE_ANEW = "save the data set anew with save_to_disk of the package datasets"
+_SAVE_ANEW = "save the data set again with save_to_disk of the package datasets"
 
 
 class _Columns(NamedTuple):
@@ -109,7 +109,7 @@ def _saved_shards(state: Path) -> list[Path]:
         raise UserError(f"{state}: does not name the shards; {_SAVE_ANEW}") from None
     for shard in shards:
         if not shard.is_file():
-            raise UserError(f"{shard}: missing, {state} names it; copy the data set anew")
+            raise UserError(f"{shard}: missing, {state} names it; copy the data set again")
     return shards
 
 
@@ -117,7 +117,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except ValueError as error:
-        raise UserError(f"{path}: no JSON ({first_line(error)}); copy the data set anew") from None
+        raise UserError(f"{path}: no JSON ({first_line(error)}); copy the data set again") from None
     return content if isinstance(content, dict) else {}
 
 
@@ -135,7 +135,7 @@ def _open(shard: Path) -> Iterator[tuple[Any, Callable[..., Any]]]:
         end = _CONTINUATION + _END if head.startswith(_CONTINUATION) else _END
         size = os.fstat(file.fileno()).st_size
         if not is_file and os.pread(file.fileno(), len(end), max(0, size - len(end))) != end:
-            raise UserError(f"{shard}: no Arrow file, or cut off, its end is missing; copy it anew")
+            raise UserError(f"{shard}: no Arrow file, or cut off, its end is missing; copy it again")
 
     def read(columns: _Columns | None = None) -> Any:
         mapped.seek(0)
@@ -149,7 +149,7 @@ def _open(shard: Path) -> Iterator[tuple[Any, Callable[..., Any]]]:
         with pa.memory_map(str(shard)) as mapped:
             yield mapped, read
     except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{shard}: no readable Arrow file ({first_line(error)}); copy it anew") from None
+        raise UserError(f"{shard}: no readable Arrow file ({first_line(error)}); copy it again") from None
 
 
 def _batches(reader: Any) -> Iterator[Any]:
@@ -260,7 +260,7 @@ def _ranges(shard: Path, first: int, images: Any, names: Sequence[str], mapped: 
             )
         raise UserError(f"{shard}: record {first + index} has no image; remove it and {_SAVE_ANEW}")
     if offsets[0] < 0 or (lengths < 0).any() or offsets[-1] > values.size:
-        raise UserError(f"{shard}: damaged, images beyond the end of their column; copy it anew")
+        raise UserError(f"{shard}: damaged, images beyond the end of their column; copy it again")
     if values.address not in mapped:
         raise UserError(f"{shard}: is compressed, so no image can be read alone; {_SAVE_ANEW}, which does not compress")
     return np.stack([offsets[:-1] + values.address - mapped.start, lengths], axis=1)

@@ -123,7 +123,7 @@ def devkit_labels(devkit: Path, folder: Path, images: list[str]) -> Labels:
             found.append((name, wnids[int(lines[number - 1])]))
         except (ValueError, KeyError):
             raise UserError(
-                f"{path}: line {number} is {lines[number - 1]!r}, not an ID of meta.mat; copy the devkit anew"
+                f"{path}: line {number} is {lines[number - 1]!r}, not an ID of meta.mat; copy the devkit again"
             ) from None
     return found
 
@@ -141,7 +141,7 @@ def _read_meta(path: Path) -> dict[int, str]:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror or error}); it is part of the devkit") from None
     except Exception as error:  # scipy raises errors of many kinds for a damaged file
-        raise UserError(f"{path}: not the devkit's meta.mat ({first_line(error)}); copy the devkit anew") from None
+        raise UserError(f"{path}: not the devkit's meta.mat ({first_line(error)}); copy the devkit again") from None
 
 
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
@@ -153,7 +153,7 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
                 if any(row):
                     yield reader.line_num, [cell.strip() for cell in row]
     except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{path}: no CSV of UTF-8 text ({first_line(error)}); write it anew") from None
+        raise UserError(f"{path}: no CSV of UTF-8 text ({first_line(error)}); write it again") from None
 
 
 def _file_of(images: list[str]) -> dict[str, str]:
@@ -208,7 +208,7 @@ def _match(path: Path, folder: Path, images: list[str], rows: list[tuple[int, st
     if missing:
         raise UserError(
             f"{path}: names {count(len(missing), 'file')} missing in {folder} ({_shown(missing)}); copy the images "
-            "anew, or remove the lines"
+            "again, or remove the lines"
         )
     unlabeled = [name for name in images if name not in found]
     if unlabeled:

@@ -98,7 +98,7 @@ def scan(shard: Path) -> Iterator[Entry]:
                 with lmdb.Transaction(environment, buffers=True) as transaction:
                     yield from _entries(shard, file.fileno(), size, transaction.cursor())
         except lmdb.Error as error:
-            raise UserError(f"{shard}: no readable LMDB database ({error}); copy it anew") from None
+            raise UserError(f"{shard}: no readable LMDB database ({error}); copy it again") from None
 
 
 def class_names(shards: Sequence[Path]) -> tuple[str, ...] | None:
@@ -110,7 +110,7 @@ def _check_length(shard: Path, size: int, needed: int) -> None:
     """Refuse a file with fewer bytes than its pages have: reading one behind its end would kill the process."""
     if size < needed:
         raise UserError(
-            f"{shard}: cut off, has {size:,} of {needed:,} bytes; copy it anew, by mdb_copy if the original is as short"
+            f"{shard}: cut off, has {size:,} of {needed:,} bytes; copy it again, by mdb_copy if its source is as short"
         )
 
 
@@ -126,7 +126,7 @@ def _entries(shard: Path, file: int, size: int, items: Iterable[tuple[memoryview
             mapping, base = _mapping_of(address)
             assert os.pread(file, _HEAD, address - base)[: len(value)] == value[:_HEAD], f"{shard}: not its map"
         if address - base + len(value) > size:
-            raise UserError(f"{record}: would end behind the end of the file; copy the database anew")
+            raise UserError(f"{record}: would end behind the end of the file; copy the database again")
         try:
             datum = _parse(value)
         except (IndexError, ValueError):
@@ -145,7 +145,7 @@ def _check_image(record: str, datum: _Datum) -> None:
         raise UserError(f"{record}: a Datum without an image; {_REMEDY}")
     if datum.is_raw:
         raise UserError(
-            f"{record}: holds pixels, not an encoded image; write the database anew with convert_imageset --encoded"
+            f"{record}: holds pixels, not an encoded image; write the database again with convert_imageset --encoded"
         )
     if datum.label is not None and datum.label < 0:
         raise UserError(f"{record}: has the label {datum.label}; labels count from 0 or 1 on, {_REMEDY}")

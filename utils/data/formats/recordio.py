@@ -100,10 +100,10 @@ def _read_image(file: ShardFile, ranges: Ranges) -> Entry:
         raise file.damaged(f"has no header of {IMAGE.size} bytes, as im2rec writes it", "write the shard with im2rec")
     num_labels, label, image_id, _ = IMAGE.unpack(_read_start(file, ranges, IMAGE.size))
     if num_labels > 1:
-        raise file.damaged(f"has {num_labels} labels", "write the shard anew with one label an image")
+        raise file.damaged(f"has {num_labels} labels", "write the shard again with one label an image")
     start = IMAGE.size + num_labels * LABEL.size
     if sum(length for _, length in ranges) <= start:
-        raise file.damaged("has no image", "write the shard anew without this record")
+        raise file.damaged("has no image", "write the shard again without this record")
     if num_labels:
         (label,) = LABEL.unpack(_read_start(file, ranges, start)[IMAGE.size :])
     if not (label >= 0 and label.is_integer()):

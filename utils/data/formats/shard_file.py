@@ -13,7 +13,7 @@ from utils.errors import UserError
 from utils.text import count
 
 WINDOW_BYTES = 4096  # holds what stands before an image, and what stands between two
-COPY_AGAIN = "copy the shard anew from its source"
+COPY_AGAIN = "copy the shard again from its source"
 
 
 class ShardFile:
@@ -107,7 +107,7 @@ def check_index(index: Path, shard: Path, columns: tuple[int, ...], expected: ND
                 values.extend(int(words[column]) for column in columns)
     except (ValueError, IndexError, OverflowError):
         raise UserError(
-            f"{index}: is no index of {shard} (its lines are not numbers); delete it or write it anew"
+            f"{index}: is no index of {shard} (its lines are not numbers); delete it or write it again"
         ) from None
     except OSError as error:
         raise UserError(f"{index}: cannot be read ({error.strerror}); delete it or check its permissions") from None
@@ -117,5 +117,5 @@ def check_index(index: Path, shard: Path, columns: tuple[int, ...], expected: ND
         raise UserError(
             f"{index}: is not the index of {shard} (it lists {counts}, the shard has "
             f"{count(len(expected), 'record')}); delete "
-            "it or write it anew"
+            "it or write it again"
         )

@@ -61,7 +61,7 @@ def read_example(file: ShardFile, start: int, end: int) -> Example:
                     features[key] = feature
     image_start, image_end, _ = _single_value(file, features, IMAGE_KEYS, BYTES_LIST, "image")
     if image_start == image_end:
-        raise file.damaged("has an empty image", "write the shard anew without this record")
+        raise file.damaged("has an empty image", "write the shard again without this record")
     label = _read_label(file, _single_value(file, features, LABEL_KEYS, INT64_LIST, "label"))
     return Example(image_start, image_end, label, _read_file_name(file, features))
 
@@ -98,13 +98,13 @@ def _single_value(
     if key is None:
         wanted = " or ".join(key.decode() for key in keys)
         found = ", ".join(sorted(key.decode(errors="replace") for key in features)[:6]) or "none"
-        raise file.damaged(f"has no {name} as {wanted} (keys: {found})", "write the shard anew with one of these keys")
+        raise file.damaged(f"has no {name} as {wanted} (keys: {found})", "write the shard again with one of these keys")
     values = _values(file, features[key], list_type)
     if len(values) != 1:
         kind = "bytes" if list_type == BYTES_LIST else "an integer"
         raise file.damaged(
             f"has {count(len(values), 'value')} of {key.decode()} as {kind}",
-            f"write the shard anew with one {name} a record",
+            f"write the shard again with one {name} a record",
         )
     return values[0]
 
@@ -115,7 +115,7 @@ def _read_label(file: ShardFile, value: Value) -> int:
     if label is None:
         label, length = _varint(file, file.read(start, min(end - start, MAX_VARINT)), 0)
         if length < end - start:
-            raise file.damaged("has several labels", "write the shard anew with one label a record")
+            raise file.damaged("has several labels", "write the shard again with one label a record")
     if label >= 1 << 63:
         reason = f"has the label {label - (1 << 64)}, which is no class"
         raise file.damaged(reason, "take the shards of a split with labels")

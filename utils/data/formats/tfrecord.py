@@ -138,7 +138,7 @@ def _read_length(file: ShardFile, offset: int) -> int:
             rename = "" if file.path.suffix == ".gz" else f"mv {name} {name}.gz && "
             raise UserError(f"{file.path}: compressed with GZIP; unpack it: {rename}gunzip {name}.gz")
         if offset == 0 and head[0] == 0x78 and int.from_bytes(head[:2], "big") % 31 == 0:  # header of a zlib stream
-            raise UserError(f"{file.path}: compressed with ZLIB; write it anew without compression")
+            raise UserError(f"{file.path}: compressed with ZLIB; write it again without compression")
         raise file.damaged("has a wrong checksum of its length")
     end = offset + LENGTH.size + length + CHECKSUM_BYTES
     if end > file.size:

@@ -88,7 +88,7 @@ def scan(shard: Path) -> Iterator[Entry]:
 
 
 def _samples(shard: Path, descriptor: int) -> list[_Sample]:
-    """The samples in the order of their first members. A key that begins anew is another sample.
+    """The samples in the order of their first members. A key that begins again is another sample.
 
     Raises:
         UserError: the content of a member is not in the shard, or a member comes twice in a sample.

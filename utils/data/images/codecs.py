@@ -24,7 +24,7 @@ _IMAGES = {
     rb"\s*(<\?xml[^>]*>\s*)?<svg": "an SVG",
 }
 _OTHERS = {
-    rb"\x00+\Z": "bytes of value 0 alone",
+    rb"\x00+\Z": "only bytes of value 0",
     rb"(?i)\s*(<!doctype html|<html)": "an HTML page",
     rb"version https://git-lfs": "a Git LFS pointer, whose file was not fetched",
     rb"%PDF": "a PDF file",

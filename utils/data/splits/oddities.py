@@ -27,7 +27,7 @@ def describe_oddities(splits: Splits, steps_per_epoch: int) -> list[str]:
     train, val = splits["train"], splits["val"]
     lines = []
     if len(train.classes) == 1:
-        lines.append(f"one class alone ({train.classes[0]}): every network has 100 % there, and learns nothing")
+        lines.append(f"only one class ({train.classes[0]}): every network has 100 % there, and learns nothing")
     elif len(train.classes) <= 5:
         lines.append(f"{len(train.classes)} classes: top-5 is 100 % whatever the network says; look at top-1")
     if alike := describe_alike(train.classes, train.classes):

@@ -231,7 +231,7 @@ class ObjectStore:
 
 
 def _is_excluded(name: str) -> bool:
-    # Brisk makes the index anew, as the times of the staged shards are others.
+    # Brisk makes the index again, as the times of the staged shards are others.
     # A name with an empty part or with `..` could lead out of the folder.
     return name.endswith(".index.npz") or any(not part or is_hidden(part) for part in name.split("/"))
 

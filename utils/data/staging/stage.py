@@ -255,7 +255,7 @@ class Staging:
         if self._unverified and self._error is None:
             self._notes.put(
                 f"{self._url}: {count(self._unverified, 'object')} came twice with the same bytes, whose MD5 is not "
-                "the ETag (as with encryption by KMS); their size alone is checked"
+                "the ETag (as with encryption by KMS); only their size is checked"
             )
         files.close()
         self.finished.set()

@@ -108,7 +108,7 @@ class StagedFiles:
         return status.st_size == found.size and abs(status.st_mtime_ns - found.mtime) < 2e9
 
     def start_record(self, known: Mapping[str, StoredObject], listed: Iterable[StoredObject]) -> int:
-        """Write the record anew, with what is there of `listed`; delete what the store no longer has.
+        """Write the record again, with what is there of `listed`; delete what the store no longer has.
 
         Returns:
             How many files were deleted.

@@ -58,7 +58,7 @@ class GraphedOptimizerStep:
         pairs = zip(parameters, gradients, strict=True)
         has_state = all(parameter in self._optimizer.state for parameter, gradient in pairs if gradient is not None)
         with self._capturable():
-            if not self._is_loaded or not has_state:  # a capture would start the state anew at each replay
+            if not self._is_loaded or not has_state:  # a capture would start the state again at each replay
                 self._optimizer.step()
                 self._is_loaded = True
                 return

@@ -99,7 +99,7 @@ def adapt(
         replicated = dataclasses.replace(replicated, evaluations_since_best=0, best=None, result={})
     before, epoch = steps_before(saved), saved.state.epoch
     if before != sampler.steps_per_epoch:
-        # The epoch under way has no place in epochs of another length: it begins anew, unless it is done. So do the
+        # The epoch under way has no place in epochs of another length: it begins again, unless it is done. So do the
         # counts of steps.
         done = epoch + 1 if saved.state.step == (epoch + 1) * before else epoch
         replicated = dataclasses.replace(replicated, step=done * sampler.steps_per_epoch)
@@ -136,14 +136,14 @@ def _reorders(saved: Checkpoint, names: Sequence[str]) -> bool:
 def describe_consequences(saved: Checkpoint, state: TrainState, names: Sequence[str], sampler: Sampler) -> list[str]:
     """Lines on what accepted changes mean for exactness; `names` as `changed_names` gives them."""
     before, start = steps_before(saved), saved.state.epoch * sampler.steps_per_epoch
-    parts = ["random draws begin anew"]
+    parts = ["random draws begin again"]
     if before != sampler.steps_per_epoch:
-        anew = ", and the epoch under way begins anew" if saved.state.step % before else ""
-        parts.append(f"an epoch has {count(sampler.steps_per_epoch, 'step')} instead of {before}{anew}")
+        again = ", and the epoch under way begins again" if saved.state.step % before else ""
+        parts.append(f"an epoch has {count(sampler.steps_per_epoch, 'step')} instead of {before}{again}")
     elif _reorders(saved, names) and state.step > start:
         parts.append("the epoch under way goes on in another order, with some images twice and others not at all")
     if _begins_anew(saved.state.optimizer, state.optimizer.state_dict(), names):
-        parts.append("the state of the optimizer (momentum and the like) begins anew")
+        parts.append("the state of the optimizer (momentum and the like) begins again")
     if EMA in names:
         kind = "begins with the weights of the checkpoint" if state.ema is not None else "is dropped"
         parts.append(f"the moving average {kind}")

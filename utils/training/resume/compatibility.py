@@ -163,7 +163,7 @@ def resume_warnings(
         lines += schedule_jump(config, saved, sampler.steps_per_epoch, sampler.global_batch_size)
     epoch, step = divmod(state.step, sampler.steps_per_epoch)
     if step and not changes and not schedules_agree(config, saved.config, epoch):
-        lines.append("image size or policy of the epoch under way is another: its random draws begin anew")
+        lines.append("image size or policy of the epoch under way is another: its random draws begin again")
     return lines
 
 

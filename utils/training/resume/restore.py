@@ -278,7 +278,7 @@ def _load(
     """Load a checkpoint into `state`; returns what this rank's loader continues from.
 
     In another layout, and after changes, that is None: the images follow from the step, and what is random about them
-    is drawn anew.
+    is drawn again.
     """
     epoch = sampler.epoch_of(saved.state.step * config.grad_accum_steps)
     warm_up_ddp_buckets(net, config_of_epoch(config, epoch), state.env)

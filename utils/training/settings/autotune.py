@@ -152,7 +152,7 @@ def _check_fits(config: TrainConfig, num_classes: int, on_cuda: bool, saved: Che
             "--cuda-graph without a GPU: there is none to launch it on; use --no-cuda-graph", on_all_ranks=True
         )
     if config.sync_bn and not on_cuda:
-        raise UserError("--sync-bn without a GPU: torch has it on GPUs alone; leave it out", on_all_ranks=True)
+        raise UserError("--sync-bn without a GPU: torch has it only on GPUs; leave it out", on_all_ranks=True)
     if config.num_classes is not None and config.num_classes < num_classes:
         raise UserError(
             f"--num-classes {config.num_classes}: fewer than the {count(num_classes, 'class folder')}; leave it out "

@@ -96,17 +96,17 @@ def choose_batch_size(config: TrainConfig, env: DistEnv, saved: Checkpoint | Non
     if given is not None and (config.accept_changes or given * env.world_size * accumulated == total):
         return given
     origin = f"the checkpoint was saved by {before}, a global batch of {total}"
-    anew = f"go on with it by --resume {saved.path} --accept-changes, or {START_ANEW}"
+    again = f"go on with it by --resume {saved.path} --accept-changes, or {START_ANEW}"
     now = count(env.world_size, "process") + (f" x --grad-accum-steps {accumulated}" if accumulated > 1 else "")
     if (rest or not same_total) and config.accept_changes:
         return saved.config.batch_size
     if rest or not same_total:
         fewer = [number for number in range(1, env.world_size) if total % (number * accumulated) == 0]
         remedy = f"start {count(fewer[-1], 'process')}" if fewer else "lower --grad-accum-steps"
-        raise UserError(f"{now}: cannot share a step evenly, {origin}; {remedy}, {anew}", on_all_ranks=True)
+        raise UserError(f"{now}: cannot share a step evenly, {origin}; {remedy}, {again}", on_all_ranks=True)
     if given is not None:
         raise UserError(
-            f"--batch-size {given}: {origin}; on {now} give --batch-size {same_total} or leave it out, {anew}",
+            f"--batch-size {given}: {origin}; on {now} give --batch-size {same_total} or leave it out, {again}",
             on_all_ranks=True,
         )
     return same_total

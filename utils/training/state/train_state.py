@@ -237,7 +237,7 @@ def reshard(ranks: list[RankState], rank: int) -> RankState:
     """What `rank` loads where other processes, or batches of another size, share the steps from now on.
 
     Running statistics are the mean over the ranks, which is in the replicated state. The loader's state and the random
-    numbers are empty: they begin anew.
+    numbers are empty: they begin again.
     """
     return RankState(
         loader={},
