@@ -25,7 +25,7 @@ WORDS = {
     r"\bwhat comes out\b": "outputs",
     r"\bin turns\b": "interleaved",
     r"\ban URL\b": "a URL",
-    r"\banew\b": "again",
+    r"(?-i:\banew\b)": "again",
     r"\bbrings? a run back after\b": "restarts after a worker failure",
     r"\b(is|are) told\b": "is logged",
 }  # fmt: skip
