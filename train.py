@@ -133,7 +133,7 @@ def run(config: TrainConfig) -> None:
         opened = open_output(config, env, stack)
         saved = opened.saved
         resolved, settings = resolve_settings(config, saved, listed, env)
-        check_report(resolved, listed["train"], env)
+        check_report(resolved, listed["train"], env)  # a launch that is refused makes no folder
         prepare_run(resolved, opened, listed, env, stack)
         listed, splits = select_images(resolved, listed, env, saved.initial_files if saved else None)
         choose_search(resolved.epochs * len(splits["train"]) // env.world_size)
