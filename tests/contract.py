@@ -35,8 +35,9 @@ def assert_keys(file: str, value: Any, variant: str = "") -> None:
         value: its content.
         variant: which of its forms it has, for a file that has several.
     """
-    expected = CONTRACT["files"][file]
-    assert keys_of(value) == (expected[variant] if variant else expected), (file, variant)
+    expected, found = CONTRACT["files"][file], keys_of(value)
+    expected = expected[variant] if variant else expected
+    assert found == expected, (f"tests/contract.json, {file} {variant}", set(found) ^ set(expected))
 
 
 def flags_of(program: Program[Any]) -> dict[str, dict[str, Any]]:

@@ -21,9 +21,9 @@ from utils.data.formats.folder import scan, scan_splits
 from utils.data.loaders.dali_loader import DaliTrainLoader
 from utils.data.loaders.sampler import RandomSampler, create_sampler
 from utils.distributed.group import DistEnv
+from utils.options.policies import POLICIES
 from utils.options.resolved import ResolvedConfig
 
-POLICIES = ("none", "autoaugment", "randaugment", "trivialaugment", "three-augment")
 BASE = resolved(batch_size=8, image_size=32, val_resize=36, workers=2, decode="fused", hw_decoder_load=0.65, prefetch=4)
 
 

@@ -34,7 +34,7 @@ from utils.options.resolved import ResolvedConfig
 
 ImageInfo = NDArray[np.uint8]  # (H, W, 3)
 Step = tuple[str, int, int]  # torchvision's operation, bin of its magnitude, sign
-NAMED = ("autoaugment", "randaugment", "trivialaugment")
+NAMED = tuple(name for name, policy in POLICIES.items() if policy.ranges)  # whose operations have magnitudes
 # torchvision's table of one policy shows that `outcomes` and `chance_of` are right.
 QUICK = [pytest.param(name, marks=[] if name == "trivialaugment" else pytest.mark.slow) for name in NAMED]
 BINS = {name: POLICIES[name].ranges.bins for name in NAMED}  # type: ignore[union-attr]

@@ -23,11 +23,10 @@ from utils.data.loaders.sampler import RandomSampler, create_sampler
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
 from utils.network.augment import BatchAugment, Normalize
+from utils.options.policies import POLICIES
 from utils.options.resolved import ResolvedConfig
 
 pytestmark = pytest.mark.gpu
-
-POLICIES = ("none", "autoaugment", "randaugment", "trivialaugment", "three-augment")
 
 
 def config_for(loader: str, **values: object) -> ResolvedConfig:

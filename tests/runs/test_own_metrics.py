@@ -36,7 +36,7 @@ class BalancedAccuracy(EvalMetric):
         self.sums += torch.stack([torch.bincount(targets[kept], minlength=self.sums.shape[1]) for kept in (hits, ...)])
 
     def compute(self, sums, num_images):
-        return {"balanced_accuracy": 100 * (sums[0] / sums[1]).mean().item()}
+        return {"balanced_accuracy": 100 * (sums[0] / sums[1]).nanmean().item()}  # of classes with images
 
 meter.TRAIN_METRICS += (SquaredLoss,)
 evaluate.EVAL_METRICS += (BalancedAccuracy,)
