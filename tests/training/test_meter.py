@@ -62,6 +62,17 @@ def test_the_gradient_norm_is_the_mean_over_clipped_steps_and_survives_a_resume(
     assert "grad_norm" not in second.read().metrics, "nothing was clipped"
 
 
+def test_states_of_earlier_versions_are_read(cpu: DistEnv) -> None:
+    state = Meter(cpu).state_dict()
+    del state["metrics"]
+    state |= {"loss": 6.0, "images": 4}
+    for more, expected in (({}, {}), ({"grad_norm": {"sum": 3.0, "steps": 2}}, {"grad_norm": 1.5})):
+        for saved in (state | more, share_interval([state | more] * 2, 0)):
+            meter = Meter(cpu)
+            meter.load_state_dict(saved)
+            assert meter.read().metrics == {"train/loss": 1.5} | expected
+
+
 def test_an_interval_has_the_figures_of_the_clock(cpu: DistEnv, clock: Clock) -> None:
     meter = Meter(cpu)
     clock.sleep(100)  # compilation, an evaluation
