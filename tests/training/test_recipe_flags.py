@@ -53,7 +53,7 @@ def test_a_stopped_run_ends_as_the_uninterrupted_one(data: Path, tmp_path: Path,
     )
     assert [run.status for run in done] == [0, 143, 0, 0], done
     assert "resumed at epoch 1, step 1" in done[2].out
-    expected = "the head alone in the first epoch" if "--freeze-epochs" in flags else "gradient checkpointing"
+    expected = "only the head in the first epoch" if "--freeze-epochs" in flags else "gradient checkpointing"
     assert expected in done[0].out
     assert "resumed at epoch 3, step 5" in done[3].out
     assert_same_run(whole, cut)
