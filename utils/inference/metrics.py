@@ -1,11 +1,13 @@
 """Figures of an evaluation, exact on any number of ranks: a class each."""
 
+import abc
+
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 
-class EvalMetric:
+class EvalMetric(abc.ABC):
     """Figures that follow from sums over all evaluated images.
 
     Another figure is another class in `EVAL_METRICS`. It is then in metrics.jsonl, evaluation.json, summary.json,
@@ -21,6 +23,7 @@ class EvalMetric:
     def __init__(self, num_classes: int, device: torch.device) -> None:
         self.sums = torch.zeros(1, dtype=torch.float64, device=device)
 
+    @abc.abstractmethod
     def update(self, logits: Tensor, predicted: Tensor, targets: Tensor) -> None:
         """Add a batch of this rank.
 
@@ -29,11 +32,10 @@ class EvalMetric:
             predicted: the five likeliest classes, or all of fewer, likeliest first, int64 (N, 5).
             targets: int64 (N,).
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def compute(self, sums: Tensor, num_images: int) -> dict[str, float]:
         """The figures by name; `sums` as of the attribute, on the CPU, over all `num_images` images."""
-        raise NotImplementedError
 
 
 class TopK(EvalMetric):
