@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tests.harness import LIMIT, ROOT, Finished, Process, Started, environment, launch
+from tests.harness import LIMIT, TRAIN, Finished, Process, Started, environment, launch
 
 RUN_TRAIN = "import sys, train; sys.exit(train.main(sys.argv[1:]))"
+RUN_COMMAND = f"import runpy, sys; sys.argv[0] = {str(TRAIN)!r}; runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
 def start_fork_server() -> None:
@@ -87,8 +88,7 @@ def start_forked(
 
 def start_on_terminal(*flags: object, terminal: str, env: Mapping[str, object] | None = None) -> Process:
     """Run train.py as a command on a terminal, of which this is the path."""
-    program = f"import runpy; runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')"
-    return _Forked(_run, [program, *map(str, flags)], environment(env), None, terminal, terminal)
+    return _Forked(_run, [RUN_COMMAND, *map(str, flags)], environment(env), None, terminal, terminal)
 
 
 def launch_forked(

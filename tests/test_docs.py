@@ -51,6 +51,7 @@ FOREIGN_FLAGS = {
 }
 MODEL = "test_resnet"  # instead of resnet50
 RUN = f"runs/imagenet-{MODEL}"
+CHECKED = ("strong", "--val-fraction", "--accept-changes")  # words of trainings outside the README
 
 
 def name_of(path: Path) -> str:
@@ -203,7 +204,7 @@ with open("results", "w") as file:
 """
 
 
-def run_pages(data: Path, root: Path) -> dict[str, str]:
+def run_pages(data: Path, root: Path, everything: bool) -> dict[str, str]:
     """Run the pages' commands in the folder `root`; returns the output of each by page and line."""
     for name in ("configs", "examples", "scripts"):
         (root / name).symlink_to(ROOT / name)
@@ -222,7 +223,7 @@ def run_pages(data: Path, root: Path) -> dict[str, str]:
         path.rename(shards / path.name.replace("train", "a").replace("val", "b"))
     with (root / "labels.csv").open("w") as file:
         csv.writer(file).writerows([("file", "label", "split"), (data / "train/red/red-000.jpg", "red", "train")])
-    programs = list(to_run(root))
+    programs = list(to_run(root, everything))
     words = json.dumps([each for _, *each in programs])
     done = launch_forked(root, words, program=_SERIES)
     logs = [(root / f"{number}.log") for number in range(len(programs))]
@@ -235,8 +236,11 @@ def run_pages(data: Path, root: Path) -> dict[str, str]:
     return outputs
 
 
-def to_run(root: Path) -> Iterator[tuple[str, str, list[str]]]:
-    """Page and line, program and words of what runs here, with small networks and images instead of the pages'."""
+def to_run(root: Path, everything: bool) -> Iterator[tuple[str, str, list[str]]]:
+    """Page and line, program and words of what runs here, with small networks and images instead of the pages'.
+
+    Not `everything`: of the trainings those of the README, and those whose output is compared.
+    """
     launches: Counter[Path] = Counter()
     pages: dict[tuple[str, ...], str] = {}  # where a command has run already; twice on one page is a resume
     for block in BLOCKS:
@@ -249,6 +253,9 @@ def to_run(root: Path) -> Iterator[tuple[str, str, list[str]]]:
                 continue
             page = command.where.partition(":")[0]
             if pages.setdefault(command.words, page) != page:
+                continue
+            is_checked = page == "README.md" or any(text in command.words for text in CHECKED)
+            if program == "train.py" and not (everything or is_checked):
                 continue
             words = [re.sub(r"^/data/", f"{root}/data/", word) for word in words]
             words = [word if word.startswith("configs/") else word.replace("resnet50", MODEL) for word in words]
@@ -271,9 +278,10 @@ def test_blocks_that_do_not_run_have_a_reason() -> None:
         assert block.language in ("", "bash", "python"), block.where
 
 
-def test_commands_of_the_pages_run(data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_commands_of_the_pages_run(data: Path, tmp_path: Path, everything: bool) -> None:
     """One test, as workers of pytest would each run all commands again."""
-    outputs = run_pages(data, tmp_path)
+    outputs = run_pages(data, tmp_path, everything)
     check_outputs(tmp_path, outputs)
     check_classes(outputs)
     check_accuracy(tmp_path, RUN)

@@ -164,10 +164,15 @@ def test_only_log_prints() -> None:
 
 
 SILENT_IMPORT = """
-import json, random, signal, sys, threading
-import numpy, torch
+import atexit, json, os, random, signal, sys, threading
+import numpy, torch, torch._inductor.config  # the latter writes its cache folder into the environment
+hooks = []
+def record_hook(function, *arguments, register=atexit.register, **options):
+    hooks.append(function.__module__.partition(".")[0])
+    return register(function, *arguments, **options)
+atexit.register = record_hook
 def seen():
-    return [repr(random.getstate()), repr(numpy.random.get_state()), torch.get_rng_state().tolist(),
+    return [dict(os.environ), repr(random.getstate()), repr(numpy.random.get_state()), torch.get_rng_state().tolist(),
             torch.get_num_threads(), torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled(),
             [repr(signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGINT)], sys.argv]
 before = seen()
@@ -176,6 +181,7 @@ found = {
     "changed": [number for number, (old, new) in enumerate(zip(before, seen())) if old != new],
     "cuda": torch.cuda.is_initialized() or "nvidia.nvimgcodec" in sys.modules,  # whose import starts CUDA
     "distributed": torch.distributed.is_initialized(),
+    "hooks": sorted({"train", "utils", "models", "pipelines"} & set(hooks)),
     "threads": [thread.name for thread in threading.enumerate()],
 }
 json.dump(found, sys.stdout)
@@ -186,5 +192,6 @@ def test_importing_train_does_nothing(tmp_path: Path) -> None:
     env = {"PYTHONDONTWRITEBYTECODE": "1", "HOME": tmp_path}
     done = launch(program=SILENT_IMPORT, cwd=tmp_path, env=env)
     assert (done.status, done.err) == (0, "")
-    assert json.loads(done.out) == {"changed": [], "cuda": False, "distributed": False, "threads": ["MainThread"]}
+    found = {"changed": [], "cuda": False, "distributed": False, "hooks": [], "threads": ["MainThread"]}
+    assert json.loads(done.out) == found
     assert list(tmp_path.iterdir()) == []  # neither in the working folder nor at home

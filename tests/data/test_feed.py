@@ -13,8 +13,7 @@ from torch import Tensor
 
 from pipelines import Feed, create_train_loader
 from tests.conftest import NUMBERED, assert_same, number_of, resolved, write_data, write_numbered
-from tests.forked import launch_ranks
-from tests.harness import launch
+from tests.forked import launch_forked, launch_ranks
 from utils.data.feed.options import DataOptions, create_config, resolve_options
 from utils.data.formats.folder import scan
 from utils.data.loaders.sampler import RandomSampler
@@ -341,7 +340,7 @@ def used():
 before = process()
 gc.disable()  # nothing may wait for a garbage collection
 figures = []
-for number in range(12):
+for number in range(9):
     split, cache = ("train", "val")[number % 2], ("none", "auto")[number // 2 % 2]
     with Feed(sys.argv[1], split, batch_size=8, image_size=64, device="cpu", cache=cache) as feed:
         for images, targets in feed:
@@ -355,7 +354,7 @@ print(json.dumps([process() == before, figures]))
 
 def test_nothing_is_left_after_close(data: Path) -> None:
     """Threads, memory, open files, and what belongs to the process. A feed that is still open does not hold its end."""
-    done = launch(data, program=USED)
+    done = launch_forked(data, program=USED)
     assert (done.status, done.err) == (0, "")
     is_unchanged, figures = json.loads(done.out)
     assert is_unchanged

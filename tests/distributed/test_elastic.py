@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import TINY
-from tests.forked import launch_ranks
+from tests.forked import RUN_COMMAND, launch_forked, launch_ranks
 from tests.harness import Finished, launch, read_checkpoint, read_losses, start
 from utils.distributed.elastic import _print_unraisable, _status_of_all
 
@@ -62,9 +62,9 @@ def stopped(number: signal.Signals, *words: object) -> Finished:
 
 
 def test_a_mistake_that_its_processes_find_is_one_line(tmp_path: Path) -> None:
-    done = launch(
+    done = launch_forked(
         "--processes", 2, "--max-restarts", 1, "--loader", "synthetic", "--arch", "no_such_network",
-        "--output-dir", tmp_path / "run",
+        "--output-dir", tmp_path / "run", program=RUN_COMMAND,
     )  # fmt: skip
     assert (done.status, done.out) == (2, FIRST_LINES)
     assert done.err.startswith("train.py: --arch no_such_network: ")

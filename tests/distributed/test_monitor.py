@@ -59,10 +59,8 @@ class Run:
         assert names <= written | {f".{name}.tmp" for name in written}  # a rank can be killed while it writes
 
 
-@pytest.mark.parametrize(
-    ("rank", "loader"),
-    [(0, "dali"), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, "dali"), (0, "torch"), (1, "torch")))],
-)
+@pytest.mark.slow  # in processes of this file's launcher; that a killed rank is named is in test_watchdog.py
+@pytest.mark.parametrize(("rank", "loader"), [(0, "dali"), (1, "dali"), (0, "torch"), (1, "torch")])
 def test_a_killed_rank_is_named(data: Path, tmp_path: Path, rank: int, loader: str) -> None:
     with Run(data, tmp_path, "--loader", loader) as run:
         pid = run.train()[rank]

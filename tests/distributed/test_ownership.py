@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from tests.forked import launch_forked
-from tests.harness import launch
 
 # As the user's process might notice a change: by its environment, signals, hooks and switches, and by its end.
 PROCESS_STATE = """
@@ -119,8 +118,11 @@ OF_TESTS: dict[str, object] = {
     "launcher", [{}, pytest.param({"TORCHELASTIC_RUN_ID": "1"}, marks=pytest.mark.slow)], ids=["notebook", "torchrun"]
 )
 def test_a_notebook_keeps_its_process(data: Path, tmp_path: Path, launcher: dict[str, str]) -> None:
-    """Loaders, network and process group are opened, used and closed; under torchrun, too, nothing more happens."""
-    done = launch(data, program=PROCESS_STATE + NOTEBOOK, env=OF_TESTS | {"XDG_CACHE_HOME": tmp_path} | launcher)
+    """Loaders, network and process group are opened, used and closed; under torchrun, too, nothing more happens.
+
+    What an import changes is seen by `tests/test_imports.py`.
+    """
+    done = launch_forked(data, program=PROCESS_STATE + NOTEBOOK, env=OF_TESTS | {"XDG_CACHE_HOME": tmp_path} | launcher)
     assert done.status == -signal.SIGTERM, done.err
     result = json.loads(done.out)
     assert result["changes"] == {}

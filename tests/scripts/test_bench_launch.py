@@ -160,14 +160,13 @@ def test_a_signal_ends_the_series(flags: tuple[object, ...], tmp_path: Path) -> 
 
 
 def test_a_run_of_the_series_that_fails_leaves_no_old_measurements(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flags: tuple[object, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "empty").mkdir()
+    (tmp_path / "measured.py").write_text("import sys; sys.exit(2)")
     old = tmp_path / "out" / "resnet18" / "benchmark.json"
     old.parent.mkdir(parents=True)
     old.write_text("{}")
-    flags = ("--data-dir", tmp_path / "empty", "--output-dir", tmp_path / "out", "--only", "resnet18", "--limit", 100)
-    done = call_main(main, ("series", *flags), capsys)
+    done = call_main(main, flags, capsys)
     assert done.status == 1
     assert "resnet18: exit 2, see" in done.out
     assert not old.exists()

@@ -15,7 +15,7 @@ from tests import damage, harness
 from tests.conftest import TINY, Refused, write_data
 from tests.contract import CONTRACT, assert_keys
 from tests.data.test_verification import dali_accepts
-from tests.forked import launch_forked
+from tests.forked import launch_forked, start_forked
 from tests.harness import Finished, launch
 from tests.processes import alive, identify
 from tests.shards import write_webdataset
@@ -97,9 +97,11 @@ def test_a_signal_ends_it_with_the_results_written(tmp_path: Path, number: signa
     for index in range(3_000):  # far more than are decoded until the first results are written
         (tmp_path / "tree" / f"{index}.jpg").symlink_to("../one.jpg")
     words = (tmp_path / "tree", "--output-dir", tmp_path / "out", "--workers", 2)
-    program = "import sys; from scripts import check_dataset; from utils.data.reading import verification; "
+    program = (
+        "import os, sys; os.setsid(); from scripts import check_dataset; from utils.data.reading import verification; "
+    )
     program += "verification.SAVE_SECONDS = 0; sys.exit(check_dataset.main(sys.argv[1:]))"
-    with harness.start(*words, program=program, prefix=("setsid",)) as started:
+    with start_forked(*words, program=program) as started:
         started.wait_for((tmp_path / "out" / "manifest.json").exists)
         workers = identify(started.descendants())
         assert len(workers) >= 2

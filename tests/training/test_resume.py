@@ -13,7 +13,7 @@ from tests.forked import launch_series, run_train
 from tests.harness import assert_refused, launch, read_checkpoint, read_losses, read_metrics
 from tests.held import hold_and_end
 
-EPOCHS, STEPS = 4, 5  # 41 images, a global batch of 8
+EPOCHS, STEPS = 3, 5  # 41 images, a global batch of 8
 PLAIN: tuple[str, ...] = ("--workers", "2")
 EVERYTHING = (
     "--augment", "trivialaugment", "--mixup", "0.2", "--cutmix", "1", "--random-erase", "0.3", "--ema-decay", "0.9",
@@ -74,13 +74,13 @@ def test_an_interrupted_run_ends_as_the_uninterrupted_one(
         assert status == 143
     assert read_checkpoint(cut)["step"] == STEPS + 2 + processes
 
-    # Killed in epoch 4, when the last checkpoint is the end of epoch 3.
-    hold_and_end(*stopped, at=3 * STEPS + 2, when=steps_logged(cut, 3 * STEPS + 2), processes=processes)
-    assert (read_checkpoint(cut)["step"], read_checkpoint(cut)["epoch"]) == (3 * STEPS, 3)
+    # Killed in epoch 3, when the last checkpoint is the end of epoch 2.
+    hold_and_end(*stopped, at=2 * STEPS + 2, when=steps_logged(cut, 2 * STEPS + 2), processes=processes)
+    assert (read_checkpoint(cut)["step"], read_checkpoint(cut)["epoch"]) == (2 * STEPS, 2)
 
     done = run_train(*stopped, processes=processes)
     assert done.status == 0, done.err
-    assert "resumed at epoch 4, step 15" in done.out
+    assert "resumed at epoch 3, step 10" in done.out
 
     assert_same_run(whole, cut)
     assert [step for step, _ in read_losses(cut)] == list(range(1, EPOCHS * STEPS + 1))
