@@ -16,7 +16,7 @@ from utils.options.arguments import model_options
 from utils.options.cli import parse
 from utils.options.config import TrainConfig
 from utils.options.flags import flag
-from utils.options.recipes import read_recipe
+from utils.options.recipes import read_run_recipe
 from utils.options.schedules import size_schedule
 from utils.training.optimization.optim import create_optimizer, lr_factor, resolve_optimizer
 
@@ -131,7 +131,7 @@ def test_the_page_has_all_recipes() -> None:
 
 def small_run(path: Path, data: Path, folder: Path, weights: Path) -> tuple[list[object], set[str]]:
     """A recipe's command line with a small network on small images, and the names of the fields that it replaces."""
-    recipe, arch = read_recipe(path), read(path).arch
+    recipe, arch = read_run_recipe(path)[0], read(path).arch
     changes: dict[str, object] = {
         **SMALL,
         **{name: value for name, value in SMALL_IF_GIVEN.items() if name in recipe},
@@ -161,7 +161,7 @@ def test_recipes_run(paths: list[Path], data: Path, tmp_path: Path) -> None:
     for path, (_, changed), done in zip(paths, runs, finished, strict=True):
         assert done.status == 0, (path, done.err)
         used, config = json.loads((tmp_path / path.stem / "config.json").read_text()), read(path).to_dict()
-        given = {name: config[name] for name in read_recipe(path).keys() - changed}
+        given = {name: config[name] for name in read_run_recipe(path)[0].keys() - changed}
         assert {name: used[name] for name in given} == given
         assert len(read_losses(tmp_path / path.stem)) == 5 * used["epochs"], path
 

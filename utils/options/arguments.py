@@ -43,7 +43,6 @@ def parse_arguments(flag: str, text: str | None, flags: Mapping[str, str]) -> di
 
     Args:
         flag: for messages, as `--model-args`.
-        text: the flag's value.
         flags: names that are refused, and the flags to give instead.
 
     Raises:

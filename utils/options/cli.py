@@ -156,7 +156,6 @@ def train_flag(name: str, **changes: Any) -> inspect.Parameter:
     """The option of a script that means what the flag of train.py with this name means.
 
     Args:
-        name: of the field of TrainConfig.
         changes: what differs: `default` (REQUIRED for none), and attributes of FlagInfo.
     """
     (field,) = (field for field in flag_fields() if field.name == name)
@@ -339,13 +338,4 @@ One process without --processes; torchrun and srun work as well. The same comman
 
 Exit status: 0 done, 1 failed, 2 wrong usage or a bad file, 143 stopped by a signal or --time-limit.""",
 )
-
-
-def parse(argv: Sequence[str]) -> TrainConfig:
-    """Command line of train.py -> validated config.
-
-    Raises:
-        EarlyExit: `--help` was printed.
-        UserError: an unknown flag, a value of the wrong type or out of range, or a bad recipe.
-    """
-    return TRAIN.parse(argv)
+parse = TRAIN.parse

@@ -26,7 +26,6 @@ class FlagInfo:
         help: one sentence.
         shown: the default as `--help` shows it: as it is (True), not at all (False), or these words.
         metavar: name of its value in `--help`; "" for that of its type.
-        unit: of its value.
         limits: ranges, each with its own message, that the value must be in.
         names: the words that the value can be, where its type does not name them.
         role: what a resume with another value does.
@@ -82,9 +81,7 @@ def flag(name: str) -> str:
 def split_flags(named: str, text: str) -> list[str]:
     """The words of flags that were given as one text, as a shell reads them.
 
-    Args:
-        named: what the user gave, for the message.
-        text: the flags.
+    `named` is what the user gave, for the message.
 
     Raises:
         UserError: a quotation in it has no end.

@@ -7,7 +7,6 @@ class Loss(NamedTuple):
     """What training minimizes. Evaluations have cross entropy in any case.
 
     Attributes:
-        name: of `--loss`.
         module: "PACKAGE:CLASS", which maps logits (N, C) and targets, int64 (N,) or float32 (N, C), to a scalar.
         arguments: of the class, each with the field of TrainConfig that gives its value. A flag that only other losses
             have is refused.

@@ -27,7 +27,6 @@ class Policy(NamedTuple):
     """What draws operations for each training image.
 
     Attributes:
-        name: of `--augment`.
         draw: which operations: pairs of a table, several, one, or one kind of three; "none" for none.
         ranges: of their magnitudes, where they have some.
         changes_colors: whether it does what `--color-jitter` does.

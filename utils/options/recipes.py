@@ -16,11 +16,6 @@ MAX_LENGTH = 1_000_000  # characters
 OF_A_RUN = {"output_dir", "checkpoint_steps", "resume", "evaluate", "time_limit"}
 
 
-def read_recipe(path: Path) -> dict[str, Any]:
-    """Field name -> value of a YAML (or JSON) recipe; see `read_run_recipe`."""
-    return read_run_recipe(path)[0]
-
-
 def read_run_recipe(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Field name -> value of a YAML (or JSON) recipe; keys may use dashes or underscores.
 

@@ -17,7 +17,6 @@ def parse_schedule(flag: str, text: str, read: Callable[[str], Value]) -> dict[i
 
     Args:
         flag: for messages, as `--resize-schedule`.
-        text: the flag's value.
         read: a value from its text; raises ValueError, whose message says what is expected.
 
     Raises:
@@ -95,16 +94,10 @@ def unused_by(schedule: str) -> tuple[str, ...]:
 
 def check_lr_schedule(config: TrainConfig) -> None:
     """Raise UserError for flags that `--schedule` does not use, and for parts of it that have no epoch."""
-    unused = unused_by(config.schedule)
-    for name in ("min_lr", "cooldown_epochs") if "min_lr" in unused else ():
+    for name in unused_by(config.schedule):
         if value := getattr(config, name):
-            raise UserError(
-                f"{flag(name)} {value:g} with --schedule {config.schedule}: not used; leave it out, or use cosine or "
-                "linear"
-            )
-    for name in ("decay_epochs", "decay_rate") if "decay_rate" in unused else ():
-        if (value := getattr(config, name)) is not None:
-            raise UserError(f"{flag(name)} {value:g} with --schedule {config.schedule}: not used; use --schedule step")
+            remedy = "use --schedule step" if name.startswith("decay_") else "leave it out, or use cosine or linear"
+            raise UserError(f"{flag(name)} {value:g} with --schedule {config.schedule}: not used; {remedy}")
     if config.schedule == "step" and decay_epochs(config) >= config.epochs:
         raise UserError(
             f"--decay-epochs {decay_epochs(config):g}: must be less than --epochs {config.epochs}, or the rate "

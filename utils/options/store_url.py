@@ -31,11 +31,9 @@ def stage_folder(url: str, stage_dir: Path) -> Path:
 
 
 def require_store(data_dir: Path, stage_dir: Path | None, flag: str = "--data-dir ") -> None:
-    """Raise UserError unless a URL can be staged, as far as the command line alone says so.
+    """Raise UserError unless the URL `data_dir` can be staged, as far as the command line alone says so.
 
     Args:
-        data_dir: a URL.
-        stage_dir: as given.
         flag: in front of the URL, in messages.
     """
     url = store_url(data_dir)
