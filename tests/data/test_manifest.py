@@ -16,7 +16,7 @@ import pipelines
 from tests.conftest import resolved
 from utils.data.formats.folder import check_folders, list_images, scan, scan_splits
 from utils.data.formats.naming import SYSTEM_NAMES
-from utils.data.images.manifest import FileEntry, Manifest, describe, describe_ignored, stat_file, synthetic
+from utils.data.images.manifest import FileEntry, Manifest, describe, describe_counts, stat_file, synthetic
 from utils.data.loaders.cache import decoded_bytes
 from utils.data.reading.reader import read_image
 from utils.distributed.group import DistEnv
@@ -154,7 +154,7 @@ def test_what_a_system_puts_beside_the_data_is_ignored(small: Path, name: str) -
 
 def test_what_is_ignored_is_counted_and_described(small: Path) -> None:
     before = scan(small, "train")
-    assert (before.ignored, describe_ignored(before)) == ({}, "")
+    assert (before.ignored, describe_counts(before.ignored)) == ({}, "")
     (small / "train" / "loose.JPG").write_bytes(b"x")
     (small / "train" / "labels.csv").write_bytes(b"x")  # no image
     for number in range(4):
@@ -167,7 +167,7 @@ def test_what_is_ignored_is_counted_and_described(small: Path) -> None:
     found = scan(small, "train")
     assert found.ignored == {".jfif": 5, "without a suffix": 2, "without a class folder": 1}
     described = "5 files .jfif, 2 files without a suffix, 1 image without a class folder"
-    assert describe_ignored(found) == described
+    assert describe_counts(found.ignored) == described
     assert (found.names(), found.fingerprint) == (before.names(), before.fingerprint)
     assert found.without({"a/1.jpg": "damaged"}).ignored == found.ignored
     assert found.with_replacements({"a/1.jpg": "damaged"}).ignored == found.ignored
@@ -176,7 +176,7 @@ def test_what_is_ignored_is_counted_and_described(small: Path) -> None:
         (small / "train" / "a" / f"x.{number:02}").write_bytes(b"x")
     (small / "train" / "a" / "x.\n").write_bytes(b"x")
     described = "5 files .jfif, 2 files without a suffix, 1 file .\\n, 1 file .00, 1 file .01, 10 more files"
-    assert describe_ignored(scan(small, "train")) == f"{described}, 1 image without a class folder"
+    assert describe_counts(scan(small, "train").ignored) == f"{described}, 1 image without a class folder"
 
 
 def test_a_class_of_other_files_alone_names_them(small: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from utils import __version__
 from utils.data.dali import DALI_VERSION
 from utils.data.formats.shards import ShardTable
-from utils.data.images.manifest import Manifest, describe_ignored
+from utils.data.images.manifest import Manifest, describe_counts
 from utils.data.loaders.cache import CACHED
 from utils.data.loaders.settings import BY_DALI, LoaderSettings, feeds_from_memory
 from utils.data.splits.holdout import describe_shares
@@ -70,7 +70,7 @@ def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: C
         facts["recipe"] = repeated
     if skipped := describe_exclusions(splits, config.output_dir):
         facts["skipped"] = skipped
-    ignored = {manifest.title: describe_ignored(manifest) for manifest in splits.values()}
+    ignored = {manifest.title: describe_counts(manifest.ignored) for manifest in splits.values()}
     if listed := "; ".join(f"in {title} {what}" for title, what in ignored.items() if what):
         facts["ignored"] = listed
     if changes := changed_flags(saved.config, config, env.world_size) if saved else []:

@@ -54,7 +54,6 @@ class Task(NamedTuple):
         path: of the tar, or the split's folder.
         names: of the tar's members, or of the files below the folder.
         labels: numbers of the classes.
-        records: the images.
         is_tar: whether `path` is a tar.
     """
 
@@ -167,11 +166,8 @@ def run_tasks(
     """Write what is missing, in `workers` processes, with a bar.
 
     Args:
-        pending: the tasks.
-        total: images of all of them.
+        total: images of all tasks.
         target: folder of the data set, for messages.
-        shrink: how images are made smaller.
-        workers: processes.
         stopped_by: names the signal that came, "" before.
 
     Raises:

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypedDict
 import torch
 import torch.distributed as dist
 
-from utils.data.images.manifest import Manifest
+from utils.data.images.manifest import OR_SKIP, Manifest
 from utils.data.loaders.cache import mean_decoded_bytes
 from utils.data.loaders.settings import check_cache_fits, choose_loader_settings, resolve_pixels
 from utils.distributed.device import choose_device
@@ -95,7 +95,7 @@ def option_errors() -> Iterator[None]:
     except BadFile as error:
         raise BadFile(error.path, error.reason, error.rank, remedy="delete or replace it") from error.__cause__
     except UserError as error:
-        text = str(error).replace(", or exclude all bad files with --bad-files skip", "")
+        text = str(error).replace(OR_SKIP, "")
         for field in sorted(flag_fields(), key=lambda field: -len(field.name)):
             text = re.sub(rf"(?<!\S){flag(field.name)}(?![\w-])", field.name, text)
         raise UserError(text) from None

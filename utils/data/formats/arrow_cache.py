@@ -236,9 +236,7 @@ def _ranges(shard: Path, first: int, images: Any, names: Sequence[str], mapped: 
     """Offset and length of each image in the file: (num_images, 2).
 
     Args:
-        shard: the file.
         first: number of the first image.
-        images: the column.
         names: as `_file_names` gives them.
         mapped: addresses of the file's map.
     """

@@ -3,7 +3,7 @@
 import csv
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from utils.data.formats.naming import is_hidden
@@ -102,7 +102,6 @@ def devkit_labels(devkit: Path, folder: Path, images: list[str]) -> Labels:
     Args:
         devkit: folder of both files.
         folder: of the images, for messages.
-        images: names of the files.
 
     Raises:
         UserError: an image has no label, or the devkit is damaged.
@@ -187,7 +186,7 @@ def _check_classes(path: Path, labels: list[tuple[int, str]], classes: tuple[str
         alike, such = describe_alike(others, classes), count(len(others), "such label")
         raise UserError(
             f"{path}: line {line} has the label {label!r}, which is none of the {count(len(classes), 'class')} of "
-            f"train/ ({_shown(list(classes))}); {f'{alike}; ' if alike else ''}correct {such}, or add what "
+            f"train/ ({first_names(classes)}); {f'{alike}; ' if alike else ''}correct {such}, or add what "
             "is missing to train/"
         )
 
@@ -207,17 +206,18 @@ def _match(path: Path, folder: Path, images: list[str], rows: list[tuple[int, st
             found[name] = line, label
     if missing:
         raise UserError(
-            f"{path}: names {count(len(missing), 'file')} missing in {folder} ({_shown(missing)}); copy the images "
-            "again, or remove the lines"
+            f"{path}: names {count(len(missing), 'file')} missing in {folder} ({first_names(missing)}); copy the "
+            "images again, or remove the lines"
         )
     unlabeled = [name for name in images if name not in found]
     if unlabeled:
         raise UserError(
-            f"{path}: has no label for {count(len(unlabeled), 'image')} of {folder} ({_shown(unlabeled)}); add "
+            f"{path}: has no label for {count(len(unlabeled), 'image')} of {folder} ({first_names(unlabeled)}); add "
             "lines, or remove the images"
         )
     return [(name, found[name][1]) for name in images]
 
 
-def _shown(names: list[str]) -> str:
+def first_names(names: Sequence[str]) -> str:
+    """The first names, and whether there are more: `a, b, c, ...`."""
     return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")

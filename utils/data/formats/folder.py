@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from utils.data.formats.flat import label_flat
+from utils.data.formats.flat import first_names, label_flat
 from utils.data.formats.naming import VAL_NAMES, is_hidden
 from utils.data.formats.refused import refuse_unreadable
 from utils.data.images.codecs import IMAGE_SUFFIXES, is_image
@@ -21,7 +21,7 @@ from utils.data.images.manifest import (
     FileEntry,
     Listing,
     Manifest,
-    describe,
+    bad_files_error,
     describe_counts,
     files_fingerprint,
     stat_file,
@@ -139,11 +139,7 @@ def scan(data_dir: Path, split: str, skip_bad: bool = False) -> Manifest:
     images = FileTable(root.absolute(), names, not os.path.isdir(root / classes[0]))
     if bad and not skip_bad:
         paths = {name: os.path.join(root, os.path.basename(name) if images.is_flat else name) for name in bad}
-        described = describe({paths[name]: reason for name, reason in bad.items()})
-        raise UserError(
-            f"{described}; delete or replace {'it' if len(bad) == 1 else 'them'}, or exclude all bad files with "
-            "--bad-files skip"
-        )
+        raise bad_files_error({paths[name]: reason for name, reason in bad.items()}, "delete or replace {}")
     sizes = np.array([entry.size for entry in entries], dtype=np.int64)
     return Manifest(
         root=root.absolute(),
@@ -168,7 +164,7 @@ def scan_splits(data_dir: Path, skip_bad: bool = False, val_split: str = "val") 
     for here, there, split, other in ((train, val, val_split, "train"), (val, train, "train", val_split)):
         only = sorted(set(here.classes) - set(there.classes))
         if only:
-            names = ", ".join(map(repr, only[:3])) + (", ..." if len(only) > 3 else "")
+            names = first_names([repr(name) for name in only])
             missing = f"{count(len(only), 'class')} of {other}/ {'is' if len(only) == 1 else 'are'} missing in {split}/"
             if alike := describe_alike(only, there.classes):
                 raise UserError(
@@ -213,10 +209,9 @@ def _missing_split(data_dir: Path, split: str) -> UserError:
         if not classes:
             refuse_unreadable(data_dir)
             return UserError(f"{message}; it must hold train/ and val/, or shards")
-        shown = ", ".join(classes[:3]) + (", ..." if len(classes) > 3 else "")
         return UserError(
-            f"{message}, but {count(len(classes), 'folder')} of images ({shown}); move them into a folder train/, "
-            "and give --val-fraction 0.1 to hold out a tenth of it for validation"
+            f"{message}, but {count(len(classes), 'folder')} of images ({first_names(classes)}); move them into a "
+            "folder train/, and give --val-fraction 0.1 to hold out a tenth of it for validation"
         )
     others = [name for name in VAL_NAMES if name != split and os.path.isdir(data_dir / name)]
     if others:
@@ -236,9 +231,8 @@ def _list_flat(data_dir: Path, split: str) -> tuple[list[str], list[list[FileEnt
     root = data_dir / split
     if split == "train" or not root.is_dir() or any(map(is_folder, _visible(root))):
         return None
-    train = data_dir / "train"
-    classes = sorted(entry.name for entry in _visible(train) if is_folder(entry)) if train.is_dir() else []
-    labels = label_flat(root, tuple(classes))
+    classes = class_folders(data_dir / "train")
+    labels = label_flat(root, classes)
     if labels is None:
         return None
     listings: dict[str, list[FileEntry]] = {name: [] for name in classes}

@@ -52,7 +52,6 @@ def read_shards(
 
     Args:
         split: train or val.
-        source: format of the shards.
         paths: of the shards, the same on all ranks.
         output_dir: where the index is saved if it cannot be saved beside the shards.
         workers: processes of this rank.

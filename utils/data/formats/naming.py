@@ -101,7 +101,6 @@ def one_list(
     """The list of classes of a split's shards; None if they have none.
 
     Args:
-        shards: of the split.
         find: folder of shards -> the file of their list, and its names; None if they have none.
 
     Raises:

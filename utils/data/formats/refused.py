@@ -60,7 +60,6 @@ def describe_refused(path: Path, data_dir: Path | None = None) -> str:
     """What a file is whose images cannot be read, by its name, and the remedy; "" for all others.
 
     Args:
-        path: of the file.
         data_dir: folder of the data set, for the remedy; None for that of the file.
     """
     for pattern, (kind, remedy) in _KINDS.items():

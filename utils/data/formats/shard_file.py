@@ -20,8 +20,7 @@ class ShardFile:
     """A shard that a scan walks through record by record.
 
     Attributes:
-        path: of the shard.
-        size: in bytes.
+        size: bytes.
 
     Raises:
         UserError: the shard is empty.
@@ -116,6 +115,5 @@ def check_index(index: Path, shard: Path, columns: tuple[int, ...], expected: ND
         counts = count(len(found), "record") if len(found) != len(expected) else "other places"
         raise UserError(
             f"{index}: is not the index of {shard} (it lists {counts}, the shard has "
-            f"{count(len(expected), 'record')}); delete "
-            "it or write it again"
+            f"{count(len(expected), 'record')}); delete it or write it again"
         )

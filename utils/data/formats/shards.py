@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from utils.data.images.manifest import Manifest, describe, files_fingerprint
+from utils.data.images.manifest import Manifest, bad_files_error, files_fingerprint
 from utils.data.images.records import Entry, Record, Span
 from utils.errors import UserError, some
 from utils.text import count, describe_alike
@@ -135,9 +135,10 @@ class ShardTable:
     def record(self, index: int) -> Record:
         """The image as `SHARD:NAME`, its name without the class, and its bytes."""
         number, offset, length = int(self.numbers[index]), int(self.offsets[index]), int(self.lengths[index])
-        name = os.fsdecode(self.names[index]).partition("/")[2].removeprefix(f"{_shard_name(self.shards[number])}:")
+        shard = self.shards[number]
+        name = os.fsdecode(self.names[index]).partition("/")[2].removeprefix(f"{os.path.basename(shard)}:")
         ranges = self.parts.get((number, offset), ((offset, length),))
-        return Record(f"{self.shards[number]}:{name}", Span(self.shards[number], ranges))
+        return Record(f"{shard}:{name}", Span(shard, ranges))
 
     def select(self, indices: NDArray[np.int64]) -> "ShardTable":
         """The table of these images, in this order."""
@@ -160,7 +161,6 @@ class Shards:
         paths: absolute.
         mtimes: of the shards' last change, nanoseconds since 1970: int64 (num_shards,).
         counts: images of each shard: int64 (num_shards,).
-        index: of all of them.
     """
 
     split: str
@@ -212,11 +212,7 @@ def create_manifests(
         manifest = _create_manifest(each, classes, labels[each.split])
         empty = np.flatnonzero(manifest.sizes == 0).tolist()
         if empty and not skip_bad:
-            described = describe({manifest.record(index).name: "an empty file" for index in empty})
-            raise UserError(
-                f"{described}; write {'it' if len(empty) == 1 else 'them'} again, or exclude all bad files with "
-                "--bad-files skip"
-            )
+            raise bad_files_error({manifest.record(index).name: "an empty file" for index in empty}, "write {} again")
         bad = {manifest.name(index): "an empty file" for index in empty}
         manifests[each.split] = dataclasses.replace(manifest.without(bad), source=format_name)
     return manifests
@@ -298,8 +294,8 @@ def _require_all_classes(shards: Shards, classes: tuple[str, ...], labels: NDArr
         have = "has" if len(missing) == 1 else "have"
         alike = describe_alike(absent, classes)
         raise UserError(
-            f"{shards.root}: {len(missing):,} of {count(len(classes), 'class')} {have} no "
-            f"image in {shards.split} ({some(absent)}); "
+            f"{shards.root}: {len(missing):,} of {count(len(classes), 'class')} {have} no image in {shards.split} "
+            f"({some(absent)}); "
             f"{f'{alike}, write both alike' if alike else 'both splits must have images of the same classes'}"
         )
 
@@ -334,7 +330,7 @@ def _unique_names(
     keys = shards.index.keys
     folders = np.array([os.fsencode(name.replace("/", "_") + "/") for name in classes])[labels]
     files = np.array([key.rpartition(b"/")[2] for key in keys.tolist()])
-    sources = np.array([os.fsencode(f"{_shard_name(path)}:") for path in shards.paths])[numbers]
+    sources = np.array([os.fsencode(f"{os.path.basename(path)}:") for path in shards.paths])[numbers]
     for candidates in (lambda: files, lambda: keys, lambda: np.strings.add(sources, keys)):
         names = np.strings.add(folders, candidates())
         ordered = np.sort(names)
@@ -342,7 +338,3 @@ def _unique_names(
             return names
     records = np.array([b"%08d:" % number for number in range(len(keys))])  # the same ids or file names come again
     return np.strings.add(np.strings.add(np.strings.add(folders, sources), records), keys)
-
-
-def _shard_name(path: str) -> str:
-    return os.path.basename(path)

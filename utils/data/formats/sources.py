@@ -29,7 +29,6 @@ class Source:
     Attributes:
         format: of the shards; None for class folders.
         data_dir: that holds train/, of class folders.
-        shards: of each split.
     """
 
     format: ShardFormat | None
@@ -128,8 +127,7 @@ def class_names_of(source: Source, given: tuple[str, ...] | None, file: Path | N
 
     Args:
         source: of shards.
-        given: from the file.
-        file: of `--class-names`.
+        given: the names in `file`, that of `--class-names`.
 
     Raises:
         UserError: the data's list cannot be read, or shards of one split have different ones.

@@ -28,9 +28,6 @@ class Member(NamedTuple):
     """A file in a tar: its path, and where its content is, in bytes.
 
     Attributes:
-        name: path of the file.
-        offset: of the content.
-        size: of the content.
         problem: why the content cannot be read there, and the remedy; "" if it can.
     """
 

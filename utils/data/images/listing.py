@@ -48,9 +48,7 @@ def load_listing(folder: Path, split: str) -> dict[str, int]:
 def describe_difference(before: Mapping[str, int], now: Manifest) -> str:
     """How many files are new, missing and of another size, with the first of each; "" if `before` is empty or the same.
 
-    Args:
-        before: as `load_listing` gives it.
-        now: the files that there are.
+    `before` is as `load_listing` gives it.
     """
     if not before:
         return ""

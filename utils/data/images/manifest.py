@@ -15,6 +15,7 @@ from utils.data.images.records import ImageTable, Record
 from utils.errors import START_ANEW, UserError, escape_control_chars, some
 from utils.text import count
 
+OR_SKIP = ", or exclude all bad files with --bad-files skip"  # a remedy that only train.py has
 SUFFIXES = 5  # of other files that one line names
 NO_CLASS, NO_SUFFIX = "without a class folder", "without a suffix"
 
@@ -210,16 +211,16 @@ def describe(bad: Mapping[str, str]) -> str:
     return some([f"{path}: {reason}" for path, reason in bad.items()])
 
 
-def describe_ignored(manifest: Manifest) -> str:
-    """What is in the split's folder and not trained on, such as "7 files .jfif, 1 image without a class folder".
-
-    Empty if there is nothing.
-    """
-    return describe_counts(manifest.ignored)
+def bad_files_error(bad: Mapping[str, str], remedy: str) -> UserError:
+    """An error for bad files, path -> reason; `{}` in `remedy` stands for it or them."""
+    return UserError(f"{describe(bad)}; {remedy.format('it' if len(bad) == 1 else 'them')}{OR_SKIP}")
 
 
 def describe_counts(ignored: Mapping[str, int]) -> str:
-    """`Manifest.ignored` as a clause, which names the `SUFFIXES` most frequent and counts the rest."""
+    """`Manifest.ignored` as a clause, which names the `SUFFIXES` most frequent and counts the rest; "" for nothing.
+
+    Such as "7 files .jfif, 1 image without a class folder".
+    """
     files = sorted((-number, kind) for kind, number in ignored.items() if kind != NO_CLASS)
     parts = [(-number, "file", f" {escape_control_chars(kind)}") for number, kind in files[:SUFFIXES]]
     parts.append((-sum(number for number, _ in files[SUFFIXES:]), "more file", ""))

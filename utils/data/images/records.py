@@ -18,7 +18,6 @@ class Span(NamedTuple):
     """Where an image is within a shard.
 
     Attributes:
-        path: of the shard.
         ranges: (offset, length) of its parts in bytes, in their order; more than one only where a format splits images.
     """
 

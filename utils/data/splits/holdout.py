@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from utils.data.images.manifest import FileEntry, Listing, Manifest, describe, files_fingerprint
+from utils.data.images.manifest import FileEntry, Listing, Manifest, bad_files_error, files_fingerprint
 from utils.data.reading.decode_pool import FileReport
 from utils.data.reading.verification import content_digests, read_digests
 from utils.distributed.collective import collective
@@ -49,10 +49,7 @@ def _refuse_unread(manifest: Manifest, indices: Sequence[int], known: Mapping[st
     names = {manifest.record(index).name: f"{manifest.folder}/{manifest.name(index)}" for index in indices}
     reasons = {path: known[name].bad or "changed while it was read" for path, name in names.items()}
     if reasons:
-        raise UserError(
-            f"{describe(reasons)}; delete or replace {'it' if len(reasons) == 1 else 'them'}, or exclude all bad files "
-            "with --bad-files skip"
-        )
+        raise bad_files_error(reasons, "delete or replace {}")
 
 
 def choose(digests: NDArray[np.int64], labels: NDArray[np.int64], fraction: float) -> NDArray[np.bool_]:

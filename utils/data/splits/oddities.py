@@ -18,12 +18,7 @@ SAMPLE_SECONDS = 2.0
 
 
 def describe_oddities(splits: Splits, steps_per_epoch: int) -> list[str]:
-    """A line for each.
-
-    Args:
-        splits: train and val.
-        steps_per_epoch: optimizer steps.
-    """
+    """A line for each."""
     train, val = splits["train"], splits["val"]
     lines = []
     if len(train.classes) == 1:

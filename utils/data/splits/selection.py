@@ -125,7 +125,6 @@ class InitialFiles:
     Attributes:
         excluded: of each split, the files that the run has been without from its start.
         fingerprints: of each split without them.
-        val_fraction: of the run.
         folder: that may have the run's listing.
     """
 
@@ -244,11 +243,9 @@ def apply_exclusions(
     that were excluded at the start stay excluded, even if they are good now.
 
     Args:
-        listed: all files.
         good: those that are good now, which is the result for a run that began with them.
         bad: relative to the split's folder, and why.
         initial: the files with which the run began. If they are of another data set, the result is `good`.
-        split: train or val.
     """
     manifest = initial_manifest(listed, initial.excluded[split], bad)
     if manifest.fingerprint != initial.fingerprints[split]:

@@ -155,8 +155,6 @@ class ObjectStore:
         """Read the bytes from `start` to `end` of an object; goes on at the last byte after an outage.
 
         Args:
-            found: as it was listed.
-            start, end: in bytes.
             write: gets bytes and their offset, in order.
 
         Returns:

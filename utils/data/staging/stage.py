@@ -19,7 +19,7 @@ from tqdm import tqdm
 from utils.data.staging.object_store import Canceled, ObjectStore, Outage
 from utils.data.staging.staged_files import StagedFiles, StoredObject
 from utils.distributed.collective import collective
-from utils.distributed.collectives import all_gather_object, raise_on_all_ranks
+from utils.distributed.collectives import all_gather_object, sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import Stopped, UserError
 from utils.log import emit
@@ -76,12 +76,8 @@ def stage(config: TrainConfig, env: DistEnv, stopped_by: Callable[[], str] = str
     if not url:
         return config
     assert config.data_dir is not None, "it is a URL"
-    error = None
-    try:
+    with sync_errors(env):
         require_store(config.data_dir, config.stage_dir)
-    except UserError as caught:
-        error = caught
-    raise_on_all_ranks(error, env)
     assert config.stage_dir is not None, "checked"
     folder = stage_folder(url, config.stage_dir)
     show_status(f"staging {url}")
@@ -161,10 +157,6 @@ class _Target:
 
 class Staging:
     """Copies the objects of a URL to a folder in threads of its own, from the start on.
-
-    Args:
-        url: of the objects.
-        folder: where they go.
 
     Attributes:
         finished: set at the end, good or bad.

@@ -6,6 +6,7 @@ that of the line counts as missing. Files in progress lie in `.stage/`, too, and
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import shutil
@@ -48,9 +49,6 @@ class StagedFiles:
     Args:
         folder: of the data set; it is made.
 
-    Attributes:
-        folder: of the data set.
-
     Raises:
         UserError: it cannot be written.
     """
@@ -59,11 +57,11 @@ class StagedFiles:
         self.folder = folder
         self._inside = folder / STAGE
         self._lock = threading.Lock()
-        self._numbers = iter(range(2**62))
+        self._numbers = itertools.count()
         self._folder_file = -1
         try:
             self._inside.mkdir(parents=True, exist_ok=True)
-            probe = self._new_part()
+            probe = self.new_part()
             probe.write_bytes(b"")
             probe.unlink()
             self._folder_file = os.open(self._inside, os.O_RDONLY)
@@ -122,10 +120,8 @@ class StagedFiles:
     def new_part(self) -> Path:
         """A file for an object in progress."""
         with self._lock:
-            return self._new_part()
-
-    def _new_part(self) -> Path:
-        return self._inside / f"{os.uname().nodename}.{os.getpid()}.{next(self._numbers)}.part"
+            number = next(self._numbers)
+        return self._inside / f"{os.uname().nodename}.{os.getpid()}.{number}.part"
 
     def add(self, part: Path, found: StoredObject) -> None:
         """Give a complete file its final name and time, and record it.
