@@ -26,37 +26,27 @@ if __name__ == "__main__":
 
 import typer
 
+from scripts.bench.comparison import MIN_WINDOWS, Comparison, Seconds, Windows
 from utils.benchmark.verdict import CACHED, TITLES, diagnose
 from utils.distributed.launcher import read_launch
 from utils.errors import BadFile, UserError, escape_control_chars
 from utils.files import write_json
 from utils.options.cli import Program, train_flag, with_train_flags
 from utils.options.config import TrainConfig
-from utils.options.limits import ABOVE_0
 from utils.options.policies import POLICIES
-from utils.options.readers import number_option
 from utils.options.store_url import require_store, store_url
-from utils.options.validation import validate
 from utils.progress import end_status, start_status
-
-MIN_WINDOWS = 5
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """The command line.
+class Options(Comparison):
+    """The command line; `data_dir` and `output_dir` of its `config` are those of the benchmark.
 
     Attributes:
-        config: of the training run whose step is timed; its `data_dir` and `output_dir` are those of the benchmark.
         loaders: keys of `TITLES`; none for all, with `CACHED` where train.py would keep the images decoded.
-        windows: windows per case.
-        window_seconds: wanted length of a window.
     """
 
-    config: TrainConfig
     loaders: tuple[str, ...]
-    windows: int
-    window_seconds: float
 
 
 @with_train_flags(
@@ -78,8 +68,8 @@ def read_options(
     loaders: Annotated[
         list[str] | None, typer.Option(help=f"Which of {', '.join(TITLES)}.", show_default="all")
     ] = None,
-    windows: Annotated[int, typer.Option(help="Measurements of each, 5 or more.", **number_option(int))] = MIN_WINDOWS,
-    window_seconds: Annotated[float, typer.Option(help="Length of one, seconds.", **number_option(float))] = 2.0,
+    windows: Windows = MIN_WINDOWS,
+    window_seconds: Seconds = 2.0,
     **train_flags: Any,
 ) -> Options:
     """Measure loaders and training on your images, and find what limits.
@@ -90,9 +80,6 @@ def read_options(
     for name in given:
         if name not in TITLES:
             raise UserError(f"--loaders {name}: not one of {', '.join(TITLES)}; separate them by commas")
-    if windows < MIN_WINDOWS:
-        raise UserError(f"--windows {windows}: a median needs {MIN_WINDOWS} or more")
-    ABOVE_0.check("--window-seconds", window_seconds)
     config = TrainConfig(loader="synthetic", resume="none", **train_flags)
     if "timm" in (given or TITLES) and POLICIES[config.augment].timm_name is None:
         others = ",".join(name for name in TITLES if name != "timm")
@@ -101,10 +88,10 @@ def read_options(
         )
     if read_launch().world_size > 1:
         raise UserError("started as several processes: the benchmark measures one; start it without torchrun")
-    validate(config)
+    options = Options(config, windows, window_seconds, given)
     if config.data_dir is not None and store_url(config.data_dir):
         require_store(config.data_dir, config.stage_dir)
-    return Options(config, given, windows, window_seconds)
+    return options
 
 
 def benchmark(options: Options, argv: Sequence[str]) -> None:

@@ -49,7 +49,11 @@ SIGNAL_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
 @contextlib.contextmanager
 def record_signals() -> Iterator[Callable[[], str]]:
-    """A function that names the signal that came, "" before; one that comes seconds later ends the process."""
+    """A function that names the signal that came, "" before; one that comes seconds later ends the process.
+
+    Raises:
+        Stopped: that of the block, and says that the same command goes on.
+    """
     name, received_at = "", 0.0
 
     def receive(number: int, frame: FrameType | None) -> None:
@@ -63,6 +67,8 @@ def record_signals() -> Iterator[Callable[[], str]]:
     previous = {number: signal.signal(number, receive) for number in SIGNAL_NAMES}
     try:
         yield lambda: name
+    except Stopped as stopped:
+        raise Stopped(f"stopped by {stopped}; the same command goes on from there") from None
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -167,9 +173,7 @@ def read_options(
     if store_url(data_dir):
         require_store(data_dir, stage_dir, flag="")
     cores = workers or len(os.sched_getaffinity(0))
-    config = TrainConfig(
-        data_dir=data_dir, stage_dir=stage_dir, output_dir=output_dir, workers=cores, bad_files="skip"
-    )  # fmt: skip
+    config = TrainConfig(data_dir=data_dir, stage_dir=stage_dir, output_dir=output_dir, workers=cores, bad_files="skip")
     return config, rows
 
 
@@ -181,10 +185,7 @@ def run(options: tuple[TrainConfig, int]) -> int:
         Stopped: a signal came; what is known has been written.
     """
     with record_signals() as stopped_by:
-        try:
-            return check(stopped_by, *options)
-        except Stopped as stopped:
-            raise Stopped(f"stopped by {stopped}; the same command goes on from there") from None
+        return check(stopped_by, *options)
 
 
 PROGRAM = Program("check_dataset.py", read_options)

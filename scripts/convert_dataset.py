@@ -62,12 +62,9 @@ class Options:
 
     Attributes:
         config: where the source is, and how it is read.
-        target: the new data set.
-        to: its form.
         shard_size: of a tar, MB.
         max_side: that larger images get, pixels; None copies all.
         quality: of their JPEGs.
-        workers: processes.
     """
 
     config: TrainConfig
@@ -361,14 +358,10 @@ def run(options: Options) -> None:
         Stopped: a signal came; what is finished stays.
     """
     with record_signals() as stopped_by:
-        try:
-            options = dataclasses.replace(
-                options, config=dataclasses.replace(options.config, data_dir=local_folder(options.config, stopped_by))
-            )
-            check_folders(options.source, options.target)
-            convert(options, stopped_by)
-        except Stopped as stopped:
-            raise Stopped(f"stopped by {stopped}; the same command goes on from there") from None
+        config = dataclasses.replace(options.config, data_dir=local_folder(options.config, stopped_by))
+        options = dataclasses.replace(options, config=config)
+        check_folders(options.source, options.target)
+        convert(options, stopped_by)
 
 
 PROGRAM = Program("convert_dataset.py", read_options)

@@ -40,13 +40,11 @@ class Options:
     Attributes:
         checkpoint: a file, or the output folder of a run.
         format: see `utils.inference.export.formats`.
-        output_dir: where the files go.
         ema: whether the moving average is exported; None for the better network.
         input: what the exported network takes; see `utils.inference.export.classifier.Classifier`.
         half: whether its layers are float16.
         check: whether it is compared with torch.
         check_data: folder of images for that; None for those of the run.
-        overwrite: whether files are replaced.
         push: repository on the Hugging Face hub that gets them, too.
     """
 
@@ -69,10 +67,8 @@ def export(options: Options) -> None:
         UserError: the checkpoint cannot be used, or the folder not be written.
         RunFailed: the network cannot be exported, or what was exported computes something else.
     """
-    from utils.inference.export.formats import (  # what takes seconds comes after the checks of the command line
-        FORMATS,
-        LABELS,
-    )
+    # What takes seconds comes after the checks of the command line.
+    from utils.inference.export.formats import FORMATS, LABELS
     from utils.inference.export.output import check_output, label_lines, staged, write_and_compare
     from utils.inference.export.trained import EMA, load_trained
 

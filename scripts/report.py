@@ -30,12 +30,7 @@ from utils.text import count
 
 @dataclasses.dataclass(frozen=True)
 class ReportOptions:
-    """What to write, and where.
-
-    Attributes:
-        runs: output folders.
-        output: the page.
-    """
+    """The command line."""
 
     runs: list[Path]
     output: Path

@@ -29,12 +29,7 @@ from utils.report.terminal import headline, record_line, screen
 
 @dataclasses.dataclass(frozen=True)
 class WatchOptions:
-    """What to show.
-
-    Attributes:
-        run: an output folder.
-        interval: seconds between two looks at it.
-    """
+    """The command line; `interval` is in seconds."""
 
     run: Path
     interval: float

@@ -59,7 +59,6 @@ def launched(
     """A running command; at the end of the block it is asked to end, then killed with all that it has started.
 
     Args:
-        words: of the command line.
         out, err: where its output goes; None for where that of this process goes.
         environment: variables to set besides those of this process.
         cpus: number of CPU threads that it may use; None for those of this process.

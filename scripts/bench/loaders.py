@@ -133,9 +133,7 @@ def measure_loaders(
     """The windows of training on synthetic images, and of each loader, alone and in training, all interleaved.
 
     Args:
-        options: the command line.
         read: returns the images of each loader, by its name; gets an empty folder and the size of a batch.
-        open: opens a loader.
 
     Raises:
         UserError: images or flags do not fit.
