@@ -27,11 +27,6 @@ class UserError(Exception):
 class BadFile(UserError):
     """A file that its loader cannot read, on one rank while the others may be waiting for it.
 
-    Attributes:
-        path: of the file.
-        reason: why it cannot be read.
-        rank: of the process.
-
     Args:
         evaluates: whether the process only evaluates.
         remedy: what the user can do; "" for the flags of train.py.

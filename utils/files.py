@@ -33,7 +33,6 @@ def atomic_write_bytes(path: Path, content: bytes, concurrent: bool = False) -> 
 
     Args:
         path: of the file; its folder exists.
-        content: all of the new content.
         concurrent: whether other processes may write the same file at the same time. The temporary file then has a name
             with the process id, and is not removed if this process is killed; else the next write replaces it.
 

@@ -62,8 +62,7 @@ class Log:
     Args:
         output_dir: folder of metrics.jsonl and of TensorBoard's events.
         is_main: whether this process writes.
-        epochs: of the run, for the bar.
-        steps_per_epoch: of the run, for the bar.
+        epochs, steps_per_epoch: of the run, for the bar.
         tensorboard: whether to write events too.
         step: optimizer steps that are done; TensorBoard drops later events, of a launch whose steps were lost.
 
@@ -80,9 +79,8 @@ class Log:
         self._unwritten = ""  # lines of metrics.jsonl
         self._bar: EpochBar | None = None
         self._open_bar: Callable[[], EpochBar] | None = None
-        self._interval: list[
-            str
-        ] = []  # facts of the last log interval, for the line of an epoch whose bar has shown them
+        # Facts of the last log interval, for the line of an epoch whose bar has shown them.
+        self._interval: list[str] = []
         self._evaluation_seconds, self._trained_at = 0.0, time.monotonic()
         self._events: Any = None
         if tensorboard and self._active:

@@ -125,8 +125,7 @@ class EpochBar:
 
     Args:
         title: left of the bar.
-        steps: of the epoch.
-        done: steps that are done.
+        steps, done: of the epoch.
         images_per_step: over all processes.
         later: steps of the epochs after this one, and the seconds of all evaluations to come.
         loss_and_lr: gives the newest loss that is known, None if there is none, and the learning rate. Called

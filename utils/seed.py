@@ -43,7 +43,6 @@ def seed_sequence(stream: Stream, *parts: int) -> np.random.SeedSequence:
     """Entropy of one stream.
 
     Args:
-        stream: its purpose.
         parts: the numbers that `Stream` names, each in [0, 2**32). All are needed: NumPy pads with zeros, so that fewer
             parts could name the same stream.
     """

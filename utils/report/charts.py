@@ -21,9 +21,8 @@ class Mark:
     """A place on the horizontal axis.
 
     Attributes:
-        x: in its units.
         kind: killed, resumed or died.
-        title: of the mark, for people.
+        title: for people.
     """
 
     x: float
@@ -33,13 +32,7 @@ class Mark:
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """One run's line.
-
-    Attributes:
-        name: of the run.
-        points: by ascending x.
-        marks: kills and resumes.
-    """
+    """One run's line, its points by ascending x."""
 
     name: str
     points: Sequence[Point]
@@ -52,7 +45,6 @@ class Line:
 
     Attributes:
         number: of the run, from 0, which chooses color and dashes.
-        name: of the run.
         last: its last value, for people.
         path: of the mean, as SVG's `d`.
         band: around it, from the least to the largest value of what was averaged; "" if nothing was.
@@ -74,7 +66,6 @@ class Chart:
     """One pair of axes.
 
     Attributes:
-        title, x_title: of the chart and of the horizontal axis.
         lines: of the runs that have values.
         x_ticks, y_ticks: positions in the units of the drawing, and labels.
         note: what of the values is not shown; "" if all is.
@@ -137,7 +128,6 @@ def line_chart(
 
     Args:
         title: with the unit.
-        x_title: of the horizontal axis.
         series: one for each run, empty for a run without values.
         show: a value as text.
         end: of the horizontal axis, at least.

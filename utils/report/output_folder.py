@@ -31,7 +31,6 @@ class RunInfo:
     """What the files of an output folder say.
 
     Attributes:
-        folder: the output folder.
         config: the flags in config.json.
         metrics, events: lines of metrics.jsonl and events.jsonl.
         summary: content of summary.json; {} if there is none.

@@ -56,7 +56,6 @@ class Story:
     Attributes:
         number: from 0, which chooses color and dashes.
         name: short, no two the same.
-        run: its files.
         pictures: content of report.json; None if there is none.
     """
 
@@ -128,13 +127,15 @@ def render(runs: Sequence[RunInfo]) -> str:
         autoescape=True, loader=jinja2.FileSystemLoader(TEMPLATES), trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )  # fmt: skip
-    flags = sorted({name for run in runs for name in run.config})
+    # Name of each flag, and its values in the runs as in config.json.
+    keys = sorted({key for run in runs for key in run.config})
+    flags = [(key, [_shown(run.config.get(key)) for run in runs]) for key in keys]
     return environment.get_template("page.html").render(
         style=(TEMPLATES / "page.css").read_text(encoding="utf-8"),
         stories=stories,
         charts=create_charts(stories),
-        differing=[row for row in _flag_rows(runs, flags) if len(set(row[1])) > 1 and row[0] not in NAMELESS],
-        flags=_flag_rows(runs, flags),
+        differing=[(key, values) for key, values in flags if len(set(values)) > 1 and key not in NAMELESS],
+        flags=flags,
         now=datetime.datetime.now().strftime("%Y-%m-%d %H:%M"),
         version=__version__,
         size={"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM},
@@ -172,11 +173,6 @@ def create_charts(stories: Sequence[Story]) -> list[Chart]:
         if chart is not None:
             found.append(chart)
     return found
-
-
-def _flag_rows(runs: Sequence[RunInfo], names: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Name of each flag, and its values in the runs as in config.json."""
-    return [(name, [_shown(run.config.get(name)) for run in runs]) for name in names]
 
 
 def _shown(value: Any) -> str:

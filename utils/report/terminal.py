@@ -39,13 +39,8 @@ def screen(run: RunInfo) -> list[str]:
     columns = shutil.get_terminal_size().columns
     lines = headline(run)
     for title, key, show, rows in (*CURVES, *_other_curves(run.metrics)):
-        values = run.weighted(key)
-        if values:
-            lines += (
-                ["", *_curve(title, values, show, rows, columns)]
-                if rows > 1
-                else _curve(title, values, show, rows, columns)
-            )
+        if values := run.weighted(key):
+            lines += _curve(title, values, show, rows, columns)
     if not run.metrics:
         lines.append("no log interval yet")
     return [line[: columns - 1].rstrip() for line in lines]
@@ -107,7 +102,7 @@ def _training_mean(run: RunInfo, key: str, epoch: int) -> float | None:
 
 
 def _curve(title: str, weighted: Sequence[tuple[float, float]], show: str, rows: int, columns: int) -> list[str]:
-    """A title with the last value, and the curve; the least and the largest value beside a large one."""
+    """A title with the last value, and the curve; a large one after a blank line, its extremes beside it."""
     width = max(columns - LABEL - 14, 10)
     values, weights = [value for value, _ in weighted], [weight for _, weight in weighted]
     drawn = draw_blocks(_fit(values, width, weights), rows)
@@ -116,7 +111,7 @@ def _curve(title: str, weighted: Sequence[tuple[float, float]], show: str, rows:
         return [f"{title:<{LABEL}}{drawn[0]}  {last}"]
     ends = [show.format(max(values)), *[""] * (rows - 2), show.format(min(values))]
     lines = [f"{end:>{LABEL - 2}}  {line}" for end, line in zip(ends, drawn, strict=True)]
-    return [f"{title}  {last}", *lines]
+    return ["", f"{title}  {last}", *lines]
 
 
 def _fit(values: Sequence[float], width: int, weights: Sequence[float] | None = None) -> list[float]:

@@ -108,8 +108,6 @@ class Sender:
     all lines.
 
     Args:
-        folder: output folder.
-        name: of the tracker.
         create_tracker: makes its client; called again after it has failed.
         with_checkpoint: whether `best.pt` is sent when the run is finished.
     """
@@ -223,7 +221,7 @@ def send_run(
     """Send a run; returns the exit status.
 
     Args:
-        folder, name, create_tracker, with_checkpoint: as of `Sender`.
+        create_tracker, with_checkpoint: as of `Sender`.
         pid: the training process, which has started this one: send while it lives, and then the rest.
 
     Raises:
