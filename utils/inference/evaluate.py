@@ -257,8 +257,7 @@ def load_network(model: nn.Module, saved: Checkpoint, name: str, config: Resolve
             ) from None
         raise UserError(
             f"--num-classes {config.num_classes}: the checkpoint's head has "
-            f"{count(saved.config.num_classes, 'class')}; leave "
-            "--num-classes out",
+            f"{count(saved.config.num_classes, 'class')}; leave --num-classes out",
             on_all_ranks=True,
         ) from None
 
@@ -276,10 +275,6 @@ def report_best(run: Run, val: Manifest) -> None:
     """With `--report`, at the end of a run: evaluate best.pt once more, and write report.json and report.html.
 
     After all else, as the run's model gets other weights.
-
-    Args:
-        run: at its end.
-        val: its validation images.
     """
     env, config = run.env, run.config
     if not config.report:

@@ -177,12 +177,7 @@ def files_manifest(files: Sequence[FileEntry], classes: tuple[str, ...]) -> Mani
 
 
 def shards_manifest(groups: Sequence[tuple[ShardFormat, Shards]], classes: tuple[str, ...]) -> Manifest:
-    """The images of shards in stored order, with labels as `files_manifest`.
-
-    Args:
-        groups: shards and their format.
-        classes: of the network, in label order.
-    """
+    """The images of shards in stored order, with labels as `files_manifest`."""
     labels = [_shard_labels(format, shards, classes) for format, shards in groups]
     first_shards = np.cumsum([0, *(len(shards.paths) for _, shards in groups)]).tolist()
     numbers = [

@@ -28,15 +28,7 @@ from utils.errors import UserError, first_line, readable
 from utils.files import temporary_of
 from utils.inference.evaluate import FlipAverage, compute_logits, describe_result, load_network, start_evaluation
 from utils.inference.inputs import NO_TARGET, PathTable, files_manifest, list_inputs, shards_manifest, split_shards
-from utils.inference.predictions import (
-    RESULTS,
-    TOP,
-    ClassCounts,
-    Columns,
-    PredictionsFile,
-    PredictOptions,
-    Rows,
-)
+from utils.inference.predictions import RESULTS, TOP, ClassCounts, Columns, PredictionsFile, PredictOptions, Rows
 from utils.inference.readable_batches import ReadableBatches
 from utils.inference.weights import choose_network, find_best_checkpoints
 from utils.log import emit
@@ -157,7 +149,6 @@ class _Batch(NamedTuple):
     """Results of a batch, on their way from the device.
 
     Attributes:
-        images: of the batch.
         indices, scores: see `Rows`, with at least `TOP` classes where there are so many; None for bad images only.
         wait: waits until they have arrived.
     """
@@ -173,13 +164,8 @@ class _Predictor:
     """Network, images and columns.
 
     Attributes:
-        model: with its weights.
-        normalize: its normalization.
-        amp_dtype: of the forward pass.
-        manifest: of all images.
         reader: of this rank's batches.
         rounds: batches of the rank that has most.
-        columns: of the file.
         counts: of this rank.
     """
 

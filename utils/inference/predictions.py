@@ -37,13 +37,9 @@ class PredictOptions:
         checkpoint: a file, or the output folder of a run.
         sources: see `utils.inference.inputs.list_inputs`.
         topk: classes for each image; there may be fewer.
-        format: of the predictions.
-        output_type: probabilities or logits.
         ema: whether to take the moving average of the weights; None for the better of the two.
         batch_size: images per process and batch; None for that of the run.
         workers: CPU threads per process; None for its share of the cores.
-        device: auto, cuda or cpu.
-        output_dir: where the files go.
         eval_flip: whether logits are means over an image and its mirror image.
     """
 
@@ -65,7 +61,6 @@ class Rows:
     """What is known of some images.
 
     Attributes:
-        paths: of the images.
         indices: of the likeliest classes, likeliest first: int64 (num_images, topk).
         scores: probabilities or logits of these: float32 (num_images, topk).
         targets: true classes, `NO_TARGET` where they are not known: int64 (num_images,).
@@ -84,10 +79,8 @@ class Columns:
     """The columns of predictions, and how rows become bytes.
 
     Attributes:
-        format: of the file.
         classes: names in label order. An output behind them has no label.
         output_type: what the scores are.
-        topk: classes of each image.
         has_targets: whether there are columns `target` and `correct`.
     """
 
@@ -181,7 +174,6 @@ class PredictionsFile:
 
     Args:
         path: of the file. What is written before `publish` is in a temporary file beside it.
-        columns: its columns.
 
     Raises:
         OSError: it cannot be written; as every method.
@@ -289,15 +281,11 @@ class ClassCounts:
         for label, name in enumerate(classes):
             hits = (self.confusion[label, label], self.hits[label])
             lines.append([name, images[label], *(100 * each / images[label] if images[label] else "" for each in hits)])
-        _write_csv(folder / PER_CLASS, lines)
+        atomic_write_text(folder / PER_CLASS, _csv_text(lines))
         lines = [["target", "predicted", "count"]]
         for (target, predicted), number in sorted(self.confusion.items()):
             lines.append([classes[target], classes[predicted] if predicted < len(classes) else "", number])
-        _write_csv(folder / CONFUSION, lines)
-
-
-def _write_csv(path: Path, lines: Sequence[Sequence[Any]]) -> None:
-    atomic_write_text(path, _csv_text(lines))
+        atomic_write_text(folder / CONFUSION, _csv_text(lines))
 
 
 class _Lines(io.StringIO):

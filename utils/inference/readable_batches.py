@@ -28,8 +28,6 @@ class ReadableBatches:
     computes of an image does not depend on bad ones beside it.
 
     Args:
-        config: of an evaluation.
-        manifest: the images.
         env: this process, which reads all `batches`.
         batches: images of each batch, int64 (n,); each but the last has `config.batch_size`.
 

@@ -19,10 +19,8 @@ def push(folder: Path, files: Sequence[str], repo: str, trained: Trained) -> str
     A repository that does not exist is made, and is private. The token is the one of `hf auth login`, or HF_TOKEN.
 
     Args:
-        folder: that holds the files.
-        files: their names.
+        files: names in `folder`.
         repo: OWNER/NAME.
-        trained: what they are.
 
     Raises:
         UserError: the name is none, or the hub refuses it.

@@ -86,7 +86,6 @@ def write_and_compare(
     """Write the files of a format into a folder, read them back, and compare what they compute with torch in float32.
 
     Args:
-        trained: the network.
         name: of the format.
         takes, half: see `Classifier`.
         folder: has none of the files.

@@ -28,12 +28,10 @@ class Trained:
     Attributes:
         model: timm's layers in evaluation mode, float32, on the CPU; images (N, 3, val_image_size, val_image_size)
             to logits (N, num_classes).
-        config: of its run.
         classes: names in label order. There may be fewer than the head has outputs, if `--num-classes` said so.
         normalization: mean and standard deviation per channel, of images in [0, 1].
         weights: which of the checkpoint's networks it is: "model" or "model_ema".
         top1: its accuracy, percent; None if these weights were not evaluated.
-        path: of the checkpoint.
     """
 
     model: nn.Module

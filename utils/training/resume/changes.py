@@ -15,12 +15,7 @@ from utils.training.settings.batch_layout import saved_layout
 from utils.training.state.checkpoint import Checkpoint
 from utils.training.state.train_state import NETWORKS, RankState, ReplicatedState, TrainState
 
-FIXED = (
-    "--arch",
-    "--model-args",
-    "--num-classes",
-    "classes",
-)  # decide which weights there are, so that none can be taken over
+FIXED = ("--arch", "--model-args", "--num-classes", "classes")  # decide which weights there are: none can be taken over
 ORDER = ("--seed", "--repeated-augmentation", "files of train/", "global batch")
 VALIDATION = (
     "files of val/", "--image-size", "--val-resize", "--val-image-size", "--val-crop", "--interpolation",
@@ -82,11 +77,9 @@ def adapt(
     """The states of a checkpoint as a changed run loads them.
 
     Args:
-        saved: the checkpoint.
         rank_state: of this rank, from it.
         state: of the changed run, before the first step.
         names: as `changed_names` gives them, not empty.
-        sampler: of the changed run.
     """
     replicated = dataclasses.replace(saved.state, optimizer=adapt_optimizer(saved, state, names))
     if EMA in names and AVERAGE not in replicated.networks:

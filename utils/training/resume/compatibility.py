@@ -217,7 +217,6 @@ def describe_files(
     Args:
         listed: all files, also those that `--bad-files skip` excludes.
         excluded_files: of each split, what the run has been without from its start.
-        saved: the checkpoint, if there is one.
 
     Raises:
         UserError: on all ranks: a file is known to have another content.
@@ -238,9 +237,8 @@ def describe_files(
                 digests = np.where((digests == 0) & (before["mtimes"] == begun.mtimes), before["digests"], digests)
                 if len(unsure):
                     lines.append(
-                        f"{count(len(unsure), f'{manifest.kind} file')} changed since the "
-                        "checkpoint, by time, not by size "
-                        f"({begun.name(unsure[0])}{', ...' if len(unsure) > 1 else ''})"
+                        f"{count(len(unsure), f'{manifest.kind} file')} changed since the checkpoint, by time, not by "
+                        f"size ({begun.name(unsure[0])}{', ...' if len(unsure) > 1 else ''})"
                     )
             files[split] = {"mtimes": torch.from_numpy(begun.mtimes), "digests": torch.from_numpy(digests)}
     return files, lines

@@ -217,7 +217,6 @@ class Restored(NamedTuple):
 
     Attributes:
         loader_state: of this rank's loader; None where the images follow from the step.
-        claim: on the output folder.
     """
 
     loader_state: dict[str, Any] | None
@@ -242,10 +241,7 @@ def restore(
     Args:
         state: before the first step.
         net: the network as it is called, compiled and distributed.
-        saved: the checkpoint.
-        config: of the run.
         fingerprint: `run_fingerprint` of this launch; what differs from the checkpoint's was accepted.
-        sampler: of this launch.
         replaced: `files_to_replace`.
     """
     loader_state = _load(state, net, saved, config, fingerprint, sampler) if saved else None

@@ -86,7 +86,6 @@ def resolve(
     Args:
         config: as the user gave it.
         classes: names of the data's classes.
-        settings: of the loaders.
         saved: the checkpoint that the run goes on from, if there is one.
         num_train: training images, where a run trains on them.
 

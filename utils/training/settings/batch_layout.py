@@ -49,7 +49,6 @@ def describe_processes(config: TrainConfig, world_size: int) -> str:
 
     Args:
         config: as the user gave it, perhaps by the config.json of another run.
-        world_size: processes that there are.
     """
     given, batch_size = config.processes, config.batch_size or BATCH_SIZE
     if "processes" not in config.given or given in ("auto", world_size):
