@@ -1,6 +1,7 @@
 """Files: written atomically, so that a reader sees the old content or the new one; and JSON without nan."""
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from utils.errors import UserError, readable
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def check_writable(output_dir: Path) -> None:

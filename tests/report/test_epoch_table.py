@@ -59,7 +59,7 @@ def test_an_interval_counts_with_its_length() -> None:
 
 def test_a_long_run_keeps_the_first_the_best_and_the_last_epoch() -> None:
     top1s = {epoch: 50.0 + (epoch == 33) for epoch in range(2, 91, 2)} | {33: 60.0}
-    lines = epoch_table(dataclasses.replace(RUN, metrics=records(top1s)), rows=12)
+    lines = epoch_table(dataclasses.replace(RUN, metrics=records(top1s)))
     assert len(lines) <= 13
     epochs = [int(line.split()[0]) for line in lines[1:]]
     assert epochs[0] == 2

@@ -240,13 +240,9 @@ def split_shards(shards: Sequence[Path]) -> Iterator[tuple[ShardFormat, str, lis
     """Format, split and paths of shards that follow each other and share one index (`utils.data.formats.index`)."""
 
     def key(path: Path) -> tuple[ShardFormat | None, str, Path]:
-        return _format_of(str(path)), "train" if split_of_path(path) == "train" else "val", path.parent
+        split = split_of(path.name) or split_of(path.absolute().parent.name)
+        return _format_of(str(path)), "train" if split == "train" else "val", path.parent
 
     for (format, split, _), group in itertools.groupby(shards, key):
         assert format is not None, "as listed"
         yield format, split, list(group)
-
-
-def split_of_path(path: Path) -> str | None:
-    """The split of a shard by its name, or by that of its folder."""
-    return split_of(path.name) or split_of(path.absolute().parent.name)

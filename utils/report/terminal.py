@@ -70,15 +70,15 @@ def record_line(record: dict[str, Any]) -> str:
     return "  ".join([*facts, *(f"{title} {show.format(value)}" for title, value, show in values if value is not None)])
 
 
-def epoch_table(run: RunInfo, rows: int = TABLE_ROWS) -> list[str]:
-    """The evaluated epochs, in `rows` lines at most: the first, the best, the last, and others at equal distances.
+def epoch_table(run: RunInfo) -> list[str]:
+    """The evaluated epochs in `TABLE_ROWS` lines at most: the first, the best, the last, others at equal distances.
 
     Losses and speeds of training are means over the epoch. `*` marks the evaluation that best.pt holds.
     """
     evaluations = run.evaluations
     epochs = [each["epoch"] for each in evaluations]
     best = max((at for at, epoch in enumerate(epochs) if run.best and epoch == run.best["epoch"]), default=None)
-    evenly = {round(at * (len(epochs) - 1) / max(1, rows - 2)) for at in range(rows - 1)}
+    evenly = {round(at * (len(epochs) - 1) / (TABLE_ROWS - 2)) for at in range(TABLE_ROWS - 1)}
     shown = sorted(evenly if best is None else evenly | {best})
     columns = [column for column in COLUMNS if any(column[1] in record for record in run.metrics)]
     if any(key == "val/ema_top1" for _, key, _ in columns):  # the table fits 80 columns

@@ -6,7 +6,6 @@ the options alone. So a conversion that was killed goes on with the files that a
 
 import collections
 import contextlib
-import errno
 import io
 import itertools
 import os
@@ -28,9 +27,8 @@ from utils.data.reading.reader import read_image
 from utils.data.reading.shard_reader import ShardFiles
 from utils.distributed.process_pool import process_pool
 from utils.errors import Stopped, UserError, first_line, readable
-from utils.files import rename, temporary_of, write_temporary
+from utils.files import DISK_FULL, rename, temporary_of, write_temporary
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
 POLL_SECONDS = 0.5  # between two looks for a signal
 _BLOCK, _MEMBERS = 512, 3  # bytes of a tar's block; blocks that an image needs besides its own: two headers, its label
 
@@ -221,7 +219,7 @@ def write_task(task: Task, target: Path, shrink: Shrink) -> None:
 
 def write_error(target: Path, error: OSError) -> UserError:
     """What the user reads when the data set's folder cannot be written."""
-    if error.errno in FULL:
+    if error.errno in DISK_FULL:
         return UserError(f"{target}: no space left; make room, the same command goes on with what is missing")
     path = error.filename or target
     return UserError(f"{path}: cannot be read or written ({error.strerror or error}); check its permissions")

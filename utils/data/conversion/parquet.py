@@ -5,7 +5,6 @@ their files, the columns of images and labels, and no compression; `arrow_cache.
 """
 
 import contextlib
-import errno
 import mmap
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -15,11 +14,10 @@ from typing import Any, BinaryIO
 from utils.data.formats.arrow_cache import choose_columns
 from utils.data.formats.naming import find_shards
 from utils.errors import UserError, first_line
-from utils.files import rename, temporary_of, write_temporary
+from utils.files import DISK_FULL, rename, temporary_of, write_temporary
 
 FOLDERS = ("", "data")  # where data sets keep them; the hub of `datasets` uses data/
 _MAGIC = b"PAR1"  # at both ends of a file
-FULL = (errno.ENOSPC, errno.EDQUOT)
 _ROWS = 256  # held in memory at once
 
 
@@ -87,7 +85,7 @@ def _copy(shard: Path, copy: Path, on_progress: Callable[[], None]) -> None:
         rename(write_temporary(copy, write), copy)
     except (pa.ArrowException, OSError) as error:
         temporary_of(copy).unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno in FULL:
+        if isinstance(error, OSError) and error.errno in DISK_FULL:
             raise
         raise UserError(f"{shard}: no readable parquet file ({first_line(error)}); copy it again") from None
 

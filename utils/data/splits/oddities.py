@@ -40,7 +40,7 @@ def describe_oddities(splits: Splits, steps_per_epoch: int) -> list[str]:
     return lines
 
 
-def find_copies(train: Manifest, val: Manifest, sample: int = SAMPLE) -> Iterator[tuple[str, str]]:
+def find_copies(train: Manifest, val: Manifest) -> Iterator[tuple[str, str]]:
     """Images of `val`, of a random sample of them, that are byte for byte in `train` too: both names.
 
     Reads images of the same size only, and for two seconds at most.
@@ -50,7 +50,7 @@ def find_copies(train: Manifest, val: Manifest, sample: int = SAMPLE) -> Iterato
     deadline = time.monotonic() + SAMPLE_SECONDS
     order = np.argsort(train.sizes, kind="stable")
     sizes = train.sizes[order]
-    for index in random.Random(0).sample(range(len(val)), min(sample, len(val))):
+    for index in random.Random(0).sample(range(len(val)), min(SAMPLE, len(val))):
         start, end = np.searchsorted(sizes, [val.sizes[index], val.sizes[index] + 1])
         if start == end:
             continue

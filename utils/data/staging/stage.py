@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import errno
 import hashlib
 import os
 import queue
@@ -22,6 +21,7 @@ from utils.distributed.collective import collective
 from utils.distributed.collectives import all_gather_object, sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import Stopped, UserError
+from utils.files import DISK_FULL
 from utils.log import emit
 from utils.options.config import TrainConfig
 from utils.options.store_url import require_store, stage_folder, store_url
@@ -326,7 +326,7 @@ def _size(count: int) -> str:
 
 
 def _disk_error(folder: Path, error: OSError) -> str:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in DISK_FULL:
         return f"--stage-dir: the disk of {folder} is full; free some room, the same command goes on from there"
     name = error.filename or folder
     return f"--stage-dir: {name} cannot be written ({error.strerror or error}); give another folder"
