@@ -25,18 +25,18 @@ from utils.options.cli import Program
 from utils.options.config import RUNS
 from utils.report.output_folder import RunInfo, read_run
 
-HEADER = ("run", "state", "arch", "epochs", "best top-1", "images/s", "time", "data")
+HEADER = ("run", "state", "arch", "epochs", "best", "images/s", "time", "data")
 
 
 def table_row(run: RunInfo) -> tuple[str, ...]:
     """The cells of the table."""
-    best, rate = run.best_top1, run.speed("images_per_second")
+    best, rate = run.best_figure, run.speed("images_per_second")
     return (
         str(run.folder),
         run.state,
         str(run.config.get("arch")),
         f"{run.epochs}/{run.config.get('epochs')}",
-        "" if best is None else f"{best:.2f} %",
+        "" if best is None else " ".join(best),
         "" if rate is None else f"{rate:,.0f}",
         tqdm.format_interval(run.seconds),
         str(run.config.get("data_dir") or "synthetic"),
@@ -66,7 +66,7 @@ def read_options(
         typer.Argument(metavar="FOLDER...", help="Output folders, or folders of them.", show_default=str(RUNS)),
     ] = None,
 ) -> list[Path]:
-    """List runs with state, architecture, epochs, best top-1, speed and time."""
+    """List runs with state, architecture, epochs, best figure, speed and time."""
     return folders or ([RUNS] if RUNS.is_dir() else [])
 
 

@@ -84,7 +84,7 @@ class _Lines:
         for record in run.metrics:
             position = (record["step"], record["epoch"], "val/top1" in record)
             if position > self._printed:
-                print(record_line(record), flush=True)
+                print(record_line(record, run.best_by), flush=True)
                 self._printed = position
         if run.state != "running":
             print(*headline(run), sep="\n", flush=True)

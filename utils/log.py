@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import io
-import itertools
 import json
 import os
 import sys
@@ -15,7 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from utils.errors import UserError, escape_control_chars, first_line, readable
-from utils.figures import describe_figure, figures_of
+from utils.figures import describe_figure, describe_figures
 from utils.files import atomic_write_text, json_text
 from utils.progress import EpochBar, end_status, fit_terminal, is_terminal, wrap_for_terminal
 from utils.text import count
@@ -225,14 +224,16 @@ class Log:
             f"  lr {values['lr']:.4g}"
         )
 
-    def evaluation(self, values: dict[str, Any]) -> None:
-        """Write an evaluation to the files, and as a line."""
+    def evaluation(self, values: dict[str, Any], best_by: str) -> None:
+        """Write an evaluation to the files, and as a line, which has the figure `best_by` in any case."""
         self._evaluation_seconds = time.monotonic() - self._trained_at
         self._close_bar()
         self.record(values)
-        first, *others = itertools.starmap(describe_figure, figures_of(values).items())
+        first, *others = describe_figures(values, best_by)
         facts = [f"epoch {values['epoch']}/{self._epochs}", f"val {first}", *others]
-        ema = [f"EMA top-1 {values['val/ema_top1']:.2f} %"] if "val/ema_top1" in values else []
+        names = ("top1",) if best_by in ("top1", "top5", "loss") else ("top1", best_by)
+        keys = ((name, f"val/ema_{name}") for name in names)
+        ema = [f"EMA {describe_figure(name, values[key])}" for name, key in keys if key in values]
         if self._interval:  # on a terminal: what is left out of one line is in metrics.jsonl
             self.info(fit_terminal([*facts, *ema, *self._interval]))
         else:

@@ -138,7 +138,8 @@ def test_known_logits_of_twelve_classes(cpu: DistEnv, batch_sizes: list[int]) ->
     result = evaluate(copying_network(), batches, lambda images: images.float() / 4, 10, CLASSES, cpu, torch.float32)
     all_exps = sum(math.exp(number / 4) for number in range(CLASSES))
     loss = sum(math.log(all_exps) - (CLASSES - rank) / 4 for rank in RANKS) / len(RANKS)
-    assert result == {"top1": 30.0, "top5": 70.0, "loss": pytest.approx(loss, rel=1e-6), "count": 10}
+    shown = {name: value for name, value in result.items() if not name.startswith("macro_")}
+    assert shown == {"top1": 30.0, "top5": 70.0, "loss": pytest.approx(loss, rel=1e-6), "count": 10}
 
 
 @pytest.mark.parametrize(("dtype", "spacing"), [(torch.float32, 512), (torch.bfloat16, 64)])

@@ -24,6 +24,7 @@ from utils.options.resolved import ResolvedConfig
 FIELDS = flag_fields()
 # A value other than the default for every field, so that none can be forgotten on the way.
 OTHER: dict[str, Any] = {
+    "best_by": "loss",
     "data_dir": Path("some/images"), "output_dir": Path("some/run"), "arch": "resnet18", "epochs": 7,
     "batch_size": 12, "lr": 3e-05, "loader": "torch", "decode": "full", "image_size": 64, "val_resize": 72,
     "val_image_size": 72, "val_crop": "squash", "interpolation": "random",
@@ -350,7 +351,7 @@ def test_roles_name_flags_in_the_order_of_the_fields() -> None:
     assert flags_with(role="logged_if_several") == ("grad_exchange", "grad_compression", "sync_bn")
     assert "overwrite" in flags_with(role="free")
     assert flags_with(of_launch=True) == (*OF_LAUNCH, "config")
-    assert flags_with(from_checkpoint=True)[-2:] == ("drop_path", "amp")
+    assert flags_with(from_checkpoint=True)[-2:] == ("amp", "best_by")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)

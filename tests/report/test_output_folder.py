@@ -47,10 +47,10 @@ def test_the_best_is_what_best_pt_holds(tmp_path: Path, is_finished: bool) -> No
     write_best(tmp_path, BestEpoch(3, 3, 40.0))
     run = read_run(tmp_path)
     assert run is not None
-    assert run.best == {"epoch": 3, "step": 3, "top1": 40.0}
+    assert run.best == {"epoch": 3, "step": 3, "top1": 40.0, "by": "top1", "value": 40.0}
     assert "best top-1 40.00 %" in headline(run)[1]
     assert [line.split()[0] for line in epoch_table(run) if line.endswith("*")] == ["3"]
-    assert runs.table_row(run)[4] == "40.00 %"
+    assert runs.table_row(run)[4] == "top-1 40.00 %"
 
 
 def best_of(folder: Path) -> Any:

@@ -31,5 +31,5 @@ def test_a_screen_fits_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_record_is_a_line() -> None:
-    line = record_line(interval(5, lr=None))
+    line = record_line(interval(5, lr=None), "top1")
     assert line == "epoch 1  step 5  train loss 1.0000  images/s 10  data wait 25.0%"

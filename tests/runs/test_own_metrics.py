@@ -29,14 +29,15 @@ class SquaredLoss(TrainMetric):
 
 class BalancedAccuracy(EvalMetric):
     def __init__(self, num_classes, device):
-        self.sums = torch.zeros(2, num_classes, dtype=torch.float64, device=device)
+        self.state = torch.zeros(2, num_classes, dtype=torch.float64, device=device)
 
     def update(self, logits, predicted, targets):
         hits = predicted[:, 0] == targets
-        self.sums += torch.stack([torch.bincount(targets[kept], minlength=self.sums.shape[1]) for kept in (hits, ...)])
+        classes = self.state.shape[1]
+        self.state += torch.stack([torch.bincount(targets[kept], minlength=classes) for kept in (hits, ...)])
 
-    def compute(self, sums, num_images):
-        return {"balanced_accuracy": 100 * (sums[0] / sums[1]).nanmean().item()}  # of classes with images
+    def compute(self, state, num_images):
+        return {"balanced_accuracy": 100 * (state[0] / state[1]).nanmean().item()}  # of classes with images
 
 meter.TRAIN_METRICS += (SquaredLoss,)
 evaluate.EVAL_METRICS += (BalancedAccuracy,)
@@ -57,7 +58,7 @@ def test_own_metrics(tmp_path: Path) -> None:
     assert f"squared {trained['train/squared_loss']:.4f}" in ranks[0].out
     text = f"balanced accuracy {evaluated[f'val/{KEY}']:.2f} %"
     assert text in ranks[0].out
-    assert text in record_line(evaluated)
+    assert text in record_line(evaluated, "top1")
     summary = json.loads((out / "summary.json").read_text())
     assert (summary[KEY], summary[f"ema_{KEY}"]) == (evaluated[f"val/{KEY}"], evaluated[f"val/ema_{KEY}"])
     run = read_run(out)

@@ -16,7 +16,7 @@ def listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, list[s
     """Name of a run -> its cells."""
     assert runs.main([str(folder)]) == 0
     header, *rows = capsys.readouterr().out.splitlines()
-    assert header.split() == ["run", "state", "arch", "epochs", "best", "top-1", "images/s", "time", "data"]
+    assert header.split() == ["run", "state", "arch", "epochs", "best", "images/s", "time", "data"]
     return {Path(row.split()[0]).name: row.split() for row in rows}
 
 
@@ -46,8 +46,8 @@ def test_runs_are_listed_with_their_state(data: Path, tmp_path: Path, capsys: py
     assert {name: cells[1] for name, cells in died.items()} == running_to_died(running)
     summary = json.loads((tmp_path / "finished" / "summary.json").read_text())
     minutes, seconds = divmod(int(summary["seconds"]), 60)
-    assert died["finished"][6:8] == [f"{summary['images_per_second']:,.0f}", f"{minutes:02}:{seconds:02}"]
-    assert died["finished"][2:6] == ["test_resnet", "3/3", f"{summary['best_top1']:.2f}", "%"]
+    assert died["finished"][7:9] == [f"{summary['images_per_second']:,.0f}", f"{minutes:02}:{seconds:02}"]
+    assert died["finished"][2:7] == ["test_resnet", "3/3", "top-1", f"{summary['best_top1']:.2f}", "%"]
     assert died["finished"][-1] == str(data)
     assert died["stopped"][2:4] == ["test_resnet", "0/2"]
     assert events(tmp_path / "stopped") == [("started", 1), ("stopped", 1)]

@@ -210,9 +210,12 @@ def test_other_validation_images_begin_a_best_epoch_of_their_own(data: Path, tmp
         top1 = max(last["val/top1"], last["val/ema_top1"])
         summary = json.loads((folder / "summary.json").read_text())
         assert (summary["top1"], summary["best_top1"]) == (last["val/top1"], top1)
-        assert read_checkpoint(folder, "best.pt")["best"] == {"epoch": epoch, "step": 5 * epoch, "top1": top1}
+        assert read_checkpoint(folder, "best.pt")["best"] == {
+            "epoch": epoch, "step": 5 * epoch, "top1": top1, "by": "top1", "value": top1
+        }  # fmt: skip
         run = read_run(folder)
         assert run is not None
-        assert run.best_top1 == top1
+        assert run.best is not None
+        assert run.best["top1"] == top1
     before, *_ = (record for record in read_metrics(first) if "val/top1" in record)
     assert top1 < max(before["val/top1"], before["val/ema_top1"]), "which is why it was kept"

@@ -15,13 +15,14 @@ from utils.data.loaders.settings import with_val_batch
 from utils.data.splits.selection import check_files, describe_exclusions, read_data, select_images
 from utils.data.staging.stage import stage
 from utils.distributed.collective import collective
-from utils.distributed.collectives import all_reduce_sum, sync_errors
+from utils.distributed.collectives import all_gather_object, all_reduce_sum, sync_errors
 from utils.distributed.group import DistEnv
 from utils.distributed.shared_memory import check_shared_memory
 from utils.errors import UserError
+from utils.figures import better_network, figure
 from utils.files import write_json
-from utils.inference.metrics import EVAL_METRICS
-from utils.inference.mistakes import Mistakes, better_network, check_report, write_page
+from utils.inference.metrics import EVAL_METRICS, EvalMetric
+from utils.inference.mistakes import Mistakes, check_report, write_page
 from utils.log import emit
 from utils.network.augment import Normalize
 from utils.network.gradients import AMP_DTYPES
@@ -96,7 +97,7 @@ def evaluate(
 ) -> dict[str, float | int]:
     """The figures of `EVAL_METRICS` of `model` over all ranks' `batches`.
 
-    Sums are added up over all ranks and divided once, as a mean of means weighs images unequally. A rank may have none.
+    A figure follows from the images of all ranks, as a mean of means weighs images unequally. A rank may have none.
 
     Args:
         model: maps images (N, 3, H, W) to logits (N, num_classes); neither compiled nor wrapped, as batches differ
@@ -129,19 +130,23 @@ def evaluate(
         if mistakes is not None:
             mistakes.add(images, logits, predicted[:, 0], targets)
     model.train(was_training)
-    count, *sums = _sum_over_ranks([torch.tensor(float(seen)), *(metric.sums for metric in metrics)], env)
-    if count.item() != num_images:
-        raise RuntimeError(f"evaluation saw {count:.0f} of {num_images} validation images; its result would be wrong")
-    found = [metric.compute(each, num_images) for metric, each in zip(metrics, sums, strict=True)]
+    count, states = _combine(seen, metrics, env)
+    if count != num_images:
+        raise RuntimeError(f"evaluation saw {count} of {num_images} validation images; its result would be wrong")
+    found = [metric.compute(state, num_images) for metric, state in zip(metrics, states, strict=True)]
     return {name: value for each in found for name, value in each.items()} | {"count": num_images}
 
 
 @collective
-def _sum_over_ranks(tensors: Sequence[Tensor], env: DistEnv) -> list[Tensor]:
-    """Sums of tensors of any shapes over all ranks, float64 on the CPU, by one exchange."""
-    parts = [each.to(env.device, torch.float64).flatten() for each in tensors]
-    summed = torch.split(all_reduce_sum(torch.cat(parts)).cpu(), [part.numel() for part in parts])
-    return [part.view(each.shape) for part, each in zip(summed, tensors, strict=True)]
+def _combine(seen: int, metrics: Sequence[EvalMetric], env: DistEnv) -> tuple[int, list[Tensor]]:
+    """Images seen by all ranks, and each metric's state of all ranks, float64 on the CPU."""
+    summed = [torch.tensor(float(seen)), *(each.state for each in metrics if each.reduce == "sum")]
+    parts = [state.to(env.device, torch.float64).flatten() for state in summed]
+    count, *sums = torch.split(all_reduce_sum(torch.cat(parts)).cpu(), [part.numel() for part in parts])  # one exchange
+    rows = all_gather_object([each.state.cpu() for each in metrics if each.reduce == "cat"], env)
+    left, joined = iter(sums), map(torch.cat, zip(*rows, strict=True))
+    states = [next(left).view(each.state.shape) if each.reduce == "sum" else next(joined) for each in metrics]
+    return int(count), states
 
 
 @collective
@@ -173,7 +178,7 @@ def evaluate_checkpoint(config: TrainConfig, env: DistEnv) -> None:
     _, splits = select_images(resolved, listed, env, saved.initial_files if saved else None)
     check_shared_memory(resolved, len(splits["val"]), env)
     result, note, mistakes = _evaluate_networks(resolved, splits["val"], env, saved)
-    pictures = mistakes.pictures(_source(result, saved), None) if mistakes else None
+    pictures = mistakes.pictures(_source(result, saved, resolved.best_by), None) if mistakes else None
     if env.is_main:
         if skipped := describe_exclusions(splits, resolved.output_dir):
             emit(f"skipped {skipped}")
@@ -237,7 +242,7 @@ def _evaluate_networks(
             mistakes[name] = Mistakes(config, val, env)
         found = evaluate(model, batches, normalize, len(val), config.num_classes, env, amp_dtype, mistakes.get(name))
         result |= {("" if name == "model" else "ema_") + key: value for key, value in found.items()}
-    return result, network.note, mistakes.get(better_network(result))
+    return result, network.note, mistakes.get(better_network(result, config.best_by, prefix=""))
 
 
 def load_network(model: nn.Module, saved: Checkpoint, name: str, config: ResolvedConfig) -> None:
@@ -262,12 +267,13 @@ def load_network(model: nn.Module, saved: Checkpoint, name: str, config: Resolve
         ) from None
 
 
-def _source(result: dict[str, Any], saved: Checkpoint | None) -> dict[str, Any]:
+def _source(result: dict[str, Any], saved: Checkpoint | None, best_by: str) -> dict[str, Any]:
     """What report.json says of an evaluation with this `result`."""
-    name = better_network(result)
-    top1 = result["top1" if name == "model" else "ema_top1"]
+    network = better_network(result, best_by, prefix="")
+    of_network = "" if network == "model" else "ema_"
+    found = {figure(name).title: figure(name).show.format(result[of_network + name]) for name in ("top1", best_by)}
     of_epoch = {"epoch": saved.state.epoch} if saved else {}
-    return {"checkpoint": result["checkpoint"]} | of_epoch | {"network": name, "top-1": f"{top1:.2f} %"}
+    return {"checkpoint": result["checkpoint"]} | of_epoch | {"network": network} | found
 
 
 @collective
@@ -281,14 +287,15 @@ def report_best(run: Run, val: Manifest) -> None:
         return
     with sync_errors(env):
         saved = load(config.output_dir / BEST)
-    top1 = {key.removeprefix("val/"): value for key, value in saved.state.result.items()}
-    name = better_network(top1)
+    result = {key.removeprefix("val/"): value for key, value in saved.state.result.items()}
+    name = better_network(result, config.best_by, prefix="")
     run.state.model.load_state_dict(saved.state.networks[name])
     mistakes = Mistakes(config, val, env)
     batch_size = with_val_batch(config).batch_size
     batches = with_bar(run.val_loader, "evaluating", -(-len(val) // (env.world_size * batch_size)), env.is_main)
     num_classes = config.num_classes
     evaluate(run.state.model, batches, run.augment.normalize, run.num_val, num_classes, env, run.amp_dtype, mistakes)
-    pictures = mistakes.pictures(_source(top1 | {"checkpoint": str(saved.path)}, saved), run.augment.samples)
+    source = _source(result | {"checkpoint": str(saved.path)}, saved, config.best_by)
+    pictures = mistakes.pictures(source, run.augment.samples)
     if pictures is not None:
         run.log.info(write_page(config.output_dir, pictures))

@@ -1,27 +1,34 @@
 """Figures of an evaluation, exact on any number of ranks: a class each."""
 
 import abc
+from typing import ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from utils.inference.per_class import class_figures
+
 
 class EvalMetric(abc.ABC):
-    """Figures that follow from sums over all evaluated images.
+    """Figures that follow from all evaluated images.
 
     Another figure is another class in `EVAL_METRICS`. It is then in metrics.jsonl, evaluation.json, summary.json,
     the lines of evaluations, TensorBoard, trackers, watch.py and the report. A figure is in percent unless
     `utils.figures.FIGURES` has its name.
 
     Attributes:
-        sums: float64, of any shape, on the device: added up over the images of all ranks. Counts are exact up to 2**53.
+        reduce: how the states of all ranks become one: their sum, or their rows, in any order.
+        state: float64, on the device; (N, columns) with N images of this rank, or of any shape where it is summed up.
+            Counts are exact up to 2**53.
     """
 
-    sums: Tensor
+    reduce: ClassVar[Literal["sum", "cat"]] = "sum"
+    state: Tensor
 
     def __init__(self, num_classes: int, device: torch.device) -> None:
-        self.sums = torch.zeros(1, dtype=torch.float64, device=device)
+        self.state = torch.zeros(1, dtype=torch.float64, device=device)
 
     @abc.abstractmethod
     def update(self, logits: Tensor, predicted: Tensor, targets: Tensor) -> None:
@@ -34,23 +41,23 @@ class EvalMetric(abc.ABC):
         """
 
     @abc.abstractmethod
-    def compute(self, sums: Tensor, num_images: int) -> dict[str, float]:
-        """The figures by name; `sums` as of the attribute, on the CPU, over all `num_images` images."""
+    def compute(self, state: Tensor, num_images: int) -> dict[str, float]:
+        """The figures by name; `state` as of the attribute, on the CPU, of all `num_images` images."""
 
 
 class TopK(EvalMetric):
     """Share of the images whose class is the likeliest, or among the five likeliest."""
 
     def __init__(self, num_classes: int, device: torch.device) -> None:
-        self.sums = torch.zeros(2, dtype=torch.float64, device=device)
+        self.state = torch.zeros(2, dtype=torch.float64, device=device)
 
     def update(self, logits: Tensor, predicted: Tensor, targets: Tensor) -> None:
         hits = predicted == targets[:, None]
-        self.sums[0] += hits[:, 0].sum()
-        self.sums[1] += hits.sum()
+        self.state[0] += hits[:, 0].sum()
+        self.state[1] += hits.sum()
 
-    def compute(self, sums: Tensor, num_images: int) -> dict[str, float]:
-        top1, top5 = sums.tolist()
+    def compute(self, state: Tensor, num_images: int) -> dict[str, float]:
+        top1, top5 = state.tolist()
         return {"top1": 100 * top1 / num_images, "top5": 100 * top5 / num_images}
 
 
@@ -58,10 +65,66 @@ class CrossEntropy(EvalMetric):
     """Mean cross entropy without smoothing."""
 
     def update(self, logits: Tensor, predicted: Tensor, targets: Tensor) -> None:
-        self.sums[0] += cross_entropy(logits, targets, reduction="sum")
+        self.state[0] += cross_entropy(logits, targets, reduction="sum")
 
-    def compute(self, sums: Tensor, num_images: int) -> dict[str, float]:
-        return {"loss": sums.item() / num_images}
+    def compute(self, state: Tensor, num_images: int) -> dict[str, float]:
+        return {"loss": state.item() / num_images}
 
 
-EVAL_METRICS: tuple[type[EvalMetric], ...] = (TopK, CrossEntropy)
+class MacroAverages(EvalMetric):
+    """Means over classes, as scikit-learn's: each class counts alike, however many images it has.
+
+    Recall is the mean over the classes that have images: balanced accuracy. Precision and F1 are means over those that
+    have images or were predicted. A class that was never predicted has a precision of 0.
+    """
+
+    def __init__(self, num_classes: int, device: torch.device) -> None:
+        self.state = torch.zeros(3, num_classes, dtype=torch.float64, device=device)
+
+    def update(self, logits: Tensor, predicted: Tensor, targets: Tensor) -> None:
+        likeliest, ones = predicted[:, 0], torch.ones_like(targets, dtype=torch.float64)
+        hits = (likeliest == targets).double()  # `bincount` would wait for the device
+        for row, labels, counted in zip(self.state, (targets, likeliest, targets), (ones, ones, hits), strict=True):
+            row.index_add_(0, labels, counted)
+
+    def compute(self, state: Tensor, num_images: int) -> dict[str, float]:
+        recall, precision, f1 = class_figures(*state.numpy())
+        return {
+            "macro_recall": float(np.nanmean(recall)),
+            "macro_precision": float(np.nanmean(precision)),
+            "macro_f1": float(np.nanmean(f1)),
+        }
+
+
+class Ranking(EvalMetric):
+    """How well the score of class 1 orders the images of two classes: area under the ROC curve, average precision.
+
+    There are no figures of other numbers of classes, nor where one of the two has no image. The score is the difference
+    of the logits; one that is not a number is the lowest.
+    """
+
+    reduce = "cat"
+
+    def __init__(self, num_classes: int, device: torch.device) -> None:
+        self._is_binary = num_classes == 2
+        self.state = torch.zeros(0, 2, dtype=torch.float64, device=device)
+
+    def update(self, logits: Tensor, predicted: Tensor, targets: Tensor) -> None:
+        if self._is_binary:
+            scores = logits[:, 1].double() - logits[:, 0].double()
+            scores = scores.nan_to_num(nan=torch.finfo(torch.float64).min)
+            self.state = torch.cat([self.state, torch.stack([scores, targets.double()], dim=1)])
+
+    def compute(self, state: Tensor, num_images: int) -> dict[str, float]:
+        scores, targets = state.numpy().T
+        if len(np.unique(targets)) < 2:
+            return {}
+        from sklearn.metrics import average_precision_score, roc_auc_score  # takes a second
+
+        return {
+            "auc": 100 * float(roc_auc_score(targets, scores)),
+            "average_precision": 100 * float(average_precision_score(targets, scores)),
+        }
+
+
+EVAL_METRICS: tuple[type[EvalMetric], ...] = (TopK, CrossEntropy, MacroAverages, Ranking)

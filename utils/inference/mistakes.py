@@ -235,8 +235,3 @@ def _write_page(output_dir: Path, pictures: Pictures) -> list[str]:
         return [PICTURES]
     atomic_write_text(output_dir / PAGE, render([dataclasses.replace(run, is_locked=False)]))  # the lock is ours
     return [PAGE, PICTURES]
-
-
-def better_network(result: dict[str, Any]) -> str:
-    """`model` or `model_ema`, which has the better top-1 in `result`, by the keys of evaluation.json."""
-    return "model_ema" if result.get("ema_top1", -1.0) > result["top1"] else "model"

@@ -8,6 +8,7 @@ import contextlib
 import csv
 import dataclasses
 import io
+import math
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from utils.errors import UserError, readable
 from utils.files import atomic_write_text, json_text, rename, temporary_of
 from utils.inference.inputs import NO_TARGET
+from utils.inference.per_class import class_figures
 
 Format = Literal["csv", "jsonl", "parquet"]
 OutputType = Literal["prob", "logit"]
@@ -274,13 +276,19 @@ class ClassCounts:
         Raises:
             OSError: they cannot be written.
         """
-        images: collections.Counter[int] = collections.Counter()
-        for (target, _), number in self.confusion.items():
-            images[target] += number
-        lines: list[list[Any]] = [["class", "images", "top1", "top5"]]
-        for label, name in enumerate(classes):
-            hits = (self.confusion[label, label], self.hits[label])
-            lines.append([name, images[label], *(100 * each / images[label] if images[label] else "" for each in hits)])
+        size = max((1 + max(pair) for pair in self.confusion), default=0)
+        table = np.zeros((3, max(size, len(classes))))  # images, predicted, correct
+        for (target, predicted), number in self.confusion.items():
+            table[0, target] += number
+            table[1, predicted] += number
+            table[2, target] += number * (target == predicted)
+        figures = zip(*class_figures(*table), strict=True)
+        lines: list[list[Any]] = [["class", "images", "top1", "top5", "precision", "recall", "f1"]]
+        for label, (name, (recall, precision, f1)) in enumerate(zip(classes, figures, strict=False)):
+            images = int(table[0, label])
+            top5 = 100 * self.hits[label] / images if images else math.nan
+            values = (recall, top5, precision, recall, f1)
+            lines.append([name, images, *("" if math.isnan(each) else float(each) for each in values)])
         atomic_write_text(folder / PER_CLASS, _csv_text(lines))
         lines = [["target", "predicted", "count"]]
         for (target, predicted), number in sorted(self.confusion.items()):

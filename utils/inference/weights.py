@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from utils.errors import UserError
+from utils.figures import better_network
 from utils.training.state.checkpoint import BEST, EARLIER, LAST, Checkpoint
 from utils.training.state.train_state import NETWORKS
 
@@ -43,6 +44,5 @@ def choose_network(saved: Checkpoint, ema: bool | None) -> str:
     if ema and average not in saved.state.networks:
         raise UserError(f"--ema: {saved.path} has no EMA weights; leave --ema out", on_all_ranks=True)
     if ema is None:
-        result = saved.state.result
-        ema = average in saved.state.networks and result.get("val/ema_top1", -1.0) > result.get("val/top1", -1.0)
+        ema = average in saved.state.networks and better_network(saved.state.result, saved.config.best_by) == average
     return average if ema else model

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from utils.figures import FIGURES
 from utils.files import write_json
 from utils.options.flags import (
     AUGMENTATION,
@@ -253,9 +254,7 @@ class TrainConfig:
     min_lr: float = _flag(
         0.0, OPTIMIZATION, "Final learning rate of the decay, for 256 images like --lr.", MIN_0, role="logged"
     )
-    cooldown_epochs: int = _flag(
-        0, OPTIMIZATION, "Last epochs, which stay at --min-lr.", MIN_0, unit="epochs", role="logged"
-    )
+    cooldown_epochs: int = _flag(0, OPTIMIZATION, "Last epochs, at --min-lr.", MIN_0, unit="epochs", role="logged")
     decay_epochs: float | None = _flag(
         None, OPTIMIZATION, "Epochs between two decays of --schedule step.", ABOVE_0, shown="30", unit="epochs",
         role="logged",
@@ -301,7 +300,10 @@ class TrainConfig:
     checkpoint_steps: int = _flag(0, RUN, "Steps between two checkpoints; 0 saves once an epoch.", MIN_0, unit="steps")
     eval_every: int = _flag(1, RUN, "Epochs between two evaluations.", MIN_1, unit="epochs", role="logged")
     patience: int = _flag(
-        0, RUN, "Evaluations without a better top-1 that end the run.", MIN_0, shown="0, off", role="logged"
+        0, RUN, "Evaluations without a better one that end the run.", MIN_0, shown="0, off", role="logged"
+    )
+    best_by: str = _flag(
+        "top1", RUN, "Figure that chooses best.pt.", names=tuple(FIGURES), role="logged", from_checkpoint=True
     )
     processes: int | Literal["auto"] = _flag(
         1, RUN, "Processes to start on this machine; auto starts one for each GPU.", MIN_1, metavar="N|auto"
@@ -332,9 +334,7 @@ class TrainConfig:
     log_steps: int = _flag(50, RUN, "Steps between two lines of metrics.jsonl.", MIN_1, unit="steps")
     report: bool = _flag(False, SWITCHES, "Also write report.html and report.json.")
     tensorboard: bool = _flag(False, SWITCHES, "Also write TensorBoard events.")
-    track: Literal["none", "trackio", "wandb", "mlflow"] = _flag(
-        "none", RUN, "Experiment tracker that gets the metrics."
-    )
+    track: Literal["none", "trackio", "wandb", "mlflow"] = _flag("none", RUN, "Tracker that gets the metrics.")
     track_project: str | None = _flag(None, RUN, "Project of the tracker.", shown="brisk")
     track_checkpoint: bool = _flag(False, SWITCHES, "Also send best.pt to the tracker.")
     time_limit: float = _flag(

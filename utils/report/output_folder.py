@@ -7,7 +7,6 @@ import io
 import itertools
 import json
 import math
-import operator
 import os
 import pickle
 import statistics
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.errors import UserError
+from utils.figures import better_network, better_value, figure, is_better
 from utils.log import EVENTS, METRICS, SUMMARY
 from utils.options.resolved import CHOSEN
 
@@ -86,7 +86,10 @@ class RunInfo:
 
     @functools.cached_property
     def best(self) -> dict[str, Any] | None:
-        """The evaluation that best.pt holds: `epoch`, `step` and `top1`, of the better network; None if there is none.
+        """The evaluation that best.pt holds; None if there is none.
+
+        It has `epoch`, `step`, `top1` of the better network, and the figure `by` which it is the best, with its
+        `value`.
 
         Of a folder without checkpoints, as a copy may be, the best one of metrics.jsonl. That need not be the one: a
         save may have failed, or other images were evaluated before.
@@ -95,20 +98,31 @@ class RunInfo:
             return best
         if not self.summary and any((self.folder / name).exists() for name in OF_TRAINING if name.endswith(".pt")):
             return None
-        found = [
-            {"epoch": each["epoch"], "step": each["step"], "top1": top1}
-            for each in self.evaluations if (top1 := better_top1(each)) is not None
-        ]  # fmt: skip
-        first_of_highest = max(found, key=operator.itemgetter("top1"), default=None)
+        by = self.best_by
+        found = [_of_evaluation(each, by) for each in self.evaluations if better_value(each, by) is not None]
         top1 = number(self.summary, "best_top1")
         if top1 is None:
-            return first_of_highest
-        return next((each for each in found if each["top1"] == top1), {"epoch": None, "step": None, "top1": top1})
+            best = None
+            for each in found:
+                if best is None or is_better(by, each["value"], best["value"]):
+                    best = each
+            return best
+        value = number(self.summary, "best_value")
+        unknown = {"epoch": None, "step": None, "top1": top1, "by": by, "value": top1 if value is None else value}
+        return next((each for each in found if each["value"] == unknown["value"]), unknown)
 
     @property
-    def best_top1(self) -> float | None:
-        """Percent, see `best`."""
-        return None if self.best is None else number(self.best, "top1")
+    def best_by(self) -> str:
+        """The figure by which the run chooses its best epoch."""
+        return str(self.config.get("best_by") or "top1")
+
+    @property
+    def best_figure(self) -> tuple[str, str] | None:
+        """Title and value of the best epoch's figure, such as ("top-1", "76.30 %"); see `best`."""
+        if self.best is None or (value := number(self.best, "value")) is None:
+            return None
+        shown = figure(self.best["by"])
+        return shown.title, shown.show.format(value)
 
     def weighted(self, key: str, epoch: int | None = None) -> list[tuple[float, float]]:
         """The finite values of a key of metrics.jsonl, of all epochs or of one, each with how much it counts in a mean.
@@ -139,10 +153,11 @@ class RunInfo:
         return number(source, key)
 
 
-def better_top1(evaluation: dict[str, Any]) -> float | None:
-    """Percent, of the model or of its moving average, whichever is better; None where a line has neither."""
-    found = [number(evaluation, name) for name in ("val/top1", "val/ema_top1")]
-    return max((value for value in found if value is not None), default=None)
+def _of_evaluation(evaluation: dict[str, Any], by: str) -> dict[str, Any]:
+    """`RunInfo.best` of a line of metrics.jsonl."""
+    key = "val/top1" if better_network(evaluation, by) == "model" else "val/ema_top1"
+    position = {"epoch": evaluation["epoch"], "step": evaluation["step"]}
+    return position | {"top1": number(evaluation, key), "by": by, "value": better_value(evaluation, by)}
 
 
 def _length(record: dict[str, Any], steps: int, key: str) -> float:
@@ -166,7 +181,8 @@ def read_best(path: Path) -> dict[str, Any] | None:
         with zipfile.ZipFile(path) as archive:
             name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
             best = _Facts(io.BytesIO(archive.read(name))).load()["best"]
-        return {name: best[name] for name in ("epoch", "step", "top1")}
+        chosen = {"by": best.get("by", "top1"), "value": best.get("value", best["top1"])}  # older files chose by top-1
+        return {name: best[name] for name in ("epoch", "step", "top1")} | chosen
     except Exception:  # whatever a damaged file makes pickle raise
         return None
 

@@ -11,7 +11,7 @@ import jinja2
 from tqdm import tqdm
 
 from utils import __version__
-from utils.figures import other_figures, title_and_format
+from utils.figures import figure, other_figures
 from utils.options.config import flags_with
 from utils.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Chart, Series, line_chart
 from utils.report.output_folder import RunInfo, number
@@ -163,7 +163,7 @@ def create_charts(stories: Sequence[Story]) -> list[Chart]:
     end = max((record["step"] / divisor for story, divisor in pairs for record in story.run.metrics), default=0.0)
     found = []
     others = other_figures(record for story in stories for record in story.run.metrics)
-    kinds = [_ChartKind(f"Validation {title_and_format(name)[0]}", f"val/{name}", _percent, {}) for name in others]
+    kinds = [_ChartKind(f"Validation {figure(name).title}", f"val/{name}", _percent, {}) for name in others]
     for kind in (*CHARTS, *kinds):
         series = []
         for story, divisor in pairs:

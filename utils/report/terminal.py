@@ -7,7 +7,7 @@ from typing import Any
 from tqdm import tqdm
 
 from utils.errors import escape_control_chars
-from utils.figures import other_figures, title_and_format
+from utils.figures import figure, other_figures
 from utils.report.output_folder import RunInfo, number, weighted_mean
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -38,7 +38,7 @@ def screen(run: RunInfo) -> list[str]:
     """The run in lines that fit the terminal."""
     columns = shutil.get_terminal_size().columns
     lines = headline(run)
-    for title, key, show, rows in (*CURVES, *_other_curves(run.metrics)):
+    for title, key, show, rows in (*CURVES, *_other_curves(run.metrics, run.best_by)):
         if values := run.weighted(key):
             lines += _curve(title, values, show, rows, columns)
     if not run.metrics:
@@ -46,26 +46,26 @@ def screen(run: RunInfo) -> list[str]:
     return [line[: columns - 1].rstrip() for line in lines]
 
 
-def _other_curves(records: Sequence[dict[str, Any]]) -> list[tuple[str, str, str, int]]:
+def _other_curves(records: Sequence[dict[str, Any]], best_by: str) -> list[tuple[str, str, str, int]]:
     """As `CURVES`, of figures that only some runs have."""
-    named = ((name, *title_and_format(name)) for name in other_figures(records))
-    return [(title, f"val/{name}", show, 1) for name, title, show in named]
+    names = (name for name in other_figures(records) if figure(name).in_lines or name == best_by)
+    return [(figure(name).title, f"val/{name}", figure(name).show, 1) for name in names]
 
 
 def headline(run: RunInfo) -> list[str]:
-    """State and folder; progress, best top-1 and time."""
+    """State and folder; progress, best figure and time."""
     facts = [f"{run.epochs}/{run.config.get('epochs')} epochs", tqdm.format_interval(run.seconds)]
-    if run.best_top1 is not None:
-        facts.append(f"best top-1 {run.best_top1:.2f} %")
+    if run.best_figure is not None:
+        facts.append(f"best {' '.join(run.best_figure)}")
     if run.metrics:
         facts.append(f"step {run.metrics[-1]['step']:,}")
     return [f"{run.state}  {escape_control_chars(str(run.folder))}", "  ".join(facts)]
 
 
-def record_line(record: dict[str, Any]) -> str:
+def record_line(record: dict[str, Any], best_by: str) -> str:
     """A record of metrics.jsonl as one line, without curves."""
     facts = [f"epoch {record['epoch']}", f"step {record['step']}"]
-    names = (("val loss", "val/loss", "{:.4f}", 1), *CURVES, *_other_curves([record]))
+    names = (("val loss", "val/loss", "{:.4f}", 1), *CURVES, *_other_curves([record], best_by))
     values = ((title, number(record, key), show) for title, key, show, _ in names)
     return "  ".join([*facts, *(f"{title} {show.format(value)}" for title, value, show in values if value is not None)])
 
@@ -80,7 +80,9 @@ def epoch_table(run: RunInfo) -> list[str]:
     best = max((at for at, epoch in enumerate(epochs) if run.best and epoch == run.best["epoch"]), default=None)
     evenly = {round(at * (len(epochs) - 1) / (TABLE_ROWS - 2)) for at in range(TABLE_ROWS - 1)}
     shown = sorted(evenly if best is None else evenly | {best})
-    columns = [column for column in COLUMNS if any(column[1] in record for record in run.metrics)]
+    chosen = (figure(run.best_by).title, f"val/{run.best_by}", figure(run.best_by).show)
+    all_columns = COLUMNS if chosen in COLUMNS or chosen[1] == "val/loss" else (*COLUMNS[:-2], chosen, *COLUMNS[-2:])
+    columns = [column for column in all_columns if any(column[1] in record for record in run.metrics)]
     if any(key == "val/ema_top1" for _, key, _ in columns):  # the table fits 80 columns
         columns = [column for column in columns if column[1] != "val/top5"]
     table = [["epoch", *(title for title, *_ in columns), ""]]

@@ -1,17 +1,40 @@
 """What a run needs later is tried at its start: files, user code, room for batches."""
 
 from utils.data.augmentation.user_code import check_user_code
+from utils.data.images.manifest import Manifest
 from utils.data.splits.selection import Splits, check_files
 from utils.distributed.collective import collective
 from utils.distributed.group import DistEnv
 from utils.distributed.shared_memory import check_shared_memory
+from utils.errors import UserError
+from utils.figures import OF_TWO_CLASSES
 from utils.options.resolved import ResolvedConfig
+from utils.text import count
 
 
 @collective
 def check_start(config: ResolvedConfig, listed: Splits, env: DistEnv) -> None:
     """Raise UserError on all ranks for what would end the run later."""
     check_files(listed, config.data_dir, env)
+    check_best_by(config.best_by, config.num_classes, listed.get("val"))
     check_user_code(config, env)
     num_val = len(listed["val"]) if "val" in listed else round(config.val_fraction * len(listed["train"]))
     check_shared_memory(config, num_val, env)
+
+
+def check_best_by(best_by: str, num_classes: int, val: Manifest | None) -> None:
+    """Raise UserError where evaluations would not have the figure `--best-by`; `val` is None if it is not known yet."""
+    if best_by not in OF_TWO_CLASSES:
+        return
+    if num_classes != 2:
+        raise UserError(
+            f"--best-by {best_by}: is of two classes, and the network has {count(num_classes, 'class')}; give "
+            "macro_recall or another figure",
+            on_all_ranks=True,
+        )
+    if val is not None and len(set(val.labels.tolist())) < 2:
+        raise UserError(
+            f"--best-by {best_by}: needs validation images of both classes, and {val.title} has only "
+            f"{val.classes[int(val.labels[0])]}; add some, or give another figure",
+            on_all_ranks=True,
+        )

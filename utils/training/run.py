@@ -22,6 +22,7 @@ from utils.distributed.launcher import seconds_since_launch, terminate_torchrun
 from utils.distributed.startup import show_startup, startup_parts
 from utils.distributed.stop import StopRequest
 from utils.errors import RunFailed, Stopped, UserError
+from utils.figures import better_network, better_value, is_better
 from utils.log import SUMMARY, Log
 from utils.network.augment import BatchAugment
 from utils.network.freezing import AnyForwardBackward
@@ -35,7 +36,7 @@ from utils.training.state.checkpoint import RunRecord, create_checkpoint
 from utils.training.state.checkpoint_writer import CheckpointWriter, may_queue
 from utils.training.state.integrity import nonfinite_reason, require_finite_statistics, require_same_weights
 from utils.training.state.output import has_summary
-from utils.training.state.train_state import BestEpoch, TrainState, evaluation_top1
+from utils.training.state.train_state import BestEpoch, TrainState
 
 MIN_LOSS_SCALE = 1e-3  # in fp16: 26 steps that overflow, from torch's first scale
 
@@ -275,10 +276,12 @@ class Run:
         state.epoch += 1
         if result:
             state.result = {"epoch": state.epoch, "step": state.step} | result
-            self.log.evaluation(state.result | {"val/seconds": round(time.perf_counter() - self._evaluation_began, 3)})
-            top1 = evaluation_top1(result)
-            if state.best is None or top1 > state.best.top1:
-                new_best = BestEpoch(state.epoch, state.step, top1)
+            seconds = round(time.perf_counter() - self._evaluation_began, 3)
+            self.log.evaluation(state.result | {"val/seconds": seconds}, self.config.best_by)
+            by, value = self.config.best_by, better_value(result, self.config.best_by)
+            if is_better(by, value, state.best.value if state.best else None):
+                of_network = "" if better_network(result, by) == "model" else "ema_"
+                new_best = BestEpoch(state.epoch, state.step, result[f"val/{of_network}top1"], by, value)
             state.evaluations_since_best = 0 if new_best else state.evaluations_since_best + 1
         else:
             self.log.epoch_without_evaluation(state.epoch)

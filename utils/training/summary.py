@@ -3,6 +3,7 @@
 import itertools
 import operator
 from collections.abc import Iterator
+from typing import Any
 
 import timm
 import torch
@@ -17,7 +18,7 @@ from utils.data.splits.holdout import describe_shares
 from utils.data.splits.oddities import describe_oddities
 from utils.data.splits.selection import Splits, describe_exclusions
 from utils.errors import RunFailed
-from utils.figures import describe_figure, figures_of
+from utils.figures import better_value, describe_figure, describe_figures, figure, figures_of
 from utils.files import write_json
 from utils.log import SUMMARY
 from utils.options.flags import flag
@@ -31,7 +32,7 @@ from utils.training.resume.compatibility import changed_flags, format_change
 from utils.training.run import Run
 from utils.training.settings.batch_layout import layout_of, saved_layout
 from utils.training.state.checkpoint import BEST, Checkpoint
-from utils.training.state.train_state import TrainState, evaluation_top1
+from utils.training.state.train_state import TrainState
 
 
 def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: Checkpoint | None) -> dict[str, str]:
@@ -207,7 +208,7 @@ def _describe_start(run: Run, saved: Checkpoint) -> str:
 
 def _describe_end(run: Run) -> str:
     """What trains on a run whose epochs are done."""
-    best = f", best top-1 {run.state.best.top1:.2f} %" if run.state.best else ""
+    best = f", best {figure(run.state.best.by).title} {run.state.best.shown}" if run.state.best else ""
     epochs = f"All {run.config.epochs} epochs are" if run.config.epochs > 1 else "The epoch is"
     return (
         f"{epochs} done{best}. To train on, start a new run from its weights: --pretrained "
@@ -218,11 +219,12 @@ def _describe_end(run: Run) -> str:
 def _describe_early_end(run: Run) -> str:
     """Why `--patience` ends a run, and what trains on."""
     state, given = run.state, run.config.patience
-    best = f" than the {state.best.top1:.2f} % of epoch {state.best.epoch}" if state.best else ""
+    than = f" than the {state.best.shown} of epoch {state.best.epoch}" if state.best else ""
     number = state.evaluations_since_best
     evaluations = f"{number} evaluations" if number > 1 else "evaluation"
     return (
-        f"ended after epoch {state.epoch} of {run.config.epochs}: the last {evaluations} brought no better top-1{best} "
+        f"ended after epoch {state.epoch} of {run.config.epochs}: the last {evaluations} brought no better "
+        f"{figure(run.config.best_by).title}{than} "
         f"(--patience {given}); a higher --patience, or 0, trains on"
     )
 
@@ -243,7 +245,9 @@ def write_summary(run: Run, cpu_threads: int) -> None:
     totals = state.meter.totals
     figures = {name: value for name, value in figures_of(state.result).items() if name != "loss"}
     summary = figures | {
-        "best_top1": state.best.top1 if state.best else evaluation_top1(state.result),
+        "best_top1": state.best.top1 if state.best else better_value(state.result, "top1"),
+        "best_by": config.best_by,
+        "best_value": state.best.value if state.best else better_value(state.result, config.best_by),
         "epochs": state.epoch,
         "images_per_second": round(totals.images_per_second, 1),
         "data_wait": round(totals.data_wait, 4),
@@ -267,9 +271,16 @@ def write_summary(run: Run, cpu_threads: int) -> None:
             ) from error
     if run.env.is_main and (found := read_run(config.output_dir)) and len(found.evaluations) > 1:
         run.log.info("\n".join(epoch_table(found)))
+    _print_end(run, summary, cpu_threads)
+
+
+def _print_end(run: Run, summary: dict[str, Any], cpu_threads: int) -> None:
+    """The closing lines, of the content of summary.json."""
+    state, config, by, totals = run.state, run.config, run.config.best_by, run.state.meter.totals
+    shown = describe_figures(state.result, by, without=("loss",))
+    shown += [f"best {describe_figure(by, summary['best_value'])}"] if summary["best_value"] is not None else []
     run.log.info(
-        f"{'  '.join(itertools.starmap(describe_figure, figures.items()))}  best top-1 {summary['best_top1']:.2f} %  "
-        f"{state.seconds:.0f} s  {totals.images_per_second:,.0f} images/s\n"
+        f"{'  '.join(shown)}  {state.seconds:.0f} s  {totals.images_per_second:,.0f} images/s\n"
         f"{describe_wait(totals.data_wait, config, cpu_threads)}\n"
         f"{describe_timed(totals.steps, state.step)}"
         f"{describe_overflows(state)}"

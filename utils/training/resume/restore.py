@@ -257,7 +257,7 @@ def restore(
         ),
         state.env,
     )
-    if not (is_here and has_best):
+    if not (is_here and has_best) or (state.best and state.best.by != config.best_by):
         state.best = None
     return Restored(loader_state, Claim((state.epoch, state.step) if is_here else None, replaced))
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from utils.distributed.group import DistEnv
 from utils.distributed.launcher import seconds_since_launch
+from utils.figures import figure
 from utils.options.resolved import ResolvedConfig
 from utils.seed import random_state
 from utils.training.optimization.optim import create_ema, create_optimizer
@@ -28,12 +29,26 @@ class BestEpoch:
     Attributes:
         epoch: epochs that were trained, from 1.
         step: optimizer steps taken.
-        top1: percent, of the model or of its moving average, whichever is better.
+        top1: percent, of the network that is better.
+        by: the figure of `--best-by`.
+        value: of that figure, of the model or of its moving average, whichever is better; None in checkpoints without
+            `--best-by`, which have chosen by top-1.
     """
 
     epoch: int
     step: int
     top1: float
+    by: str = "top1"
+    value: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.value is None:
+            object.__setattr__(self, "value", self.top1)
+
+    @property
+    def shown(self) -> str:
+        """The value as lines show it, such as `76.30 %`."""
+        return figure(self.by).show.format(self.value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +111,7 @@ class TrainState:
         step: optimizer steps taken.
         best: what best.pt in the output folder holds; None if there is none.
         result: the last evaluation's record.
-        evaluations_since_best: in a row, without a better top-1.
+        evaluations_since_best: in a row, without a better one.
         started: `time.perf_counter()` at the launch, before the first import.
         earlier_seconds: wall time of the launches before this one.
     """
@@ -210,11 +225,6 @@ def create_state(config: ResolvedConfig, model: nn.Module, env: DistEnv, global_
         env=env,
         graphed_step=create_graphed_step(config, optimizer, env.device),
     )
-
-
-def evaluation_top1(result: dict[str, Any]) -> float:
-    """Percent, of the model or of its moving average, whichever is better; `result` has the keys of metrics.jsonl."""
-    return float(max(result["val/top1"], result.get("val/ema_top1", 0.0)))
 
 
 def float_buffers(module: nn.Module) -> dict[str, Tensor]:
