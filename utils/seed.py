@@ -23,6 +23,7 @@ class Stream(enum.Enum):
     PROXY = (5, ("seed", "rank", "epoch", "batch"))  # a DALI server from that batch of the epoch on
     IMAGE = (6, ("seed", "draw", "image"))  # of `--loader torch`; see `BatchSampler` for the draw
     CROPS = (7, ("seed", "epoch"))  # of all images that stay on the GPU; see utils.data.augmentation.crop_draws
+    WEIGHTED_ORDER = (8, ("seed", "epoch"))  # of training images that come unequally often
 
 
 def make_deterministic() -> None:

@@ -23,12 +23,22 @@ def test_classes_and_steps(tmp_path: Path) -> None:
                 path = root / split / f"class{number}" / "image.jpg"
                 path.parent.mkdir(parents=True)
                 Image.new("RGB", (size, 8), (number, 0, 0)).save(path)
-        lines = describe_oddities(splits_of(root), steps_per_epoch=10)
+        lines = describe_oddities(splits_of(root), steps_per_epoch=10, balance=0)
         assert [line[: len(text)] for line in lines] == ([text] if text else [])
-    (line,) = describe_oddities(splits_of(tmp_path / "6"), steps_per_epoch=9)
+    (line,) = describe_oddities(splits_of(tmp_path / "6"), steps_per_epoch=9, balance=0)
     assert line == "9 steps per epoch, as train/ has 6 images: a smaller --batch-size gives more"
-    (line,) = describe_oddities(splits_of(tmp_path / "6"), steps_per_epoch=1)
+    (line,) = describe_oddities(splits_of(tmp_path / "6"), steps_per_epoch=1, balance=0)
     assert line.startswith("1 step per epoch, ")
+
+
+def test_uneven_classes(data: Path, tmp_path: Path) -> None:
+    shutil.copytree(data, tmp_path / "data")
+    for path in sorted((tmp_path / "data" / "train" / "red").iterdir())[1:]:
+        path.unlink()
+    splits = splits_of(tmp_path / "data")
+    (line,) = [line for line in describe_oddities(splits, 10, balance=0) if "uneven" in line]
+    assert line.startswith("classes are uneven (blue 14 to red 1 image, 14 : 1): ")
+    assert not [line for line in describe_oddities(splits, 10, balance=0.5) if "uneven" in line]
 
 
 def test_copies(data: Path, tmp_path: Path) -> None:
@@ -42,7 +52,7 @@ def test_copies(data: Path, tmp_path: Path) -> None:
     splits = splits_of(tmp_path / "data")
     found = dict(find_copies(splits["train"], splits["val"]))
     assert found == {f"{split_class}/copy0.jpg": first, f"{split_class}/copy1.jpg": last}
-    (line,) = [line for line in describe_oddities(splits, 10) if line.startswith("val/")]
+    (line,) = [line for line in describe_oddities(splits, 10, balance=0) if line.startswith("val/")]
     assert "and 1 more of those that were compared" in line
 
 

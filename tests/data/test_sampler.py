@@ -4,9 +4,18 @@ import itertools
 
 import numpy as np
 import pytest
+from scipy.stats import chisquare
 from timm.data.distributed_sampler import RepeatAugSampler
 
-from utils.data.loaders.sampler import RandomSampler, RepeatedSampler, Sampler, permutation, shard
+from utils.data.loaders.sampler import (
+    RandomSampler,
+    RepeatedSampler,
+    Sampler,
+    WeightedSampler,
+    class_weights,
+    permutation,
+    shard,
+)
 
 # images, processes, batch size, batches per step; with and without a rest, down to one step and one image
 LAYOUTS = [
@@ -173,3 +182,66 @@ def test_shard_holds_every_image_on_one_rank(num_images: int, world_size: int) -
     for images in shards:
         assert images.dtype == np.int64
         assert images.tolist() == sorted(images.tolist())
+
+
+UNEVEN = np.repeat(np.arange(4), [1000, 300, 100, 10])  # labels of a set of 1:100
+
+
+def weighted(
+    balance: float, world_size: int = 1, rank: int = 0, batch_size: int = 12, seed: int = 0
+) -> WeightedSampler:
+    weights = class_weights(UNEVEN, balance)
+    return WeightedSampler(len(UNEVEN), batch_size // world_size, 1, rank, world_size, seed, weights=weights)
+
+
+@pytest.mark.parametrize(("balance", "exponent"), [(0.3, 0.7), (0.5, 0.5), (1, 0)])
+def test_classes_come_as_often_as_balance_says(balance: float, exponent: float) -> None:
+    """In proportion to n**(1 - balance); an image of weight w comes floor(w) or ceil(w) times."""
+    sampler, epochs = weighted(balance), 40
+    drawn = np.stack([sampler.at(epoch, np.arange(len(UNEVEN)))[0] for epoch in range(epochs)])
+    counts = np.stack([np.bincount(images, minlength=len(UNEVEN)) for images in drawn])
+    shares = np.bincount(UNEVEN) ** float(exponent)
+    expected = shares / shares.sum() * drawn.size
+    found = np.array([counts[:, label == UNEVEN].sum() for label in range(4)])
+    assert chisquare(found, expected).pvalue > 0.01
+    weights = expected / epochs / np.bincount(UNEVEN)
+    for label, weight in enumerate(weights):
+        of_class = counts[:, label == UNEVEN]
+        assert set(np.unique(of_class)) <= {int(weight), int(weight) + 1}
+        assert chisquare(of_class.sum(0)).pvalue > 1e-4, "all images of a class alike"
+
+
+def test_a_balance_of_0_has_each_image_once() -> None:
+    images, copies = weighted(0).at(3, np.arange(len(UNEVEN)))
+    assert sorted(images) == list(range(len(UNEVEN)))
+    assert not (copies - copies[0]).any()
+
+
+def test_a_copy_has_a_draw_of_its_own_in_the_whole_run() -> None:
+    pairs = {pair for epoch in range(5) for pair in zip(*weighted(1).at(epoch, np.arange(len(UNEVEN))), strict=True)}
+    assert len(pairs) == 5 * len(UNEVEN)
+
+
+def test_copies_are_spread_over_the_epoch() -> None:
+    images, _ = weighted(1).at(0, np.arange(len(UNEVEN)))
+    places = np.flatnonzero(UNEVEN[images] == 3) / len(UNEVEN)
+    assert abs(len(places) - len(UNEVEN) / 4) <= 10  # each of the ten comes 35 or 36 times
+    assert abs(places.mean() - 0.5) < 0.06
+
+
+@pytest.mark.parametrize("balance", [0.5, 1])
+def test_weighted_images_of_a_step_do_not_depend_on_the_processes(balance: float) -> None:
+    for batch in (0, 5, 200):
+        alone = weighted(balance)
+        for world_size in (2, 3):
+            ranks = [weighted(balance, world_size, rank) for rank in range(world_size)]
+            for read in (Sampler.indices, Sampler.draws):
+                assert np.concatenate([read(rank, batch) for rank in ranks]).tolist() == read(alone, batch).tolist()
+
+
+def test_weighted_order_is_frozen() -> None:
+    """Checkpoints rely on it: a change must raise `checkpoint.FORMAT`."""
+    frozen = [1352, 1172, 1398, 1102, 1374, 1401, 1314, 283, 1192, 698, 1406, 1408]
+    assert weighted(1).indices(0).tolist() == frozen
+    assert weighted(1).draws(0).tolist() == [0, 0, 1, 0, 1, 14, 0, 0, 0, 0, 22, 29]
+    assert weighted(1, seed=1).indices(0).tolist() != frozen

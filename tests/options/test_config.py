@@ -25,6 +25,7 @@ FIELDS = flag_fields()
 # A value other than the default for every field, so that none can be forgotten on the way.
 OTHER: dict[str, Any] = {
     "best_by": "loss",
+    "balance": 0.5,
     "data_dir": Path("some/images"), "output_dir": Path("some/run"), "arch": "resnet18", "epochs": 7,
     "batch_size": 12, "lr": 3e-05, "loader": "torch", "decode": "full", "image_size": 64, "val_resize": 72,
     "val_image_size": 72, "val_crop": "squash", "interpolation": "random",

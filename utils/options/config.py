@@ -36,6 +36,7 @@ PREFETCH = 6  # batches
 RUNS = Path("runs")  # holds the output folders that have no --output-dir
 
 _BELOW_1 = Limit(minimum=0, below=1)
+_SHARE = Limit(minimum=0, maximum=1)
 _PROBABILITY = Limit(minimum=0, maximum=1, noun="probability")
 
 
@@ -81,9 +82,7 @@ class TrainConfig:
     cache: Literal["auto", "none", "gpu", "host"] = _flag(
         "auto", DATA, "Where decoded training images are kept.", chosen=True
     )
-    prefetch: int | None = _flag(
-        None, DATA, "Batches that DALI prepares ahead of the step.", MIN_1, shown=str(PREFETCH)
-    )
+    prefetch: int | None = _flag(None, DATA, "Batches that DALI prepares ahead.", MIN_1, shown=str(PREFETCH))
     bad_files: Literal["error", "skip"] = _flag(
         "error", DATA, "What an image that cannot be decoded does: it ends the run, or is left out.",
         from_checkpoint=True,
@@ -129,6 +128,7 @@ class TrainConfig:
         0.0, DATA, "Share of train/ that is held out and validated on, where there is no val/.", _BELOW_1,
         shown="0, off", role="fixed", from_checkpoint=True,
     )  # fmt: skip
+    balance: float = _flag(0.0, DATA, "How evenly classes come; 1: all alike.", _SHARE, shown="0, off", role="fixed")
     workers: int | None = _flag(
         None, DATA, "CPU threads per process that load data; with --loader torch, worker processes.", MIN_1,
         shown="its share of the cores", chosen=True,
@@ -263,9 +263,7 @@ class TrainConfig:
         None, OPTIMIZATION, "Factor of each decay of --schedule step.", Limit(above=0, below=1), shown="0.1",
         role="logged",
     )  # fmt: skip
-    loss: str = _flag(
-        "cross-entropy", OPTIMIZATION, "Loss that training minimizes.", names=tuple(LOSSES), role="logged"
-    )
+    loss: str = _flag("cross-entropy", OPTIMIZATION, "Loss of training.", names=tuple(LOSSES), role="logged")
     bce_target_thresh: float | None = _flag(
         None, OPTIMIZATION, "With --loss bce, targets above this become 1, the others 0.", _BELOW_1, shown="off",
         role="logged",

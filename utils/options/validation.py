@@ -109,6 +109,16 @@ def _check_augmentation(config: TrainConfig) -> None:
             f"--repeated-augmentation {config.repeated_augmentation} with --loader stock: DALI's own reader gives each "
             "image once; use --loader dali"
         )
+    if config.balance and config.loader == "stock":
+        raise UserError(
+            f"--balance {config.balance:g} with --loader stock: DALI's own reader gives each image once; use --loader "
+            "dali"
+        )
+    if config.balance and config.repeated_augmentation > 1:
+        raise UserError(
+            f"--balance {config.balance:g} with --repeated-augmentation {config.repeated_augmentation}: both say how "
+            "often an image comes; leave one of them out"
+        )
 
 
 def _check_sources(config: TrainConfig) -> None:

@@ -128,7 +128,7 @@ def build(
 
     `listed` are the `splits` with the files that `--bad-files skip` excludes; `stack` closes what is opened here.
     """
-    sampler = create_sampler(config, len(splits["train"]), env)
+    sampler = create_sampler(config, splits["train"].labels, env)
     # What is refused is refused before the network, which takes seconds.
     replaced = files_to_replace(config, saved, env)
     identity = check_fingerprint(config, splits, env, saved)

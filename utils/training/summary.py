@@ -15,7 +15,7 @@ from utils.data.images.manifest import Manifest, describe_counts
 from utils.data.loaders.cache import CACHED
 from utils.data.loaders.settings import BY_DALI, LoaderSettings, feeds_from_memory
 from utils.data.splits.holdout import describe_shares
-from utils.data.splits.oddities import describe_oddities
+from utils.data.splits.oddities import class_sizes, describe_oddities
 from utils.data.splits.selection import Splits, describe_exclusions
 from utils.errors import RunFailed
 from utils.figures import better_value, describe_figure, describe_figures, figure, figures_of
@@ -51,13 +51,14 @@ def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: C
         "model": _describe_model(run),
         "data": _describe_data(splits),
         "images": f"{len(splits['train']):,} train, {_describe_val(splits['val'])}, {_describe_sizes(config)}",
+        "classes": f"{len(splits['train'].classes):,}, {class_sizes(splits['train'])}",
         "pixels": _describe_pixels(run, "the checkpoint" if saved else settings.reasons.get("pretrained", "")),
         "batch": f"{images} = {count(config.batch_size, 'image')} x {count(env.world_size, 'process')}"
         f" x {config.grad_accum_steps}; {count(run.sampler.steps_per_epoch, 'step')} per epoch",
         "lr": f"{describe_lr(config.lr, config.lr_scaling, images)}, {_describe_optimizer(run)}",
         "device": _describe_device(run),
         "loader": _describe_loader(config),
-        "output": f"{config.output_dir}",
+        "output": str(config.output_dir),
         "start": _describe_start(run, saved) if saved else run.origin,
     }
     if schedule := describe_schedule(config, images):
@@ -78,7 +79,7 @@ def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: C
         facts["changed"] = ", ".join(changes)
     for name, fact in facts.items():
         run.log.info(f"{name:>8}  {fact}", indent=10)
-    odd = describe_oddities(splits, run.sampler.steps_per_epoch) if env.is_main and saved is None else []
+    odd = [] if saved or not env.is_main else describe_oddities(splits, run.sampler.steps_per_epoch, config.balance)
     for line in [*([unusual] if unusual else []), *odd, *run.warnings]:
         run.log.info(f"warning: {line}")
     if run.is_done:

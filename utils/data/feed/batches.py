@@ -87,7 +87,7 @@ class BaseFeed:
             self._env = choose_env(device, rank, world_size)
             self._manifest = _list_images(self._given, split, classes)
             self._config = resolve_options(self._given, self._manifest, self._env)
-            sampler = create_sampler(self._config, len(self._manifest), self._env) if split == "train" else None
+            sampler = create_sampler(self._config, self._manifest.labels, self._env) if split == "train" else None
         self._sampler = sampler
         images = len(shard(len(self._manifest), self._env.rank, self._env.world_size))
         self._length = sampler.batches_per_epoch if sampler else -(-images // batch_size)

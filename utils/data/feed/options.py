@@ -36,7 +36,8 @@ UNUSED: dict[str, Any] = {
 PIXELS = {
     "train": (
         "batch_size", "image_size", "seed", "augment", "randaugment_magnitude", "randaugment_ops", "randaugment_std",
-        "color_jitter", "repeated_augmentation", "hflip", "crop_scale", "interpolation", "decode", "cache", "device",
+        "color_jitter", "repeated_augmentation", "balance", "hflip", "crop_scale", "interpolation", "decode", "cache",
+        "device",
     ),
     "val": ("batch_size", "image_size", "val_resize", "val_crop", "interpolation", "device"),
 }  # fmt: skip
@@ -54,6 +55,7 @@ class DataOptions(TypedDict, total=False):
         randaugment_std: standard deviation of its magnitude.
         color_jitter: brightness, contrast and saturation by a factor of 1 ± this at most.
         repeated_augmentation: copies of an image in an epoch, which then has one of so many images.
+        balance: how evenly classes come; 1 is equally often.
         hflip: probability of mirroring an image.
         crop_scale: smallest area of a crop, as a fraction of the image.
         interpolation: of crops and validation images, by default bilinear; random is of crops alone.
@@ -74,6 +76,7 @@ class DataOptions(TypedDict, total=False):
     randaugment_std: float
     color_jitter: float
     repeated_augmentation: int
+    balance: float
     hflip: float
     crop_scale: float
     interpolation: Literal["bilinear", "bicubic", "random"] | None

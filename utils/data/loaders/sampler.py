@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import ClassVar
 
 import numpy as np
@@ -13,6 +14,8 @@ from utils.errors import UserError
 from utils.options.resolved import ResolvedConfig
 from utils.seed import Stream, seed_sequence
 from utils.text import count
+
+_SHARES = 2**20  # of an image of mean weight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,16 +107,74 @@ class RepeatedSampler(Sampler):
         return permutation(self.num_images, self.seed, epoch)[images], epoch * self.repeats + copies
 
 
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class WeightedSampler(Sampler):
+    """Images come as often as their weights say; an epoch has as many positions as there are images.
+
+    Of weights whose mean is 1, an image of weight w comes floor(w) or ceil(w) times in an epoch, w times in the mean:
+    systematic sampling of a permutation, by one number for all images that follows from (seed, epoch). Each copy has a
+    draw of its own.
+
+    Attributes:
+        weights: float64 (num_images,), 0 or more, one of them above 0.
+    """
+
+    weights: NDArray[np.float64]
+
+    @functools.cached_property
+    def _shares(self) -> NDArray[np.int64]:
+        # Whole numbers, so that the last bit of a power or a sum, which machines may differ in, decides nothing.
+        shares: NDArray[np.int64] = np.rint(self.weights / self.weights.mean() * _SHARES).astype(np.int64)
+        return shares
+
+    @functools.cached_property
+    def _most_copies(self) -> int:
+        return int(self._shares.max() * self.num_images // self._shares.sum()) + 2
+
+    @functools.cached_property
+    def _epoch(self) -> Callable[[int], tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        return functools.lru_cache(maxsize=2)(self._draw_epoch)
+
+    def at(self, epoch: int, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        images, copies = self._epoch(epoch)
+        return images[positions], epoch * self._most_copies + copies[positions]
+
+    def _draw_epoch(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Image and number of its copy, from 0, at each position of an epoch: int64 (num_images,) each."""
+        order = permutation(self.num_images, self.seed, epoch)
+        random = random_state(Stream.WEIGHTED_ORDER, self.seed, epoch)
+        ends = np.cumsum(self._shares[order])
+        ends = ends * (self.num_images / ends[-1])
+        ends[-1] = self.num_images
+        counts = np.diff(np.floor(ends + random.random_sample()).astype(np.int64), prepend=0)
+        copies = np.arange(self.num_images) - np.repeat(np.cumsum(counts) - counts, counts)
+        shuffled = random.permutation(self.num_images)
+        return np.repeat(order, counts)[shuffled], copies[shuffled]
+
+
+def class_weights(labels: NDArray[np.int64], balance: float) -> NDArray[np.float64]:
+    """Weight of each image, float64 (num_images,): n**-balance in a class of n images.
+
+    All are 1 where `balance` is 0. Where it is 1, classes come equally often.
+    """
+    weights: NDArray[np.float64] = np.bincount(labels)[labels].astype(np.float64) ** -balance
+    return weights
+
+
 @functools.lru_cache(maxsize=2)  # a loader that reads ahead needs the next epoch's before this one is done
 def permutation(num_images: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Permutation of `range(num_images)` for one epoch: int64 (num_images,), read-only.
+    """Permutation of `range(num_images)` for one epoch: int64 (num_images,), read-only."""
+    order = random_state(Stream.ORDER, seed, epoch).permutation(num_images).astype(np.int64, copy=False)
+    order.setflags(write=False)
+    return order
+
+
+def random_state(stream: Stream, seed: int, epoch: int) -> np.random.RandomState:
+    """A generator of one epoch.
 
     NumPy promises that RandomState's stream never changes (NEP 19), so a checkpoint outlives NumPy's releases.
     """
-    random = np.random.RandomState(np.random.MT19937(seed_sequence(Stream.ORDER, seed, epoch)))
-    order = random.permutation(num_images).astype(np.int64, copy=False)
-    order.setflags(write=False)
-    return order
+    return np.random.RandomState(np.random.MT19937(seed_sequence(stream, seed, epoch)))
 
 
 def shard(num_images: int, rank: int, world_size: int) -> NDArray[np.int64]:
@@ -121,15 +182,19 @@ def shard(num_images: int, rank: int, world_size: int) -> NDArray[np.int64]:
     return np.arange(rank, num_images, world_size, dtype=np.int64)
 
 
-def create_sampler(config: ResolvedConfig, num_images: int, env: DistEnv) -> Sampler:
-    """The order of the training images.
+def create_sampler(config: ResolvedConfig, labels: NDArray[np.int64], env: DistEnv) -> Sampler:
+    """The order of the training images with these labels, int64 (num_images,).
 
     Raises:
         UserError: fewer images than processes, or than one global batch.
     """
+    num_images, repeats = len(labels), config.repeated_augmentation
     layout = (num_images, config.batch_size, config.grad_accum_steps, env.rank, env.world_size, config.seed)
-    repeats = config.repeated_augmentation
-    sampler = RandomSampler(*layout) if repeats == 1 else RepeatedSampler(*layout, repeats)
+    sampler: Sampler = RandomSampler(*layout)
+    if repeats > 1:
+        sampler = RepeatedSampler(*layout, repeats)
+    elif config.balance:
+        sampler = WeightedSampler(*layout, weights=class_weights(labels, config.balance))
     if num_images < env.world_size:
         raise UserError(
             f"--data-dir {config.data_dir}: {count(num_images, 'training image')} for "

@@ -13,18 +13,24 @@ from utils.data.splits.selection import Splits
 from utils.text import count, describe_alike
 
 FEW_STEPS = 10  # in an epoch
+UNEVEN = 10  # times as many images in a class as in another
 SAMPLE = 200  # validation images that are looked for in train/
 SAMPLE_SECONDS = 2.0
 
 
-def describe_oddities(splits: Splits, steps_per_epoch: int) -> list[str]:
-    """A line for each."""
+def describe_oddities(splits: Splits, steps_per_epoch: int, balance: float) -> list[str]:
+    """A line for each; `balance` is that of `--balance`."""
     train, val = splits["train"], splits["val"]
     lines = []
     if len(train.classes) == 1:
         lines.append(f"only one class ({train.classes[0]}): every network has 100 % there, and learns nothing")
     elif len(train.classes) <= 5:
         lines.append(f"{len(train.classes)} classes: top-5 is 100 % whatever the network says; look at top-1")
+    if not balance and _extremes(train)[1] >= UNEVEN:
+        lines.append(
+            f"classes are uneven ({class_sizes(train)}): top-1 is mostly that of the common ones; --best-by "
+            "macro_recall counts all alike, --balance 0.5 shows rare ones more often"
+        )
     if alike := describe_alike(train.classes, train.classes):
         lines.append(f"two classes look the same: {alike}")
     if steps_per_epoch < FEW_STEPS:
@@ -38,6 +44,20 @@ def describe_oddities(splits: Splits, steps_per_epoch: int) -> list[str]:
             "better than it is"
         )
     return lines
+
+
+def class_sizes(manifest: Manifest) -> str:
+    """The largest and the smallest class and their ratio, such as `red 500 to blue 5 images, 100 : 1`."""
+    (most, fewest), ratio = _extremes(manifest)
+    (name, images), (other, others) = most, fewest
+    return f"{name} {images:,} to {other} {count(others, 'image')}, {ratio:.3g} : 1"
+
+
+def _extremes(manifest: Manifest) -> tuple[list[tuple[str, int]], float]:
+    """Name and images of the largest class and of the smallest, and how many times larger the first is."""
+    counts = np.bincount(manifest.labels, minlength=len(manifest.classes))
+    found = [(manifest.classes[at], int(counts[at])) for at in (counts.argmax(), counts.argmin())]
+    return found, float(counts.max() / max(1, counts.min()))
 
 
 def find_copies(train: Manifest, val: Manifest) -> Iterator[tuple[str, str]]:

@@ -16,7 +16,7 @@ from utils.training.state.checkpoint import Checkpoint
 from utils.training.state.train_state import NETWORKS, RankState, ReplicatedState, TrainState
 
 FIXED = ("--arch", "--model-args", "--num-classes", "classes")  # decide which weights there are: none can be taken over
-ORDER = ("--seed", "--repeated-augmentation", "files of train/", "global batch")
+ORDER = ("--seed", "--repeated-augmentation", "--balance", "files of train/", "global batch")
 VALIDATION = (
     "files of val/", "--image-size", "--val-resize", "--val-image-size", "--val-crop", "--interpolation",
 )  # fmt: skip
