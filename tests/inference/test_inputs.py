@@ -84,20 +84,10 @@ def test_folders_of_shards_are_searched_as_those_of_images(tmp_path: Path) -> No
     assert list_inputs([str(data)]).shards == [data / "linked" / "a.tar"]
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("none", "no such file or folder"),
-        ("none*", "no file of that name"),
-        ("x.parquet", "x.parquet is parquet"),
-        ("empty", "no images in it, and no shards"),
-    ],
-)
-def test_sources_without_images(tmp_path: Path, source: str, message: str) -> None:
+def test_sources_without_images(tmp_path: Path) -> None:
     (tmp_path / "x.parquet").write_bytes(b"")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=message):
-        list_inputs([str(tmp_path / source)])
+    with pytest.raises(UserError, match=r"x\.parquet is parquet"):
+        list_inputs([str(tmp_path / "x.parquet")])
     (tmp_path / "y.ZIP").write_bytes(b"")
     with pytest.raises(UserError, match="a ZIP archive"):
         expand_sources([str(tmp_path / "*.ZIP")])

@@ -319,7 +319,7 @@ def test_every_field_explains_itself(field: dataclasses.Field[Any]) -> None:
 
 
 def test_every_number_has_limits() -> None:
-    """The limits of each flag are tested with its messages in tests/runs/test_refusals.py."""
+    """The limits of each flag are tested with its messages in tests/runs/test_refused_flags.py."""
     numbers = [field for field in FIELDS if {int, float} & {field.type, *typing.get_args(field.type)}]
     assert len(numbers) > 20
     assert [field.name for field in numbers if not flag_info(field).limits] == []
@@ -332,6 +332,7 @@ def test_every_number_has_limits() -> None:
         (Limit(minimum=0), -0.5, "-0.5: must be 0 or more and finite"),
         (Limit(above=0), 0.0, "0.0: must be more than 0 and finite"),
         (Limit(above=0), math.nan, "nan: must be more than 0 and finite"),
+        (Limit(maximum=1), -math.inf, "-inf: must be at most 1"),
         (Limit(above=0, maximum=1), 1.5, "1.5: must be more than 0 and at most 1"),
         (Limit(minimum=0, below=1), 1.0, "1.0: must be at least 0 and less than 1"),
         (Limit(below=2**31), 2**31, "2147483648: must be less than 2147483648"),

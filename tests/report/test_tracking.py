@@ -357,7 +357,6 @@ def test_what_cannot_be_sent_is_refused(
 ) -> None:
     monkeypatch.setitem(sys.modules, "trackio", sys)  # as if it were installed
     refuse = functools.partial(refused, main=track.main, program="track.py")
-    refuse(run, "--track", "none")("track.py: --track none: no tracker; give one of trackio, wandb, mlflow")
     refuse(tmp_path, "--track", "trackio")(f"track.py: {tmp_path}: has no metrics.jsonl; give the output folder of a")
     (run / "tracking.log").mkdir()
     refuse(run, "--track", "trackio")(f"track.py: {run}: cannot be written (Is a directory), and the tracker's run is")

@@ -38,16 +38,11 @@ class Malicious:
 CHECKPOINTS: dict[str, bytes] = {
     "empty": b"",
     "text": b"this is no checkpoint\n",
-    "long text": b"this is no checkpoint\n" * 1000,
-    "truncated": saved({"format": 1, "model": torch.zeros(100)})[:-200],
-    "half": saved({"format": 1, "model": torch.zeros(100)})[:100],
     "zip of nothing": b"PK\x05\x06" + bytes(18),
     "JPEG": b"\xff\xd8\xff\xe0" + bytes(100),
 }
 FOREIGN: dict[str, Any] = {
     "weights": {"fc.weight": torch.zeros(3)},
-    "list": [1, 2],
-    "tensor": torch.zeros(3),
     "next format": {"format": FORMAT + 1},
     "format of no number": {"format": torch.zeros(3)},
 }
@@ -58,7 +53,6 @@ def test_damaged_file(refused: Refused, good: list[str], tmp_path: Path, name: s
     path = tmp_path / "damaged.pt"
     path.write_bytes(CHECKPOINTS[name])
     refused(*good, "--resume", path)(f"--resume {path}:", "not a readable checkpoint", "give another file")
-    refused(*good, "--resume", path, "--evaluate")(f"--resume {path}:", "not a readable checkpoint")
     refused(*good, "--pretrained", path)(f"--pretrained {path}:", "not a readable weights file")
 
 
@@ -114,13 +108,11 @@ def finished_run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 OTHER_RUNS: dict[str, tuple[str, ...]] = {
-    "--seed 7": ("--seed: 0 then, 7 now",),
     "--seed 7 --hflip 0": ("--hflip: 0.5 then, 0 now; --seed: 0 then, 7 now",),
     "--arch test_vit": ("--arch: test_resnet then, test_vit now",),
     "--cache host": ("--cache: none then, host now",),
     "--loader torch": ("--loader: dali then, torch now", "DALI version: "),
     "--num-classes 5": ("--num-classes: 3 then, 5 now",),
-    "--ema-decay 0.9": ("--ema-decay",),
 }
 
 
@@ -132,22 +124,10 @@ def test_checkpoint_of_another_run(refused: Refused, data: Path, finished_run: P
     check(f"--resume {finished_run}/last.pt:", "its run had other settings", *OTHER_RUNS[flags], *remedies)
 
 
-@pytest.mark.parametrize(
-    ("flags", "fragments"),
-    [
-        (
-            "--batch-size 2",
-            ("--batch-size 2:", "1 process x 4 images, a global batch of 4", "on 1 process give --batch-size 4"),
-        ),
-        ("--grad-accum-steps 2", ("--batch-size 4:", "x --grad-accum-steps 2 give --batch-size 2 or leave it out")),
-        ("--grad-accum-steps 3", ("1 process x --grad-accum-steps 3: cannot share", "lower --grad-accum-steps")),
-    ],
-)
-def test_checkpoint_of_another_global_batch(
-    refused: Refused, data: Path, finished_run: Path, flags: str, fragments: tuple[str, ...]
-) -> None:
-    check = refused(*SHORT, "--data-dir", data, "--output-dir", finished_run, *flags.split())
-    check(*fragments, "start again: --name NEW")
+def test_checkpoint_of_another_global_batch(refused: Refused, data: Path, finished_run: Path) -> None:
+    check = refused(*SHORT, "--data-dir", data, "--output-dir", finished_run, "--grad-accum-steps", 2)
+    saved_by = "--batch-size 4: the checkpoint was saved by 1 process x 4 images, a global batch of 4; on 1 process"
+    check(f"{saved_by} x --grad-accum-steps 2 give --batch-size 2 or leave it out", "start again: --name NEW")
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
@@ -184,11 +164,6 @@ def test_checkpoint_without_bad_files(refused: Refused, data: Path, tmp_path: Pa
     )
 
 
-def test_evaluation_by_another_architecture(refused: Refused, data: Path, finished_run: Path) -> None:
-    check = refused(*TINY, "--data-dir", data, "--output-dir", finished_run, "--evaluate", "--arch", "test_vit")
-    check("--arch test_vit:", f"{finished_run}/best.pt holds test_resnet, another architecture; leave --arch out")
-
-
 def test_evaluation_on_other_classes(refused: Refused, data: Path, finished_run: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(data, other)
@@ -203,16 +178,17 @@ def test_checkpoint_with_a_flipped_bit(refused: Refused, good: list[str], finish
     content[len(content) // 2] ^= 1  # within a weight, which torch.load would read as another number
     path = tmp_path / "flipped.pt"
     path.write_bytes(content)
-    refused(*good, "--resume", path)(f"--resume {path}:", "not a readable checkpoint", "give another file")
+    for evaluate in ((), ("--evaluate",)):
+        check = refused(*good, "--resume", path, *evaluate)
+        check(f"--resume {path}:", "not a readable checkpoint", "give another file")
 
 
-@pytest.mark.parametrize("missing", ["fingerprint", "model", "optimizer", "ranks", "classes"])
 @pytest.mark.parametrize("evaluate", [(), ("--evaluate",)], ids=["train", "evaluate"])
 def test_checkpoint_that_lacks_a_part(
-    refused: Refused, good: list[str], finished_run: Path, tmp_path: Path, missing: str, evaluate: tuple[str, ...]
+    refused: Refused, good: list[str], finished_run: Path, tmp_path: Path, evaluate: tuple[str, ...]
 ) -> None:
     path = tmp_path / "partial.pt"
     checkpoint = torch.load(finished_run / "last.pt", weights_only=True)
-    del checkpoint[missing]
+    del checkpoint["optimizer"]
     torch.save(checkpoint, path)
-    refused(*good, "--resume", path, *evaluate)(f"--resume {path}:", "not a checkpoint of this version")
+    refused(*good, "--resume", path, *evaluate)(f"--resume {path}:", "not a checkpoint of this version", "a part")

@@ -12,26 +12,21 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
         "epochs", "batch-size", "workers", "num-classes", "grad-accum-steps", "log-steps", "eval-every"
     )],
     *[(f"--{name} -1", (f"--{name} -1:", "must be 0 or more")) for name in ("seed", "checkpoint-steps", "patience")],
-    *[(f"--{name} -1", (f"--{name} -1.0:", "must be 0 or more")) for name in (
+    *[(f"--{name} -1", (f"--{name} -1.0:", "must be 0 or more and finite")) for name in (
         "weight-decay", "warmup-epochs", "mixup", "cutmix", "clip-grad", "randaugment-std"
     )],
     *[(f"--{name} 4", (f"--{name} 4:", "must be 8 or more"))
       for name in ("image-size", "val-resize", "val-image-size")],
-    *[(f"--{name} {value}", (f"--{name} {float(value)}:", "at least 0 and less than 1"))
-      for name in ("momentum", "label-smoothing", "ema-decay", "val-fraction", "drop-rate", "drop-path")
-      for value in ("1", "1.5", "-0.1", "nan")],
-    *[(f"--{name} {value}", (f"--{name} {float(value)}:", "more than 0 and finite"))
-      for name in ("lr", "timeout") for value in ("0", "-1", "nan", "inf")],
-    *[(f"--crop-scale {value}", (f"--crop-scale {float(value)}:", "more than 0 and at most 1"))
-      for value in ("0", "2", "nan")],
-    *[(f"--{name} {value}", (f"--{name} {float(value)}:", "from 0 to 1"))
-      for name in ("hflip", "random-erase") for value in ("2", "-0.1", "nan")],
-    *[(f"--{name} {value}", (f"--{name} {value}:", "0 or more and finite"))
-      for name in ("mixup", "clip-grad", "weight-decay", "warmup-epochs") for value in ("inf", "nan")],
-    *[(f"--{name} {value}", (f"'--{name}'", f"'{value}'", NOT_WHOLE))
-      for name in ("epochs", "batch-size", "seed", "workers") for value in ("2.5", "abc", "1e3")],
-    *[(f"--{name} abc", (f"'--{name}'", "'abc'", NOT_NUMBER)) for name in ("lr", "hflip", "warmup-epochs")],
-    ("--batch-size -1", ("--batch-size -1:", "1 or more")),
+    *[(f"--{name} 1", (f"--{name} 1.0:", "at least 0 and less than 1")) for name in (
+        "momentum", "label-smoothing", "ema-decay", "val-fraction", "drop-rate", "drop-path"
+    )],
+    *[(f"--{name} 0", (f"--{name} 0.0:", "more than 0 and finite")) for name in ("lr", "timeout")],
+    ("--lr inf", ("--lr inf:", "more than 0 and finite")),
+    ("--crop-scale 2", ("--crop-scale 2.0:", "more than 0 and at most 1")),
+    *[(f"--{name} 2", (f"--{name} 2.0:", "from 0 to 1")) for name in ("hflip", "random-erase")],
+    *[(f"--{name} 2.5", (f"'--{name}'", "'2.5'", NOT_WHOLE)) for name in ("epochs", "batch-size", "seed", "workers")],
+    *[(f"--epochs {value}", ("'--epochs'", f"'{value}'", NOT_WHOLE)) for value in ("abc", "1e3")],
+    ("--lr abc", ("'--lr'", "'abc'", NOT_NUMBER)),
     (f"--seed {2**40}", (f"--seed {2**40}:", "less than 2147483648")),
     ("--loader foo", ("'--loader'", "'foo'", "dali, stock, proxy, torch, synthetic")),
     ("--decode foo", ("'--decode'", "'foo'", "auto, fused, full")),
@@ -46,7 +41,7 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
     ("--repeated-augmentation 0", ("--repeated-augmentation 0:", "at least 1 and at most 100")),
     # Combinations
     *[(f"--randaugment-{flag}", (f"--randaugment-{flag} without --augment randaugment:", "give that policy"))
-      for flag in ("magnitude 7", "ops 3", "std 0.5")],
+      for flag in ("magnitude 7", "ops 3")],
     ("--augment randaugment --color-jitter 0.4",
      ("--color-jitter 0.4 with the policy randaugment:", "leave one of them out")),
     ("--repeated-augmentation 3 --loader stock",
@@ -58,23 +53,17 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
     ("--eval-flip", ("--eval-flip without --evaluate:", "add --evaluate, or leave it out")),
     ("--bad-files ignore", ("'--bad-files'", "'ignore'", "error, skip")),
     ("--image-size 64 --val-resize 60", ("--val-resize 60:", "--image-size 64", "try --val-resize 73")),
-    ("--val-image-size 64 --val-resize 60", ("--val-resize 60:", "--val-image-size 64", "try --val-resize 73")),
     ("--val-image-size 48", ("--val-resize 36:", "--val-image-size 48", "try --val-resize 55")),
     *[(f"--val-split {name}", (f"--val-split {name}:", "a folder beside train/, such as val"))
       for name in ("sub/val", "..")],
     ("--val-split train", ("--val-split train:", "--val-fraction 0.1 holds out a tenth of them")),
     ("--warmup-epochs 1", ("--warmup-epochs 1:", "less than --epochs 1", "lower it")),
-    ("--warmup-epochs 3 --epochs 2", ("--warmup-epochs 3:", "less than --epochs 2")),
     ("--freeze-epochs 1", ("--freeze-epochs 1 without --pretrained:", "random layers", "give --pretrained")),
     ("--min-lr 0.5 --lr 0.5", ("--min-lr 0.5:", "less than --lr 0.5", "lower it")),
     ("--bce-target-thresh 0.2", ("--bce-target-thresh 0.2 with --loss cross-entropy:", "give --loss bce")),
     ("--bce-loss --loss cross-entropy", ("--bce-loss with --loss cross-entropy:", "give one of them")),
     ("--no-bce-loss --loss bce", ("--no-bce-loss with --loss bce:", "give one of them")),
     ("--loss mse", ("'--loss'", "'mse'", "cross-entropy, bce")),
-    ("--cooldown-epochs 1 --epochs 3", ("--cooldown-epochs 1 without --min-lr:", "give --min-lr")),
-    ("--min-lr 0.1 --schedule step", ("--min-lr 0.1 with --schedule step:", "leave it out")),
-    ("--decay-rate 0.5", ("--decay-rate 0.5 with --schedule cosine:", "use --schedule step")),
-    ("--schedule step", ("--decay-epochs 30:", "less than --epochs 1", "or use --schedule constant")),
     ("--sync-bn", ("--sync-bn with --device cpu:", "leave it out")),
     ("--sync-bn --fused-layers --device auto", ("--sync-bn with --fused-layers:", "leave --fused-layers out")),
     ("--sync-bn --device auto", ("--sync-bn without a GPU:", "leave it out")),
@@ -84,8 +73,6 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
     ("--arch test_vit --model-args global_pool=''", (
         "--model-args global_pool='':", "has no logits of 3 classes", "changes the head"
     )),
-    ("--model-args 3", ("--model-args 3: '3' is not NAME=VALUE", "a=1,b=[2,3]")),
-    ("--optimizer-args beta=1", ("--optimizer-args beta=1: sgd does not take beta", "it takes dampening")),
     ("--optimizer-args dampening=x", ("--optimizer-args dampening=x: sgd cannot be made with it (", "correct it")),
     ("--amp fp16", ("--amp fp16", "--device cpu", "use --amp none or bf16")),
     ("--cuda-graph", ("--cuda-graph", "--device cpu", "use --no-cuda-graph")),
@@ -113,14 +100,12 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
         ("--val-image-size 48:", "vit_tiny_patch16_224 cannot compute"),
     ),
     ("--batch-size 1", ("--image-size 32:", "a batch of 1 ", "another --batch-size")),
-    ("--optimizer sdg", ("--optimizer sdg:", "the closest are sgd, ")),
     ("--optimizer fusedsgd", ("--optimizer fusedsgd:", "here (", "give another")),  # apex's, CUDA only
     ("--optimizer adahessian", ("--optimizer adahessian:", "gradients of gradients", "give another")),
     ("--timeout 1e10", ("--timeout 1e+10:", "at most 1000000 seconds")),
     ("--resume nowhere.pt", ("--resume nowhere.pt:", "no such checkpoint", "give an existing file, auto or none")),
     ("--pretrained nowhere.pt", ("--pretrained nowhere.pt:", "no such file", "give a weights file")),
     ("--config nowhere.yaml", ("--config nowhere.yaml:", "No such file", "give a YAML file")),
-    ("--data-dir nowhere", ("--data-dir nowhere:", "no such folder", "train/ and val/")),
     # Flags
     ("--batchsize 4", ("--batchsize", "--batch-size", "--help")),
     ("--nothing-like-it", ("--nothing-like-it", "--help")),
@@ -129,9 +114,8 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
     ("--epochs 1 2", ("extra argument", "2", "--help")),
     ("--lr", ("'--lr'", "requires an argument", "--help")),
     ("--compile=3", ("'--compile'", "does not take a value", "--help")),
-    # Folders that cannot be written; permission bits would not stop root.
+    # A folder that cannot be written; permission bits would not stop root.
     ("--output-dir /proc/brisk", ("--output-dir /proc/brisk:", "cannot be written", "give another")),
-    ("--output-dir /dev/null", ("--output-dir /dev/null:", "cannot be written", "give another")),
 ]  # fmt: skip
 
 
@@ -140,7 +124,7 @@ def test_flags(refused: Refused, good: list[str], flags: str, fragments: tuple[s
     refused(*good, *flags.split())(*fragments)
 
 
-@pytest.mark.parametrize("flags", [(), ("--epochs", "1"), ("--loader", "torch")], ids=["none", "other", "torch"])
+@pytest.mark.parametrize("flags", [(), ("--loader", "torch")], ids=["none", "torch"])
 def test_missing_data_dir(refused: Refused, flags: tuple[str, ...]) -> None:
     refused(*flags)("--data-dir is missing", "train/ and val/", "--loader synthetic needs none")
 
@@ -163,11 +147,9 @@ def test_folder_in_place_of_an_output(refused: Refused, good: list[str], tmp_pat
     refused(*good, "--resume", "none")(f"--output-dir {tmp_path}/run:", f"{name} in it is a folder", "give another")
 
 
-@pytest.mark.parametrize("flag", ["--arch", "--optimizer", "--resume", "--pretrained", "--data-dir", "--output-dir"])
-def test_line_break_in_a_value_keeps_one_line(refused: Refused, good: list[str], tmp_path: Path, flag: str) -> None:
-    (tmp_path / "file").write_text("")
-    below = tmp_path / "file" if flag == "--output-dir" else tmp_path
-    refused(*good, flag, f"{below}/one\ntwo\r\x1b[2J")(flag, "one\\ntwo\\r\\x1b[2J")
+@pytest.mark.parametrize("flag", ["--arch", "--data-dir"])
+def test_line_break_in_a_value_keeps_one_line(refused: Refused, good: list[str], flag: str) -> None:
+    refused(*good, flag, "/gone/one\ntwo\r\x1b[2J")(flag, "one\\ntwo\\r\\x1b[2J")
 
 
 @pytest.mark.parametrize("flag", ["--data-dir", "--resume", "--pretrained", "--config", "--output-dir"])
@@ -180,19 +162,14 @@ def test_path_that_the_system_refuses(refused: Refused, good: list[str], flag: s
 CANNOT, MAPPING = ("cannot be read", "give a YAML file of flags"), ("must be a mapping like 'lr: 0.5'",)
 RECIPES: dict[str, tuple[str | bytes, tuple[str, ...]]] = {
     "list": ("- lr\n- 1\n", (*MAPPING, "not list")),
-    "text": ("hello", (*MAPPING, "not str")),
-    "number": ("3", (*MAPPING, "not int")),
-    "unknown key": ("batchsize: 3", ("unknown key 'batchsize'", "the closest is 'batch-size'")),
     "unknown underscore": ("label_smooth: 3", ("unknown key 'label_smooth'", "the closest is 'label-smoothing'")),
     "key of no text": ("3: 4", ("unknown key '3'", "the closest is")),
     "key of two lines": ('"a\\nb": 3', ("unknown key 'a\\nb'", "the closest is")),
     "recipe in recipe": ("config: other.yaml", ("unknown key 'config'",)),
-    "fraction": ("batch-size: 2.5", ("'--batch-size'", "'2.5'", "not a whole number")),
     "true for a number": ("lr: true", ("lr: True is not allowed", "give one value")),
     "number for a switch": ("compile: 3", ("compile: 3 is not allowed", "give true or false")),
     "text for a switch": ("evaluate: 'yes'", ("evaluate: 'yes' is not allowed", "give true or false")),
     "list of values": ("lr: [0.1, 0.2]", ("lr: [0.1, 0.2] is not allowed", "give one value")),
-    "date": ("lr: 2020-01-01", ("'--lr'", "'2020-01-01'", "not a number")),
     "choice": ("loader: foo", ("'--loader'", "'foo'", "dali, stock, proxy, torch, synthetic")),
     "no as a choice": ("amp: no", ("amp: False is not allowed", "give one value")),
     "range": ("lr: -1", ("--lr -1.0:", "more than 0")),
@@ -203,11 +180,9 @@ RECIPES: dict[str, tuple[str | bytes, tuple[str, ...]]] = {
     "nested too deep": ("[" * 5000, CANNOT),
     "too long": ("lr: 1 #" + "x" * 1_000_000, (*CANNOT, "more than 1,000,000 characters")),
     "unclosed": ("lr: [1", CANNOT),
-    "two colons": ("lr: 1: 2", CANNOT),
     "two documents": ("lr: 1\n---\nlr: 2", CANNOT),
     "object": ("lr: !!python/object/apply:os.system ['true']", CANNOT),
     "not UTF-8": (b"lr: \xff\xfe", CANNOT),
-    "binary": (b"\x00\x01\x02\x7fELF", CANNOT),
 }
 
 
@@ -216,7 +191,7 @@ def test_recipe(refused: Refused, data: Path, tmp_path: Path, name: str) -> None
     content, fragments = RECIPES[name]
     path = tmp_path / "recipe.yaml"
     path.write_bytes(content.encode() if isinstance(content, str) else content)
-    by_flag = name in ("fraction", "date", "choice", "range")  # held to the command line's rules, in its words
+    by_flag = name in ("choice", "range")  # held to the command line's rules, in its words
     # None of the keys above is among these flags; a recipe that slips through makes a short run elsewhere.
     flags = ("--arch", "test_resnet", "--image-size", "32", "--workers", "1", "--device", "cpu", "--epochs", "1")
     refused(*flags, "--data-dir", data, "--output-dir", tmp_path / "run", "--config", path)(

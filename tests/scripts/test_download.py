@@ -195,22 +195,12 @@ def test_a_damaged_archive_is_refused_and_downloaded_anew(server: Server, tmp_pa
     assert_complete(folder, tmp_path / "source" / "imagenette2-160")
 
 
-def test_refusals(server: Server, tmp_path: Path, refused: Refused) -> None:
+def test_addresses_without_an_answer_are_refused(server: Server, tmp_path: Path, refused: Refused) -> None:
     refuse = functools.partial(refused, main=download.main, program="download.py")
-    folder = tmp_path / "data"
-    to = ("--output-dir", folder)
-    refuse("food", *to)("download.py: food: no known data set; give one of imagenette")
-    refuse("imagenette", *to, "--size", "64")("download.py: --size 64: not one of 160, 320, full")
-    refuse("imagenette", *to, "--url", "a.tgz")("download.py: --url a.tgz: no address; give https://")
+    words = ("imagenette", "--output-dir", tmp_path / "data", "--url")
     missing = server.url.replace("imagenette2", "other")
-    refuse("imagenette", *to, "--url", missing)(f"download.py: {missing}: cannot be downloaded (HTTP Error 404: Not")
-    refuse("imagenette", *to, "--url", "http://127.0.0.1:9/a")("cannot be downloaded (<urlopen error [Errno 111]")
-    refuse("imagenette", *to, "--url", f"file://{tmp_path}/none")("cannot be downloaded (<urlopen error")
-    folder.mkdir()
-    (folder / "mine").touch()
-    refuse("imagenette", *to)(f"download.py: --output-dir {folder}: exists and is not this data set; name another")
-    refuse("imagenette", "--output-dir", "/proc/a/b")("download.py: /proc/a/b: cannot be written (No such file or")
-    assert sorted(path.name for path in folder.iterdir()) == ["mine"]
+    refuse(*words, missing)(f"download.py: {missing}: cannot be downloaded (HTTP Error 404: Not")
+    refuse(*words, "http://127.0.0.1:9/a")("cannot be downloaded (<urlopen error [Errno 111]")
 
 
 def test_an_archive_can_be_a_file(server: Server, tmp_path: Path) -> None:

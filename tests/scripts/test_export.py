@@ -52,9 +52,6 @@ def test_formats_of_one_network_share_a_folder(
 
     before = snapshot(out)
     arguments = (best, "--format", "timm", "--output-dir", out)
-    refused(*arguments, main=export.main, program="export.py")(
-        f"--output-dir {out}: has model.safetensors; give another folder, or --overwrite to replace it"
-    )
     other = read_checkpoint(best.parent, "best.pt") | {"classes": ["one", "two"]}
     torch.save(other, tmp_path / "other.pt")
     refused(tmp_path / "other.pt", "--format", "onnx", "--output-dir", out, main=export.main, program="export.py")(

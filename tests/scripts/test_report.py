@@ -145,14 +145,10 @@ def test_refusals(folders: list[Path], tmp_path: Path, refused: Refused) -> None
     def check(*flags: object, fragments: tuple[str, ...]) -> None:
         refused(*flags, main=report.main, program="report.py")(*fragments)
 
-    check(tmp_path / "none", fragments=(f"{tmp_path}/none: no such folder",))
-    check(tmp_path, fragments=(f"{tmp_path}: not an output folder", "scripts/runs.py lists the runs"))
-    output = tmp_path / "no" / "page.html"
-    check(folders[0], "--output", output, fragments=(f"--output {output}: cannot be written (No such file",))
     broken = tmp_path / "broken"
     shutil.copytree(folders[0], broken)
     lines = (broken / "metrics.jsonl").read_text().splitlines()
-    for line in ("nonsense", "[1]", '{"step": "one", "epoch": 1}'):
+    for line in ("[1]", '{"step": "one", "epoch": 1}'):
         (broken / "metrics.jsonl").write_text("\n".join([lines[0], line, *lines[1:]]))
         check(broken, fragments=(f"{broken}/metrics.jsonl: line 2 of {len(lines) + 1} is no record of train.py",))
     shutil.copy(folders[0] / "metrics.jsonl", broken)

@@ -54,14 +54,8 @@ def test_classes_that_are_numbers_are_names(tmp_path: Path) -> None:
 
 GOOD = "b.jpg,n01\na.JPEG,n03\n"
 REFUSED = {
-    "no label": (GOOD, r"val.csv: has no label for 1 image of .*val \(c.png\); add lines, or remove the images"),
-    "missing": (GOOD + "c.png,n02\nd.png,n01\n", r"names 1 file missing in .*val \(d.png in line 4\); copy"),
-    "other class": (GOOD + "c.png,n09\n", r"line 3 has the label 'n09', which is none of the 3 classes of train/"),
     "number too high": ("b.jpg,0\na.JPEG,3\nc.png,1\n", "line 1 has the label '0', which is none"),
     "negative": ("b.jpg,0\na.JPEG,-1\nc.png,1\n", "has the label '0', which is none"),
-    "ambiguous": ("b.jpg,1\na.JPEG,2\nc.png,1\n", "labels 1 to 2 of 3 classes may count from 0 or from 1; write"),
-    "twice": (GOOD + "c.png,n02\nb.jpg,n02\n", "line 4 labels b.jpg, as line 1 does; remove one of them"),
-    "three columns": (GOOD + "c.png,n02,1\n", "line 3 is 'c.png,n02,1'; it must be a file name and a class"),
     "one column": ("b.jpg\n", "line 1 is 'b.jpg'; it must be"),
     "no class": (GOOD + "c.png,\n", "line 3 is 'c.png,'; it must be"),
     "empty": ("", "has no label for 3 images"),
@@ -74,13 +68,6 @@ def test_mistakes_in_a_csv(tmp_path: Path, case: str) -> None:
     with pytest.raises(UserError, match=expected) as caught:
         label(tmp_path, text)
     assert "\n" not in str(caught.value)
-
-
-def test_a_csv_that_is_no_text(tmp_path: Path) -> None:
-    write_flat(tmp_path / "val")
-    (tmp_path / "val.csv").write_bytes(b"b.jpg,\xff\n")
-    with pytest.raises(UserError, match=r"val.csv: no CSV of UTF-8 text"):
-        label_flat(tmp_path / "val", CLASSES)
 
 
 def test_folders_that_are_not_flat_or_have_no_labels(tmp_path: Path) -> None:
@@ -126,9 +113,6 @@ def test_labels_of_the_devkit(tmp_path: Path, where: str) -> None:
     write_devkit(tmp_path / where, "2\n3\n1\n1\n")
     (folder / "cat.jpg").touch()
     with pytest.raises(UserError, match=r"cat.jpg: no label, .* has 4 lines"):
-        label_flat(folder, CLASSES)
-    (tmp_path / where / "meta.mat").write_bytes(b"x" * 200)
-    with pytest.raises(UserError, match=r"meta.mat: not the devkit's"):
         label_flat(folder, CLASSES)
     (tmp_path / where / "meta.mat").unlink()
     with pytest.raises(UserError, match=r"meta.mat: cannot be read"):

@@ -89,7 +89,6 @@ def test_a_gap_in_a_series_is_named(tmp_path: Path, folder: str, first: int) -> 
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["train-0-of-2.tar"], "train-1-of-2.tar is missing"),
         (["train-1-of-3.tar", "train-2-of-3.tar"], "train-0-of-3.tar is missing"),
         ([f"train-{n}-of-2.tar" for n in range(4)], "train-2-of-2.tar is beyond the end of its series of 2"),
         (["test-0-of-2.tar", "val.tar"], None),  # of a split that is not used
@@ -130,14 +129,6 @@ def test_a_gap_in_a_series_is_named(tmp_path: Path, folder: str, first: int) -> 
             "has shards train-...-of-1.tar and train-...-of-2.tar, two copies of one split",
         ),
         (["a-train-0-of-1.tar", "b-train-0-of-1.tar"], None),
-        (
-            ["train-0-of-1.tar", "train-0-of-2.tar", "train-1-of-2.tar"],
-            "has shards train-...-of-1.tar and train-...-of-2.tar, two copies of one split",
-        ),
-        (
-            ["train-0.tar", "train/0.tar"],
-            r"has shards of train (train-0.tar, ...) and a folder train/ with shards (0.tar, ...)",
-        ),
     ],
 )
 def test_doubtful_series(tmp_path: Path, names: list[str], message: str | None) -> None:

@@ -122,32 +122,21 @@ ANEW = r".*; write the shard "
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "an empty file without records; delete it, or copy the shard again from its source"),
         (
             GOOD[:-1],
             rf"record 0 at byte 0 goes on to byte {len(GOOD)}, but the shard ends at byte {len(GOOD) - 1}{COPY}",
         ),
-        (GOOD + GOOD[:200], SECOND + "goes on to byte" + COPY),
         (GOOD + GOOD[:5], SECOND + "goes on to byte" + COPY),
         (GOOD + part(0, image(b"a")), SECOND + rf"goes on to byte {len(GOOD) + 36}, " + COPY),  # no padding
-        (GOOD + bytes(40), SECOND + rf"has 0x00000000 at byte {len(GOOD)} instead of 0xced7230a" + COPY),
         (GOOD + part(2, bytes(40)), SECOND + "is not as its writer left it" + COPY),
         (GOOD + part(3, bytes(40)), SECOND + "is not as its writer left it" + COPY),
         (GOOD + part(4, bytes(40)), SECOND + "is not as its writer left it" + COPY),
-        (GOOD + part(1, bytes(40)) + GOOD, SECOND + "is not as its writer left it" + COPY),
         (GOOD + part(1, bytes(40)) + part(1, bytes(40)), SECOND + "is not as its writer left it" + COPY),
         (GOOD + part(1, bytes(40)), SECOND + "goes on to byte" + COPY),
         (GOOD + part(1, bytes(40)) + bytes(40), SECOND + r"has 0x00000000 at byte \d+ instead of" + COPY),
         (GOOD + part(1, bytes(41)) + part(3, bytes(40)), SECOND + r"is split at byte \d+, which is no multiple of 4"),
-        (
-            GOOD + record(b"text"),
-            SECOND + "has no header of 24 bytes, as im2rec writes it; write the shard with im2rec",
-        ),
-        (GOOD + record(image(b"")), SECOND + "has no image" + ANEW),
         (GOOD + record(image(b"", labels=(1,))), SECOND + "has no image" + ANEW),
         (GOOD + record(image(b"", labels=(1,))[:-2]), SECOND + "has no image" + ANEW),
-        (GOOD + record(image(IMAGES[0], labels=(1, 2))), SECOND + "has 2 labels; write the shard again with one label"),
-        (GOOD + record(image(IMAGES[0], 1.5)), SECOND + "has the label 1.5, not a whole number from 0 on" + ANEW),
         (GOOD + record(image(IMAGES[0], labels=(0.25,))), SECOND + "has the label 0.25, not a whole" + ANEW),
         (GOOD + record(image(IMAGES[0], -1)), SECOND + "has the label -1, not a whole number from 0 on" + ANEW),
         (GOOD + record(image(IMAGES[0], math.nan)), SECOND + "has the label nan, not a whole number" + ANEW),

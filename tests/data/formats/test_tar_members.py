@@ -154,7 +154,6 @@ def test_a_size_in_base_256_no_magic_and_a_signed_checksum(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("members", "message"),
     [
-        ([soft("1.jpg", "/data/1.jpg")], "1.jpg: a link to /data/1.jpg, which is not in the tar; write the tar with"),
         ([soft("a/1.jpg", "../../1.jpg")], "a/1.jpg: a link to ../../1.jpg, which is not in the tar"),
         ([soft("1.jpg", "2.jpg"), soft("2.jpg", "1.jpg")], "1.jpg: a link to 2.jpg, which is not in the tar"),
         ([soft("1.jpg", "1.jpg")], "1.jpg: a link to 1.jpg, which is not in the tar"),
@@ -163,7 +162,6 @@ def test_a_size_in_base_256_no_magic_and_a_signed_checksum(tmp_path: Path) -> No
         ([file("1.jpg"), hard("1.cls", "gone.cls")], "1.cls: a link to gone.cls, which is not in the tar"),
         ([(member("1.jpg", kind=tarfile.FIFOTYPE), b"")], "1.jpg: a member of type '6', no file"),
         ([(member("1.jpg", b"x", b"M"), b"x")], "1.jpg: a member of type 'M', no file"),
-        ([file("1.jpg"), file("1.jpg"), file("1.cls")], "1.jpg: comes twice; write the tar again with one of the two"),
         ([file("1.cls"), file("1.jpg"), file("1.CLS")], "1.cls: comes twice"),
         ([file("1.jpg"), file("1.cls"), file("2.jpg"), file("2.cls"), file("1.cls")], "1.cls: comes twice"),
         ([file("1.cls"), file("1.jpg"), file("2.cls"), file("1.jpg")], "1.jpg: comes twice"),
@@ -198,18 +196,12 @@ def test_sparse_files_are_named(tmp_path: Path, flags: str, holes: int) -> None:
         list(webdataset.scan(path))
 
 
-def first_again(content: bytes) -> bytes:
-    return content + content
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (first_again, "has more behind it, as tars that were joined by cat; unpack it with tar --ignore-zeros"),
         (lambda content: content + b"x", "ends before byte 10,240, but has more behind it"),
         (lambda content: content[:2560] + b"\0" * 512 + content[:2560] + bytes(1024), "ends before byte 3,072, but"),
         (lambda content: content[:2560] + bytes(3 << 20) + b"x" * 7, "ends before byte 3,148,288, but"),
-        (lambda content: content[:2048], "cut off, the block of zeros that ends a tar is missing"),
         (lambda content: content[:2048] + bytes(300), "cut off, the block of zeros that ends a tar is missing"),
         (lambda content: content[:1600], "cut off, the block of zeros that ends a tar is missing"),
         (lambda content: content[:1024] + b"9" + content[1025:], "damaged at byte 1,024"),  # its name

@@ -165,42 +165,27 @@ ANEW = r".*; write the shard again with "
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "an empty file without records; delete it, or copy the shard again from its source"),
         (
             GOOD[:-1],
             rf"record 0 at byte 0 goes on to byte {len(GOOD)}, but the shard ends at byte {len(GOOD) - 1}{COPY}",
         ),
-        (GOOD + GOOD[:200], SECOND + "goes on to byte" + COPY),
         (GOOD + GOOD[:5], SECOND + "goes on to byte" + COPY),
-        (GOOD + bytes(100), SECOND + "has a wrong checksum of its length" + COPY),
         (GOOD + b"\x1f\x8b" + GOOD, SECOND + "has a wrong checksum of its length" + COPY),
         (GOOD + framed(b""), SECOND + r"has no image as image/encoded or image \(keys: none\)" + ANEW),
-        (GOOD + framed(example(LABEL)), SECOND + r"has no image as .*\(keys: label\)" + ANEW),
-        (GOOD + framed(example(IMAGE)), SECOND + r"has no label as image/class/label or label \(keys: image\)" + ANEW),
         (
             GOOD + framed(example(*(feature(key, field(1, 1), 3) for key in "dcba"))),
             SECOND + r"has no image as .* \(keys: a, b, c, d\)" + ANEW,
         ),
-        (GOOD + framed(example(feature("image", field(1, b""), 1), LABEL)), SECOND + "has an empty image"),
         (GOOD + framed(example(feature("image", b"", 1), LABEL)), SECOND + "has 0 values of image as bytes" + ANEW),
         (GOOD + framed(example(field(1, field(1, b"image")), LABEL)), SECOND + "has 0 values of image as bytes" + ANEW),
         (
             GOOD + framed(example(feature("image", field(1, b"a") * 2, 1), LABEL)),
             SECOND + "has 2 values of image" + ANEW,
         ),
-        (
-            GOOD + framed(example(feature("label", field(1, b"cat"), 1), IMAGE)),
-            SECOND + "has 0 values of label as an integer" + ANEW,
-        ),
         (GOOD + framed(example(feature("label", field(1, 1) * 2, 3), IMAGE)), SECOND + "has 2 values of label" + ANEW),
         (GOOD + framed(example(feature("label", field(1, b"\1\2"), 3), IMAGE)), SECOND + "has several labels" + ANEW),
-        (
-            GOOD + framed(example(feature("label", field(1, (1 << 64) - 1), 3), IMAGE)),
-            SECOND + "has the label -1, which is no class; take the shards of a split with labels",
-        ),
         (GOOD + framed(b"\x0a\x7f"), SECOND + r"is no tf.train.Example message \(a field at byte \d+ goes on" + COPY),
         (GOOD + framed(b"\x0b"), SECOND + r"is no tf.train.Example message \(a field of type 3 at byte \d+\)" + COPY),
-        (GOOD + framed(b"\xff" * 30), SECOND + r"is no tf.train.Example message \(a number without end\)" + COPY),
     ],
 )
 def test_damage_is_one_line_with_the_record_and_a_remedy(tmp_path: Path, content: bytes, message: str) -> None:

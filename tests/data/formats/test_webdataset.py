@@ -1,8 +1,6 @@
 """WebDataset tars, of the library and of tar programs, against Python's tarfile; and damaged ones."""
 
-import gzip
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -46,61 +44,17 @@ def test_labels(tmp_path: Path, members: dict[str, bytes], expected: list[tuple[
     assert [(entry.key, entry.label) for entry in webdataset.scan(path)] == expected
 
 
-def cut(content: bytes) -> bytes:
-    return content[:1500]
-
-
 @pytest.mark.parametrize(
-    ("members", "change", "message"),
+    ("members", "message"),
     [
-        ({"1.jpg": b"x" * 3000, "1.cls": b"7"}, cut, "cut off in the member at byte 0"),
-        ({"1.jpg": b"x", "1.cls": b"7"}, gzip.compress, "compressed (gzip)"),
-        ({"1.jpg": b"x", "1.cls": b"7"}, lambda _: b"text " * 500, "not a tar"),
-        (
-            {"1.jpg": b"x", "1.cls": b"7"},
-            lambda content: content[:2048] + b"?" * 512 + content[2560:],
-            "damaged at byte",
-        ),
-        (
-            {"1.jpg": b"x", "2.jpg": b"y", "1.cls": b"7"},
-            None,
-            ":2.jpg: an image without a label; it needs a file 2.cls",
-        ),
-        (
-            {"1.05.jpg": b"x", "1.05.cls": b"7"},
-            None,
-            ":1.05.jpg: an image without a label; it needs a file 1.cls, or 1.json with the key label, as WebDataset "
-            "splits a name at its first dot: leave out the dots before the suffix",
-        ),
-        (
-            {f"22.{number}.jpg": b"x" for number in range(1001)},
-            None,
-            ":22: 1,001 images of one key (.0.jpg .1.jpg .10.jpg and 998 more); give each a key of its own, as "
-            "WebDataset splits a name at its first dot",
-        ),
-        (
-            {"1.gif": b"x", "1.cls": b"7"},
-            None,
-            ":1.gif: has a label, but is no image by its name; convert it to one that",
-        ),
-        ({"1.json": b'{"label": 7}', "1.npy": b"x"}, None, ":1.npy: has a label, but is no image by its name"),
-        ({"a/1.jpg": b"x", "b/1.jpg": b"x"}, None, "the key label; if its folder is the class, unpack the tar"),
-        ({"1.jpg": b"x", "1.cls": b""}, None, ":1.cls: no label in it"),
-        ({"1.jpg": b"x", "1.json": b"[1"}, None, ":1.json: no label in it"),
-        (
-            {"1.jpg": b"x", "1.png": b"y", "1.cls": b"1"},
-            None,
-            ":1: 2 images of one key (.jpg .png); give each a key of its own",
-        ),
-        ({"1.jpg": b"x", "1.cls": b"1" * 2_000_000}, None, "1.cls has 2,000,000 bytes"),
+        ({"1.json": b'{"label": 7}', "1.npy": b"x"}, ":1.npy: has a label, but is no image by its name"),
+        ({"a/1.jpg": b"x", "b/1.jpg": b"x"}, "the key label; if its folder is the class, unpack the tar"),
+        ({"1.jpg": b"x", "1.json": b"[1"}, ":1.json: no label in it"),
+        ({"1.jpg": b"x", "1.cls": b"1" * 2_000_000}, "1.cls has 2,000,000 bytes"),
     ],
 )
-def test_damage_is_named(
-    tmp_path: Path, members: dict[str, bytes], change: Callable[[bytes], bytes] | None, message: str
-) -> None:
+def test_damage_is_named(tmp_path: Path, members: dict[str, bytes], message: str) -> None:
     path = write_tar(tmp_path / "train.tar", members, tarfile.USTAR_FORMAT)
-    if change is not None:
-        path.write_bytes(change(path.read_bytes()))
     with pytest.raises(UserError) as error:
         list(webdataset.scan(path))
     assert str(error.value).startswith(str(path))
