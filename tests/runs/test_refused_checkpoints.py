@@ -16,6 +16,7 @@ from tests.conftest import TINY, Refused
 from tests.forked import launch_series
 from tests.harness import assert_refused
 from tests.runs.conftest import SHORT
+from tests.training.checkpoints import with_flipped_bit
 from utils.training.state.checkpoint import FORMAT
 
 
@@ -174,10 +175,8 @@ def test_evaluation_on_other_classes(refused: Refused, data: Path, finished_run:
 
 
 def test_checkpoint_with_a_flipped_bit(refused: Refused, good: list[str], finished_run: Path, tmp_path: Path) -> None:
-    content = bytearray((finished_run / "last.pt").read_bytes())
-    content[len(content) // 2] ^= 1  # within a weight, which torch.load would read as another number
     path = tmp_path / "flipped.pt"
-    path.write_bytes(content)
+    path.write_bytes(with_flipped_bit(finished_run / "last.pt"))  # torch.load would read another number
     for evaluate in ((), ("--evaluate",)):
         check = refused(*good, "--resume", path, *evaluate)
         check(f"--resume {path}:", "not a readable checkpoint", "give another file")

@@ -1,6 +1,7 @@
-"""Checkpoints of runs that never were, for tests of what is read from one."""
+"""Checkpoints of runs that never were, for tests of what is read from one; and damaged ones."""
 
 import dataclasses
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -20,3 +21,12 @@ def checkpoint_of(config: ResolvedConfig, world_size: int = 1, fingerprint: dict
     record = dataclasses.replace(RECORD, fingerprint=fingerprint or RECORD.fingerprint)
     ranks = [RankState(loader={}, random={}, meter={}, buffers={}) for _ in range(world_size)]
     return Checkpoint(config, record, state, ranks, saved_at=0.0, launch_ids=[], path=Path("last.pt"))
+
+
+def with_flipped_bit(path: Path) -> bytes:
+    """The content of a checkpoint, with another bit in its largest tensor; between two there may be padding."""
+    content = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        largest = max(archive.infolist(), key=lambda info: info.file_size)
+    content[largest.header_offset + 1000] ^= 1
+    return bytes(content)

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 from tests.conftest import TINY, assert_same, resolved
 from tests.forked import launch_forked, launch_series, start_forked
 from tests.harness import error_line, launch, read_checkpoint, read_metrics
-from tests.training.checkpoints import RECORD, checkpoint_of
+from tests.training.checkpoints import RECORD, checkpoint_of, with_flipped_bit
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
 from utils.options.config import TrainConfig
@@ -85,14 +84,10 @@ def test_the_last_three_are_kept(trained: Path) -> None:
 
 
 def damage(path: Path, how: str) -> None:
-    content = bytearray(path.read_bytes())
     if how == "truncated":
-        path.write_bytes(content[: len(content) // 2])
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     if how == "a bit flipped":
-        with zipfile.ZipFile(path) as archive:  # of the largest tensor; padding between two does not count
-            largest = max(archive.infolist(), key=lambda info: info.file_size)
-        content[largest.header_offset + 1000] ^= 1
-        path.write_bytes(content)
+        path.write_bytes(with_flipped_bit(path))
     if how == "missing":
         path.unlink()
 
