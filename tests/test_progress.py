@@ -70,7 +70,7 @@ def run_on_terminal(*flags: object, columns: int, timeout: float = LIMIT) -> tup
 
 @pytest.mark.parametrize("columns", [80, pytest.param(140, marks=pytest.mark.slow)])
 def test_a_run_on_a_terminal(data: Path, tmp_path: Path, columns: int) -> None:
-    flags = ("--data-dir", data, *TINY, "--epochs", 2, "--batch-size", 8, "--output-dir", tmp_path / "run")
+    flags = ("--data-dir", data, *TINY, "--epochs", 2, "--batch-size", 2, "--output-dir", tmp_path / "run")
     status, terminal = run_on_terminal(*flags, columns=columns)
     assert status == 0
     shown = {line for state in terminal.states for line in state}
