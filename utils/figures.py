@@ -49,11 +49,11 @@ def describe_figure(name: str, value: float) -> str:
 
 
 def is_better(name: str, value: float | None, other: float | None) -> bool:
-    """Whether a value of a figure is better than another one. One that is missing or not a number is the worst."""
-    if value is None or math.isnan(value):
-        return False
-    if other is None or math.isnan(other):
-        return True
+    """Whether a value of a figure is better than another one. None is the worst, then what is not a number."""
+    if value is None or other is None:
+        return value is not None
+    if math.isnan(value) or math.isnan(other):
+        return not math.isnan(value)
     return value > other if figure(name).higher_is_better else value < other
 
 

@@ -226,6 +226,15 @@ def test_a_state_of_other_options_is_refused(data: Path, changed: dict[str, Any]
         feed.load_state_dict(state)
 
 
+def test_a_state_without_a_later_option_had_its_default(data: Path) -> None:
+    with Feed(data, **FILES) as feed:
+        state = feed.state_dict()
+        del state["feed"]["balance"]
+        feed.load_state_dict(state)
+    with Feed(data, **FILES, balance=0.5) as feed, pytest.raises(UserError, match=r"balance was 0\.0, and is 0\.5"):
+        feed.load_state_dict(state)
+
+
 def test_a_state_of_other_images_or_another_rank_is_refused(data: Path, tmp_path: Path) -> None:
     with Feed(data, **FILES, rank=0, world_size=2) as feed:
         state = feed.state_dict()

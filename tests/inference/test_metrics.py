@@ -74,7 +74,8 @@ def test_a_score_that_is_not_a_number_is_the_lowest() -> None:
     [
         ("top1", 50.0, 40.0, True), ("top1", 40.0, 40.0, False), ("loss", 1.0, 2.0, True), ("loss", 2.0, 1.0, False),
         ("loss", float("nan"), 2.0, False), ("loss", 2.0, float("nan"), True), ("auc", None, 1.0, False),
-        ("auc", 0.0, None, True), ("own", 2.0, 1.0, True),
+        ("auc", 0.0, None, True), ("own", 2.0, 1.0, True), ("loss", float("nan"), None, True),
+        ("loss", float("nan"), float("nan"), False), ("loss", None, None, False),
     ],
 )  # fmt: skip
 def test_which_value_is_better(name: str, value: float | None, other: float | None, better: bool) -> None:

@@ -226,14 +226,13 @@ def check_state(state: Mapping[str, Any], given: TrainConfig, identity: Mapping[
     if not complete:
         raise UserError("load_state_dict: not the state of a feed; give what state_dict() of a feed has returned")
     for name, value in identity.items():
-        if saved.get(name) == value or (name in ("decode", "cache") and getattr(given, name) == "auto"):
+        before = saved.get(name, getattr(TrainConfig, name, None))  # an option that came later had its default
+        if before == value or (name in ("decode", "cache") and getattr(given, name) == "auto"):
             continue
         if name == "images":
             raise UserError("load_state_dict: the state is of other images; give the data set that it was saved with")
         advice = "; each rank saves and loads its own state" if name == "rank" else ""
-        raise UserError(
-            f"load_state_dict: {name} was {saved.get(name)}, and is {value}; open the feed as it was{advice}"
-        )
+        raise UserError(f"load_state_dict: {name} was {before}, and is {value}; open the feed as it was{advice}")
 
 
 def pixel_settings(
