@@ -117,8 +117,8 @@ def check(stopped_by: Callable[[], str], config: TrainConfig, rows: int) -> int:
     config = dataclasses.replace(config, data_dir=data_dir)
     assert workers is not None, "set"
     source = find_source(config, ())
-    entries, others = ([], {}) if source.format else list_images(data_dir, stopped_by)
-    if not entries and source.format is None:
+    entries, others = list_images(data_dir, stopped_by) if source.has_class_folders else ([], {})
+    if not entries and source.has_class_folders:
         refuse_unreadable(data_dir)
         found = f" ({describe_counts(others)})" if others else ""
         raise UserError(f"{data_dir}: no images in it{found}; give a data set, or any folder of images")
@@ -134,8 +134,8 @@ def check(stopped_by: Callable[[], str], config: TrainConfig, rows: int) -> int:
     alone = DistEnv.single(torch.device("cpu"))
     decoder = decoder_of("dali")
     listing = file_listing(data_dir.absolute(), entries)
-    if source.format is not None:
-        listing = listing_of(data_dir, read_data(config, alone, sorted(source.shards)))
+    if not source.has_class_folders:
+        listing = listing_of(data_dir, read_data(config, alone, source.splits))
     known = verify_dataset(listing, decoder, output_dir, workers, alone, stopped_by=stopped_by)
     assert known is not None, "rank 0"
     bad, unusual = bad_files(known), suspicious(known)

@@ -218,8 +218,8 @@ def copy_parquet(shards: Mapping[str, Sequence[Path]], target: Path, stopped_by:
 def splits_of(config: TrainConfig) -> tuple[str, ...]:
     """The splits that the source has: train, val or both."""
     source = find_source(config, ())
-    if source.format is not None:
-        return tuple(split for split in ("train", "val") if split in source.shards)
+    if not source.has_class_folders:
+        return source.splits
     folders = {"train": source.data_dir / "train", "val": source.data_dir / config.val_split}
     return tuple(split for split, folder in folders.items() if folder.is_dir()) or ("train",)
 

@@ -1,6 +1,6 @@
 """Writes docs/internals/refusals.md: what is refused, and the message.
 
-Data sets are in refused_folders.py and refused_shards.py, command lines in refused_commands.py.
+Data sets are in refused_folders.py, refused_labels.py and refused_shards.py, command lines in refused_commands.py.
 
     python -m tests.refusals
 
@@ -20,14 +20,16 @@ import train
 from tests.harness import ROOT, Finished
 from tests.refused_commands import COMMANDS, Command, prepare
 from tests.refused_folders import FOLDERS, SHARDS, Case
+from tests.refused_labels import LABELS
 from tests.refused_shards import ARROW, LMDB, OTHERS, RECORDIO, TFRECORDS
 
 PAGE = ROOT / "docs" / "internals" / "refusals.md"
-CASES = [*FOLDERS, *SHARDS, *TFRECORDS, *RECORDIO, *LMDB, *ARROW, *OTHERS]
+CASES = [*FOLDERS, *LABELS, *SHARDS, *TFRECORDS, *RECORDIO, *LMDB, *ARROW, *OTHERS]
 NOBODY = 65534  # user id
 # Words of libraries and of the system, which change with their versions.
 FOREIGN = re.compile(
-    r"(no CSV of UTF-8 text|not the devkit's meta.mat|cannot be read|no readable \w+ \w+) \((?!No such|P)[^;]*\)"
+    r"(is no row of a CSV|is no JSON|no regular expression|not the devkit's meta.mat|cannot be read|"
+    r"no readable \w+ \w+) \((?!No such|P)[^;]*\)"
 )
 HEAD = """# What is refused, and how
 

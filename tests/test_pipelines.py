@@ -191,7 +191,7 @@ def test_augmentation_of_recipes_continues_bit_for_bit(
 ) -> None:
     train, _ = scan_splits(data)
     config = config_for(loader=loader, **recipe)
-    sampler = create_sampler(config, train.labels, cpu)
+    sampler = create_sampler(config, train, cpu)
     stream = pipelines.create_train_loader(config, train, sampler, cpu)
     batches, states = [], []
     for _ in range(8):
@@ -210,7 +210,7 @@ def test_copies_of_an_image_are_augmented_differently(data: Path, cpu: DistEnv, 
     train, _ = scan_splits(data)
     train = dataclasses.replace(train, labels=np.arange(len(train)))
     config = config_for(loader=loader, batch_size=9, repeated_augmentation=3)
-    sampler = create_sampler(config, train.labels, cpu)
+    sampler = create_sampler(config, train, cpu)
     stream = pipelines.create_train_loader(config, train, sampler, cpu)
     seen = []
     for batch in range(2 * sampler.batches_per_epoch):

@@ -30,7 +30,8 @@ from utils.errors import EXIT_DONE, RunFailed, UserError
 from utils.files import check_writable, write_json
 from utils.log import SUMMARY
 from utils.options.cli import REQUIRED, Program, parse, train_flag, with_train_flags
-from utils.options.config import BATCH_SIZE, PREFETCH, TrainConfig, flags_with
+from utils.options.config import TrainConfig, flags_with
+from utils.options.data_flags import BATCH_SIZE, PREFETCH
 from utils.options.flags import flag, split_flags
 from utils.options.limits import MIN_1
 from utils.options.readers import number_option

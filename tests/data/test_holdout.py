@@ -143,4 +143,4 @@ def test_a_divided_manifest_is_that_of_two_folders(train: Manifest, tmp_path: Pa
         )  # fmt: skip
         np.testing.assert_array_equal(manifest.labels, listed.labels)
     assert (splits["train"].title, splits["val"].title) == ("train/", "the held-out part of train/")
-    assert describe_shares(splits["val"]) == "1 to 3 of each class"
+    assert describe_shares(splits["train"], splits["val"]) == "1 to 3 of each class"

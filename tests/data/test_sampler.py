@@ -1,5 +1,6 @@
 """Which rank reads which image at which step: each once, and the same images however many processes share a step."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -7,12 +8,13 @@ import pytest
 from scipy.stats import chisquare
 from timm.data.distributed_sampler import RepeatAugSampler
 
+from utils.data.images.manifest import synthetic
 from utils.data.loaders.sampler import (
     RandomSampler,
     RepeatedSampler,
     Sampler,
     WeightedSampler,
-    class_weights,
+    image_weights,
     permutation,
     shard,
 )
@@ -190,7 +192,8 @@ UNEVEN = np.repeat(np.arange(4), [1000, 300, 100, 10])  # labels of a set of 1:1
 def weighted(
     balance: float, world_size: int = 1, rank: int = 0, batch_size: int = 12, seed: int = 0
 ) -> WeightedSampler:
-    weights = class_weights(UNEVEN, balance)
+    weights = image_weights(dataclasses.replace(synthetic(len(UNEVEN), 4), labels=UNEVEN), balance)
+    weights = np.ones(len(UNEVEN)) if weights is None else weights
     return WeightedSampler(len(UNEVEN), batch_size // world_size, 1, rank, world_size, seed, weights=weights)
 
 

@@ -45,7 +45,7 @@ def ranks(cpu: DistEnv, world_size: int) -> list[DistEnv]:
 def open_stock(
     config: ResolvedConfig, manifest: Manifest, env: DistEnv, first_batch: int = 0, state: dict[str, Any] | None = None
 ) -> tuple[TrainLoader, Sampler]:
-    sampler = create_sampler(config, manifest.labels, env)
+    sampler = create_sampler(config, manifest, env)
     return pipelines.create_train_loader(config, manifest, sampler, env, first_batch, state), sampler
 
 

@@ -45,7 +45,7 @@ print("= predict", scripts.predict.main([*words, "--batch-size", "41", "--worker
 env = DistEnv(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
 config = resolved(loader="torch", batch_size=16, image_size=224)
 manifest = scan(Path(data), "train")
-loader = pipelines.create_train_loader(config, manifest, create_sampler(config, manifest.labels, env), env)
+loader = pipelines.create_train_loader(config, manifest, create_sampler(config, manifest, env), env)
 try:
     next(loader)
 except UserError as error:  # as where another process fills it

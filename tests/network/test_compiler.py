@@ -15,6 +15,7 @@ from tests.conftest import assert_same, resolved
 from tests.harness import ROOT, launch
 from utils.distributed.group import DistEnv
 from utils.network.compiler import compile_network, enable_compile_cache
+from utils.network.loss import create_criterion
 from utils.network.parallel import create_forward_backward
 
 
@@ -114,7 +115,14 @@ def test_later_sizes_are_compiled_before_they_come(cpu: DistEnv, epoch: int, com
 
     start = count()
     step = create_forward_backward(
-        config, compile_network(model), model, GradScaler("cpu", enabled=False), cpu, None, epoch
+        config,
+        compile_network(model),
+        model,
+        create_criterion(config, cpu.device),
+        GradScaler("cpu", enabled=False),
+        cpu,
+        None,
+        epoch,
     )
     assert count() - start == compiled
     assert_same(dict(model.state_dict()), before)

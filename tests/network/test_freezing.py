@@ -14,6 +14,7 @@ from utils.distributed.group import DistEnv
 from utils.errors import UserError
 from utils.network.freezing import freeze
 from utils.network.fused_layers import swap_fused_layers
+from utils.network.loss import create_criterion
 from utils.network.parallel import create_forward_backward
 from utils.training.optimization.optim import create_ema, create_optimizer
 
@@ -48,7 +49,9 @@ def test_frozen_layers_keep_weights_and_statistics(cpu: DistEnv, fused: bool) ->
         swap_fused_layers(model)
     config = resolved(freeze_epochs=2, optimizer="adamw", lr=0.01, weight_decay=0.1)
     optimizer, ema = create_optimizer(config, model, 256), create_ema(model, 0.5)
-    step = create_forward_backward(config, model, model, GradScaler("cpu", enabled=False), cpu, None)
+    step = create_forward_backward(
+        config, model, model, create_criterion(config, cpu.device), GradScaler("cpu", enabled=False), cpu, None
+    )
     seen = [tensors(model)]
     for epoch in range(3):
         model.train()
@@ -77,7 +80,9 @@ def test_the_end_of_freezing_is_plain_training(cpu: DistEnv) -> None:
         torch.manual_seed(0)
         model = timm.create_model("test_resnet", num_classes=3, drop_path_rate=0.5)
         config = resolved(freeze_epochs=freeze_epochs)
-        step = create_forward_backward(config, model, model, GradScaler("cpu", enabled=False), cpu, None)
+        step = create_forward_backward(
+            config, model, model, create_criterion(config, cpu.device), GradScaler("cpu", enabled=False), cpu, None
+        )
         if freeze_epochs:
             model.train()
             step.start_epoch(0)

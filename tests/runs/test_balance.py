@@ -1,29 +1,55 @@
-"""`--balance` in whole runs: a resume is exact, and another value is refused."""
+"""Uneven classes in whole runs: weights, groups and `--balance` from a label file; a resume is exact."""
 
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import TINY, assert_same_run, write_data
-from tests.forked import launch_series
+from tests.forked import launch_ranks, launch_series
 from tests.harness import assert_refused
 
 
 @pytest.fixture
 def uneven(tmp_path: Path) -> Path:
-    return write_data(tmp_path / "data", train=(40, 7, 1), val=(5, 5, 5))
+    """Images of three classes, 40 to 4, in one folder, with a label file that has weights and groups."""
+    root = write_data(tmp_path / "data", train=(40, 9, 4), val=(1, 1, 1))
+    rows = [
+        f"{path.relative_to(root)},{path.parent.name},{1 + at % 3},g{at // 2}"
+        for at, path in enumerate(sorted((root / "train").rglob("*.jpg")))
+    ]
+    (root / "all.csv").write_text("\n".join(["file,label,weight,group", *rows]))
+    return root
+
+
+FLAGS = (
+    "--train-data", "all.csv", "--val-fraction", 0.25, "--balance", 0.5, "--class-weights", "auto", "--focal", 2,
+    *TINY, "--epochs", 2,
+)  # fmt: skip
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("loader", ["dali", pytest.param("torch", marks=pytest.mark.slow)])
 def test_a_stopped_run_ends_as_the_uninterrupted_one(uneven: Path, tmp_path: Path, loader: str) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    flags = ("--data-dir", uneven, *TINY, "--batch-size", 8, "--epochs", 2, "--balance", 1, "--loader", loader)
+    flags = ("--data-dir", uneven, *FLAGS, "--batch-size", 8, "--loader", loader)
     stopped = (*flags, "--output-dir", cut, "--time-limit", 0.001)
     done = launch_series((*flags, "--output-dir", whole), stopped, stopped, (*flags, "--output-dir", cut))
     assert [run.status for run in done] == [0, 143, 143, 0], done
-    assert " classes  3, blue 40 to red 1 image, 40 : 1" in done[0].out
+    assert " classes  3, blue 30 to red 3 images, 10 : 1; weights in the loss 0.61 to 1.9" in done[0].out
+    assert " 7 of 27 groups: " in done[0].out
     assert "resumed at epoch 1, step 2" in done[3].out
     assert_same_run(whole, cut)
-    (changed,) = launch_series((*flags, "--output-dir", cut, "--balance", 0.5))
-    assert_refused(changed, "--balance: 1 then, 0.5 now")
+    (changed,) = launch_series((*flags, "--output-dir", cut, "--balance", 1, "--class-weights", "none"))
+    assert_refused(changed, "--balance: 0.5 then, 1 now; --class-weights: auto then, none now")
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("loader", ["dali", "torch", "proxy"])
+def test_other_processes_go_on_with_the_same_images(uneven: Path, tmp_path: Path, loader: str) -> None:
+    """1, 2 and 1 processes end as one process does, but for the rounding of sums and running statistics."""
+    flags = ("--data-dir", uneven, *FLAGS, "--loader", loader, "--output-dir", tmp_path / "run", "--arch", "test_vit")
+    (first,) = launch_series((*flags, "--batch-size", 8, "--time-limit", 0.001))
+    both = launch_ranks(*flags, "--batch-size", 4, "--time-limit", 0.001)
+    (last,) = launch_series((*flags, "--batch-size", 8))
+    assert [run.status for run in (first, *both, last)] == [143, 143, 143, 0], (first, both, last)

@@ -119,7 +119,7 @@ def test_mixed_batches_stay_in_channels_last(gpu: DistEnv, mix: dict[str, float]
 def test_dali_continues_bit_for_bit(data: Path, gpu: DistEnv, decode: str, cache: str, flags: dict[str, Any]) -> None:
     config = config_for("dali", decode=decode, cache=cache, **flags)
     train, _ = scan_splits(data)
-    sampler = create_sampler(config, train.labels, gpu)
+    sampler = create_sampler(config, train, gpu)
     stream = pipelines.create_train_loader(config, train, sampler, gpu)
     for _ in range(3):
         next(stream)

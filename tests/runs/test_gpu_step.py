@@ -17,6 +17,7 @@ from tests.conftest import resolved
 from tests.training.test_optim import BAD_SCALE, OPTIMIZERS, check_skipped_first_step, fp16_losses, fp16_state
 from utils.distributed.group import DistEnv
 from utils.network.gradients import ForwardBackward, GraphedForwardBackward, capture_stream, on_stream
+from utils.network.loss import create_criterion
 from utils.network.parallel import FlatAllReduce, create_forward_backward
 from utils.training.state.train_state import create_state
 
@@ -139,7 +140,15 @@ def test_layers_that_join_later_are_captured_anew(gpu: DistEnv) -> None:
         model = timm.create_model("test_resnet", num_classes=10).to(memory_format=torch.channels_last).to("cuda")
         config = resolved(freeze_epochs=1, device="cuda")
         scaler = torch.amp.GradScaler("cuda", enabled=False)
-        step = create_forward_backward(config, model, model, scaler, gpu, capture_stream(gpu.device) if graph else None)
+        step = create_forward_backward(
+            config,
+            model,
+            model,
+            create_criterion(config, gpu.device),
+            scaler,
+            gpu,
+            capture_stream(gpu.device) if graph else None,
+        )
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
         losses.append([])
         for epoch in range(2):

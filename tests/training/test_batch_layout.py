@@ -19,7 +19,8 @@ from tests.training.checkpoints import checkpoint_of
 from utils.data.loaders.sampler import permutation
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
-from utils.options.config import BATCH_SIZE, TrainConfig
+from utils.options.config import TrainConfig
+from utils.options.data_flags import BATCH_SIZE
 from utils.training.settings.batch_layout import Layout, choose_batch_size, saved_layout
 from utils.training.state.checkpoint import Checkpoint, load
 from utils.training.state.meter import Meter

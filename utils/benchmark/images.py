@@ -34,7 +34,7 @@ def read_images(data_dir: Path, output_dir: Path, env: DistEnv, stage_dir: Path 
     """
     config = stage(TrainConfig(data_dir=data_dir, stage_dir=stage_dir, output_dir=output_dir, bad_files="skip"), env)
     assert config.data_dir is not None, "given"
-    if find_source(config, ()).format is not None:
+    if not find_source(config, ()).has_class_folders:
         return read_data(config, env, ["train"])["train"]
     return folder.scan(config.data_dir, "train" if (config.data_dir / "train").is_dir() else ".", skip_bad=True)
 

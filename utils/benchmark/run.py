@@ -26,7 +26,8 @@ from utils.distributed.group import DistEnv
 from utils.distributed.machine import Machine, inspect_machine
 from utils.distributed.stop import StopRequest
 from utils.network.compiler import enable_compile_cache
-from utils.options.config import BATCH_SIZE, TrainConfig
+from utils.options.config import TrainConfig
+from utils.options.data_flags import BATCH_SIZE
 from utils.options.resolved import ResolvedConfig
 from utils.training.run import Run
 from utils.training.settings.autotune import resolve

@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import models
@@ -22,11 +24,12 @@ from utils.errors import UserError
 from utils.figures import better_network, figure
 from utils.files import write_json
 from utils.inference.metrics import EVAL_METRICS, EvalMetric
-from utils.inference.mistakes import Mistakes, check_report, write_page
+from utils.inference.mistakes import Mistakes, check_report, val_indices, write_page
+from utils.inference.real_labels import RealAccuracy, read_real_labels
 from utils.log import emit
 from utils.network.augment import Normalize
 from utils.network.gradients import AMP_DTYPES
-from utils.network.weight_files import read_weights
+from utils.network.weight_files import published_weights, read_weights
 from utils.options.config import TrainConfig
 from utils.options.flags import flag
 from utils.options.resolved import ResolvedConfig
@@ -83,6 +86,20 @@ class FlipAverage(nn.Module):
         return both / 2
 
 
+class PresentClasses(nn.Module):
+    """A network that answers with classes of `labels` only: other logits are -inf."""
+
+    def __init__(self, model: nn.Module, labels: NDArray[np.int64], num_classes: int, device: torch.device) -> None:
+        super().__init__()
+        self.model = model
+        absent = np.bincount(labels, minlength=num_classes) == 0
+        self.absent = torch.from_numpy(absent).to(device)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.model(images)
+        return logits.float().masked_fill(self.absent, -torch.inf)
+
+
 @collective
 @torch.inference_mode()
 def evaluate(
@@ -94,8 +111,9 @@ def evaluate(
     env: DistEnv,
     amp_dtype: torch.dtype,
     mistakes: Mistakes | None = None,
+    more_metrics: Sequence[EvalMetric] = (),
 ) -> dict[str, float | int]:
-    """The figures of `EVAL_METRICS` of `model` over all ranks' `batches`.
+    """The figures of `EVAL_METRICS`, and of `more_metrics`, of `model` over all ranks' `batches`.
 
     A figure follows from the images of all ranks, as a mean of means weighs images unequally. A rank may have none.
 
@@ -117,7 +135,7 @@ def evaluate(
     """
     was_training = model.training
     start_evaluation(model)
-    metrics = [metric(num_classes, env.device) for metric in EVAL_METRICS]
+    metrics = [*(metric(num_classes, env.device) for metric in EVAL_METRICS), *more_metrics]
     seen = 0
     for images, targets in batches:
         if len(targets) == 0:
@@ -161,14 +179,19 @@ def evaluate_checkpoint(config: TrainConfig, env: DistEnv) -> None:
     show_status("preparing the evaluation")
     saved = open_checkpoint(config, env)
     notes: list[str] = []
+    classes: tuple[str, ...] | None = None
     with sync_errors(env):
         if saved:
             config, notes = settings_of_checkpoint(config, saved.config, saved.path or "", env)
+            classes = saved.record.classes
         else:
-            config, notes = _settings_of_weights(config, env)
+            config, notes, classes = _settings_of_weights(config, env)
         require_data(config)
     config = stage(config, env)
-    listed = read_data(config, env)
+    listed = {
+        split: manifest.numbered_as(classes) if classes and {*manifest.classes} < {*classes} else manifest
+        for split, manifest in read_data(config, env).items()
+    }
     manifest = next(iter(listed.values()))  # of train, if `--val-fraction` divides it
     settings = choose_common_loader_settings(config, env, saved, manifest)
     resolved = resolve(config, manifest.classes, env, settings, saved)
@@ -177,7 +200,9 @@ def evaluate_checkpoint(config: TrainConfig, env: DistEnv) -> None:
     check_report(resolved, manifest, env)
     _, splits = select_images(resolved, listed, env, saved.initial_files if saved else None)
     check_shared_memory(resolved, len(splits["val"]), env)
-    result, note, mistakes = _evaluate_networks(resolved, splits["val"], env, saved)
+    with sync_errors(env):
+        answers = read_real_labels(resolved.real_labels, splits["val"]) if resolved.real_labels else None
+    result, note, mistakes = _evaluate_networks(resolved, splits["val"], env, saved, answers)
     pictures = mistakes.pictures(_source(result, saved, resolved.best_by), None) if mistakes else None
     if env.is_main:
         if skipped := describe_exclusions(splits, resolved.output_dir):
@@ -190,16 +215,17 @@ def evaluate_checkpoint(config: TrainConfig, env: DistEnv) -> None:
             emit(write_page(resolved.output_dir, pictures))
 
 
-def _settings_of_weights(config: TrainConfig, env: DistEnv) -> tuple[TrainConfig, list[str]]:
-    """What was not given is as the weights of `--pretrained` want it; also notes on that."""
-    if config.pretrained not in (None, "timm"):
-        weights = read_weights(Path(config.pretrained or ""))
-        if weights.settings is not None:
-            return settings_of_checkpoint(config, TrainConfig.from_dict(weights.settings), weights.source, env)
+def _settings_of_weights(config: TrainConfig, env: DistEnv) -> tuple[TrainConfig, list[str], tuple[str, ...] | None]:
+    """What was not given is as the weights of `--pretrained` want it; also notes on that, and their classes."""
+    published = config.pretrained in (None, "timm")
+    weights = published_weights(config.arch) if published else read_weights(Path(config.pretrained or ""))
+    if weights.settings is not None:
+        before = TrainConfig.from_dict(weights.settings)
+        return *settings_of_checkpoint(config, before, weights.source, env), weights.classes
     config, sources = fill_preprocessing(config, None)
     names = [name for name in sources if name != "pretrained"]
     chosen = ", ".join(f"{flag(name)} {getattr(config, name)}" for name in names)
-    return config, [f"{chosen}: {sources['pretrained']}"] if chosen else []
+    return config, [f"{chosen}: {sources['pretrained']}"] if chosen else [], weights.classes
 
 
 def describe_result(result: Mapping[str, Any]) -> str:
@@ -214,9 +240,12 @@ def _shown(key: str, value: Any) -> str:
 
 @collective
 def _evaluate_networks(
-    config: ResolvedConfig, val: Manifest, env: DistEnv, saved: Checkpoint | None
+    config: ResolvedConfig, val: Manifest, env: DistEnv, saved: Checkpoint | None, answers: NDArray[np.bool_] | None
 ) -> tuple[dict[str, Any], str, Mistakes | None]:
-    """The content of evaluation.json, a note on what pretrained weights leave open ("" for none), and `--report`'s."""
+    """The content of evaluation.json, a note on what pretrained weights leave open ("" for none), and `--report`'s.
+
+    `answers` are the labels of `--real-labels`, of all images.
+    """
     if saved and saved.record.classes != val.classes:
         raise UserError(
             f"--data-dir {config.data_dir}: its classes are not those of {saved.path}, labels would mean something "
@@ -233,6 +262,10 @@ def _evaluate_networks(
     result |= {"val_crop": config.val_crop, "interpolation": config.val_interpolation}
     result |= {"eval_flip": True} if config.eval_flip else {}
     model = FlipAverage(network.model) if config.eval_flip else network.model
+    if config.eval_classes == "present":
+        model = PresentClasses(model, val.labels, config.num_classes, env.device)
+        result["eval_classes"] = int(torch.count_nonzero(~model.absent))
+    own = None if answers is None else torch.from_numpy(answers[val_indices(config, len(val), env)])
     mistakes: dict[str, Mistakes] = {}
     for name in saved.state.networks if saved else NETWORKS[:1]:
         if saved:
@@ -240,7 +273,10 @@ def _evaluate_networks(
         batches = with_bar(loader, "evaluating", -(-len(val) // (env.world_size * config.batch_size)), env.is_main)
         if config.report:
             mistakes[name] = Mistakes(config, val, env)
-        found = evaluate(model, batches, normalize, len(val), config.num_classes, env, amp_dtype, mistakes.get(name))
+        real = [] if own is None else [RealAccuracy(own, env.device)]
+        found = evaluate(
+            model, batches, normalize, len(val), config.num_classes, env, amp_dtype, mistakes.get(name), real
+        )
         result |= {("" if name == "model" else "ema_") + key: value for key, value in found.items()}
     return result, network.note, mistakes.get(better_network(result, config.best_by, prefix=""))
 

@@ -50,6 +50,12 @@ class _Wrong(NamedTuple):
     image: Tensor
 
 
+def val_indices(config: ResolvedConfig, num_images: int, env: DistEnv) -> NDArray[np.int64]:
+    """The validation images of this rank, in the order in which its loader gives them."""
+    split = stock_shard if config.loader == "stock" else shard
+    return split(num_images, env.rank, env.world_size)
+
+
 class Mistakes:
     """Predictions of one evaluation on this rank, and its images with the largest loss.
 
@@ -58,8 +64,7 @@ class Mistakes:
     """
 
     def __init__(self, config: ResolvedConfig, manifest: Manifest, env: DistEnv) -> None:
-        split = stock_shard if config.loader == "stock" else shard
-        self._indices = split(len(manifest), env.rank, env.world_size)
+        self._indices = val_indices(config, len(manifest), env)
         self._manifest, self._env = manifest, env
         self._classes = tuple(map(readable, manifest.classes))
         self._found: list[NDArray[np.int64]] = []  # targets and predictions, (2, N)

@@ -1,13 +1,53 @@
 """The loss of training, made of its record in `utils.options.losses`."""
 
 import pkgutil
+from collections.abc import Sequence
 from typing import cast
 
 import timm.loss
+import torch
 from torch import Tensor, nn
+from torch.nn.functional import one_hot
 
 from utils.options.losses import LOSSES
 from utils.options.resolved import ResolvedConfig
+
+
+class CrossEntropy(nn.CrossEntropyLoss):
+    """torch's, with the mean over images also where classes have weights, and with the factor of focal loss.
+
+    torch divides by the sum of the images' weights: the same image would count more beside others, and other numbers of
+    processes would train otherwise.
+
+    Args:
+        focal: power of (1 - p) that the loss of a class with probability p is multiplied by (arXiv:1708.02002); 0 is
+            cross entropy.
+        label_smoothing: share of the target that is spread over all classes.
+        weight: factor of each class, float32 (C,); None for 1.
+    """
+
+    def __init__(self, focal: float, label_smoothing: float, weight: Tensor | None) -> None:
+        super().__init__(weight, label_smoothing=label_smoothing)
+        self.focal = focal
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Logits (N, C); targets int64 (N,), or mixed ones, float32 (N, C) -> mean loss, a scalar."""
+        if not self.focal and self.weight is None:
+            return super().forward(logits, targets)
+        num_classes = logits.shape[1]
+        if targets.shape != logits.shape:
+            targets = one_hot(targets, num_classes)
+        targets = targets * (1 - self.label_smoothing) + self.label_smoothing / num_classes
+        log_p = logits.float().log_softmax(dim=1)
+        losses = -targets * log_p
+        if self.weight is not None:
+            losses = losses * self.weight
+        if self.focal:
+            others = (-log_p.expm1()).clamp_min(
+                torch.finfo(log_p.dtype).tiny
+            )  # 0 has no finite slope below a power of 1
+            losses = losses * others**self.focal
+        return losses.sum(dim=1).mean()
 
 
 class BinaryCrossEntropy(timm.loss.BinaryCrossEntropy):  # type: ignore[misc]
@@ -18,6 +58,7 @@ class BinaryCrossEntropy(timm.loss.BinaryCrossEntropy):  # type: ignore[misc]
     Args:
         smoothing: share of the target that is spread over all classes.
         target_threshold: targets above it become 1, the others 0; None leaves them as they are.
+        weight: factor of each class's question, float32 (C,); None for 1.
     """
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -27,8 +68,11 @@ class BinaryCrossEntropy(timm.loss.BinaryCrossEntropy):  # type: ignore[misc]
         return cast(Tensor, super().forward(logits.float(), targets))
 
 
-def create_criterion(config: ResolvedConfig) -> nn.Module:
-    """Logits and targets -> mean loss."""
+def create_criterion(
+    config: ResolvedConfig, device: torch.device, class_weights: Sequence[float] | None = None
+) -> nn.Module:
+    """Logits and targets -> mean loss; `class_weights` are the factors of the classes, None for 1."""
     loss = LOSSES[config.loss]
     arguments = {argument: getattr(config, name) for argument, name in loss.arguments.items()}
-    return cast(nn.Module, pkgutil.resolve_name(loss.module)(**arguments))
+    weight = None if class_weights is None else torch.tensor(class_weights, dtype=torch.float32)
+    return cast(nn.Module, pkgutil.resolve_name(loss.module)(**arguments, weight=weight)).to(device)

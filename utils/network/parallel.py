@@ -28,7 +28,6 @@ from utils.network.gradients import (
     preserve_state,
     wait_for_stream,
 )
-from utils.network.loss import create_criterion
 from utils.options.resolved import ResolvedConfig
 from utils.options.schedules import size_schedule, value_at
 
@@ -76,6 +75,7 @@ def create_forward_backward(
     config: ResolvedConfig,
     net: nn.Module,
     model: nn.Module,
+    criterion: nn.Module,
     scaler: GradScaler,
     env: DistEnv,
     stream: torch.cuda.Stream | None,
@@ -86,6 +86,7 @@ def create_forward_backward(
     Args:
         net: `model` as `distribute` returned it.
         model: whose gradients are exchanged where DDP does not do it.
+        criterion: logits and targets -> mean loss.
         scaler: of fp16.
         stream: where a CUDA graph is captured; None for no graph.
         epoch: in which this launch begins, from 0.
@@ -97,7 +98,7 @@ def create_forward_backward(
             dtype = torch.bfloat16 if config.grad_compression == "bf16" else torch.float32
             exchange = FlatAllReduce(model.parameters(), dtype)
         forward_backward = ForwardBackward(
-            net, create_criterion(config), scaler, AMP_DTYPES[config.amp], config.grad_accum_steps, exchange
+            net, criterion, scaler, AMP_DTYPES[config.amp], config.grad_accum_steps, exchange
         )
         return forward_backward if stream is None else GraphedForwardBackward(forward_backward, stream)
 

@@ -1,7 +1,7 @@
 """TrainConfig: every flag of the trainer in one flat frozen dataclass, each field with its own metadata.
 
 The command line, the keys of a recipe (`--config recipe.yaml`), `config.json`, `--help`, the checks of single values
-and the rules of a resume are derived from the fields below, so a new flag is one new field.
+and the rules of a resume are derived from the fields below and those of `DataFlags`, so a new flag is one new field.
 """
 
 import dataclasses
@@ -13,35 +13,18 @@ from typing import Any, Literal, Self
 
 from utils.figures import FIGURES
 from utils.files import write_json
-from utils.options.flags import (
-    AUGMENTATION,
-    DATA,
-    FIRST,
-    MODEL,
-    OPTIMIZATION,
-    PRECISION,
-    RUN,
-    SWITCHES,
-    flag_info,
-    kinds,
-)
+from utils.options.data_flags import DataFlags
+from utils.options.flags import MODEL, OPTIMIZATION, PRECISION, RUN, SWITCHES, flag_info, kinds
 from utils.options.flags import define_flag as _flag
-from utils.options.limits import ABOVE_0, MIN_0, MIN_1, MIN_8, Limit
+from utils.options.limits import ABOVE_0, BELOW_1, MIN_0, MIN_1, Limit
 from utils.options.losses import LOSSES
-from utils.options.policies import POLICIES
 from utils.options.store_url import store_url
 
-BATCH_SIZE = 256  # images per process and step, of a new run
-PREFETCH = 6  # batches
 RUNS = Path("runs")  # holds the output folders that have no --output-dir
-
-_BELOW_1 = Limit(minimum=0, below=1)
-_SHARE = Limit(minimum=0, maximum=1)
-_PROBABILITY = Limit(minimum=0, maximum=1, noun="probability")
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(DataFlags):
     """One run, fully described. Frozen, so that `config.json` is what ran.
 
     Attributes:
@@ -49,136 +32,6 @@ class TrainConfig:
         data_url: of an object store whose copy `data_dir` is; "" for none.
         recipe_chosen: what the run whose config.json is the recipe has chosen, by field, or may have: it is in `given`.
     """
-
-    data_dir: Path | None = _flag(
-        None, FIRST, "Folder, or s3:// or gs:// URL, with train/CLASS/ and val/CLASS/, or with shards.", shown=False,
-        from_checkpoint=True,
-    )  # fmt: skip
-    output_dir: Path = _flag(  # None stands for the default, which __post_init__ sets
-        None, FIRST, "Folder for checkpoints, metrics and the summary.", shown="runs/DATA-ARCH", chosen=True
-    )
-    name: str | None = _flag(None, FIRST, "Name of the output folder within runs/.", shown="DATA-ARCH")
-    arch: str = _flag("resnet50", FIRST, "Architecture: any name that timm knows.", role="fixed", from_checkpoint=True)
-    epochs: int = _flag(90, FIRST, "Passes over the training images.", MIN_1, role="logged")
-    batch_size: int | None = _flag(
-        None, FIRST, "Images per process and step.", MIN_1, shown=f"{BATCH_SIZE}, or as resumed", from_checkpoint=True
-    )
-    lr: float | None = _flag(
-        None, FIRST, "Peak learning rate for a global batch of 256 images; see --lr-scaling.", ABOVE_0,
-        shown="by optimizer; 0.256 for sgd", role="logged", chosen=True,
-    )  # fmt: skip
-
-    loader: Literal["dali", "stock", "proxy", "torch", "synthetic"] = _flag(
-        "dali", DATA, "Data-loading backend.", role="fixed", from_checkpoint=True
-    )
-    decode: Literal["auto", "fused", "full"] = _flag(
-        "auto", DATA, "What DALI decodes of a training image: only the crop (fused), or all of it (full).", chosen=True
-    )
-    hw_decoder_load: float | None = _flag(
-        None, DATA, "Share of a batch that the JPEG engines of the GPU decode.",
-        Limit(minimum=0, maximum=1, noun="share"), shown="for --decode and the images", from_checkpoint=True,
-        chosen=True,
-    )  # fmt: skip
-    cache: Literal["auto", "none", "gpu", "host"] = _flag(
-        "auto", DATA, "Where decoded training images are kept.", chosen=True
-    )
-    prefetch: int | None = _flag(None, DATA, "Batches that DALI prepares ahead.", MIN_1, shown=str(PREFETCH))
-    bad_files: Literal["error", "skip"] = _flag(
-        "error", DATA, "What an image that cannot be decoded does: it ends the run, or is left out.",
-        from_checkpoint=True,
-    )  # fmt: skip
-    image_size: int = _flag(
-        224, DATA, "Side of training images, pixels.", MIN_8, unit="pixels", role="fixed", from_checkpoint=True,
-        chosen=True,
-    )  # fmt: skip
-    val_resize: int | None = _flag(
-        None, DATA, "Shorter side of validation images before the crop, pixels.", MIN_8,
-        shown="val image size x 8/7, or by the weights", unit="pixels", role="fixed", from_checkpoint=True, chosen=True,
-    )  # fmt: skip
-    val_image_size: int | None = _flag(
-        None, DATA, "Side of validation images, pixels.", MIN_8, shown="image size", unit="pixels", role="fixed",
-        from_checkpoint=True, chosen=True,
-    )  # fmt: skip
-    val_crop: Literal["center", "squash"] | None = _flag(
-        None, DATA, "Validation crop: the center, or the whole image squashed to a square.", shown="center",
-        role="fixed", from_checkpoint=True, chosen=True,
-    )  # fmt: skip
-    interpolation: Literal["bilinear", "bicubic", "random"] | None = _flag(
-        None, DATA, "Interpolation of every resize; random draws one for each training image.",
-        shown="bilinear, or by the weights", role="fixed", from_checkpoint=True, chosen=True,
-    )  # fmt: skip
-    val_split: str = _flag(
-        "val", DATA, "Folder of the validation images, beside train/.", role="logged", from_checkpoint=True
-    )
-    train_data: str | None = _flag(
-        None, DATA, "Training shards, relative to --data-dir.", shown="found", metavar="GLOB", is_path=True
-    )
-    val_data: str | None = _flag(
-        None, DATA, "Validation shards, relative to --data-dir.", shown="found", metavar="GLOB", is_path=True,
-        from_checkpoint=True,
-    )  # fmt: skip
-    class_names: Path | None = _flag(
-        None, DATA, "File with the name of each class, a line each, for shards.", shown=False, from_checkpoint=True
-    )
-    stage_dir: Path | None = _flag(
-        None, DATA, "Folder to which the objects of an s3:// or gs:// URL are copied.", shown=False,
-        from_checkpoint=True,
-    )  # fmt: skip
-    val_fraction: float = _flag(
-        0.0, DATA, "Share of train/ that is held out and validated on, where there is no val/.", _BELOW_1,
-        shown="0, off", role="fixed", from_checkpoint=True,
-    )  # fmt: skip
-    balance: float = _flag(0.0, DATA, "How evenly classes come; 1: all alike.", _SHARE, shown="0, off", role="fixed")
-    workers: int | None = _flag(
-        None, DATA, "CPU threads per process that load data; with --loader torch, worker processes.", MIN_1,
-        shown="its share of the cores", chosen=True,
-    )  # fmt: skip
-    augment: str = _flag("none", AUGMENTATION, "Augmentation policy.", names=tuple(POLICIES), role="fixed")
-    randaugment_magnitude: int = _flag(
-        9, AUGMENTATION, "Magnitude of RandAugment, 0 to 30; timm's m9 is 27.", Limit(minimum=0, maximum=30),
-        role="fixed",
-    )  # fmt: skip
-    randaugment_ops: int = _flag(
-        2, AUGMENTATION, "Operations of RandAugment per image.", Limit(minimum=1, maximum=14), role="fixed"
-    )
-    randaugment_std: float = _flag(
-        0.0, AUGMENTATION, "Standard deviation of RandAugment's magnitude; 3 times timm's mstd.", MIN_0, role="fixed"
-    )
-    color_jitter: float = _flag(
-        0.0, AUGMENTATION, "Range of brightness, contrast and saturation, as in timm.", Limit(minimum=0, maximum=1),
-        shown="0, off", role="fixed",
-    )  # fmt: skip
-    repeated_augmentation: int = _flag(
-        1, AUGMENTATION, "Copies of each image in an epoch, which then has so many times fewer images.",
-        Limit(minimum=1, maximum=100), shown="1, off", role="fixed",
-    )  # fmt: skip
-    transform: str | None = _flag(
-        None, AUGMENTATION, "Function of your own that adds DALI operators before --augment.", shown="off",
-        metavar="FILE.py:NAME", is_path=True,
-    )  # fmt: skip
-    dali_plugin: str | None = _flag(
-        None, AUGMENTATION, "Compiled DALI operators for --transform.", shown="off", metavar="LIB.so", is_path=True
-    )
-    resize_schedule: str = _flag(
-        "", AUGMENTATION, "Training image sizes from epochs on, such as 0:128,10:192.", shown="off",
-        metavar="EPOCH:PX,...", role="logged",
-    )  # fmt: skip
-    augment_schedule: str = _flag(
-        "", AUGMENTATION, "Augmentation policies from epochs on, such as 0:none,5:trivialaugment.", shown="off",
-        metavar="EPOCH:NAME,...", role="logged",
-    )  # fmt: skip
-    crop_scale: float = _flag(
-        0.08, AUGMENTATION, "Smallest area of a random crop, as a share of the image.", Limit(above=0, maximum=1),
-        role="fixed",
-    )  # fmt: skip
-    hflip: float = _flag(0.5, AUGMENTATION, "Probability of a horizontal flip.", _PROBABILITY, role="fixed")
-    mixup: float = _flag(0.0, AUGMENTATION, "Alpha of mixup; 0 is off.", MIN_0, role="fixed")
-    cutmix: float = _flag(0.0, AUGMENTATION, "Alpha of CutMix; 0 is off.", MIN_0, role="fixed")
-    mixup_off_epoch: int = _flag(
-        0, AUGMENTATION, "Epoch from which mixup and CutMix are off; 0 keeps them on.", MIN_0, unit="epochs",
-        role="logged",
-    )  # fmt: skip
-    random_erase: float = _flag(0.0, AUGMENTATION, "Probability of random erasing.", _PROBABILITY, role="fixed")
 
     pretrained: str | None = _flag(
         None, MODEL, "Start from timm's weights, or from those in FILE.", shown="off", metavar="[FILE]", is_path=True
@@ -196,11 +49,11 @@ class TrainConfig:
         from_checkpoint=True,
     )  # fmt: skip
     drop_rate: float | None = _flag(
-        None, MODEL, "Dropout rate, in place of the architecture's.", _BELOW_1, shown=False, role="logged",
+        None, MODEL, "Dropout rate, in place of the architecture's.", BELOW_1, shown=False, role="logged",
         from_checkpoint=True,
     )  # fmt: skip
     drop_path: float | None = _flag(
-        None, MODEL, "Stochastic depth rate, in place of the architecture's.", _BELOW_1, shown=False, role="logged",
+        None, MODEL, "Stochastic depth rate, in place of the architecture's.", BELOW_1, shown=False, role="logged",
         from_checkpoint=True,
     )  # fmt: skip
     compile: bool | None = _flag(
@@ -219,7 +72,7 @@ class TrainConfig:
         "sgd", OPTIMIZATION, "Optimizer: any name that timm knows; sgd has Nesterov momentum.", role="fixed"
     )
     momentum: float | None = _flag(
-        None, OPTIMIZATION, "Momentum, where the optimizer has one.", _BELOW_1, shown="by optimizer; 0.875 for sgd",
+        None, OPTIMIZATION, "Momentum, where the optimizer has one.", BELOW_1, shown="by optimizer; 0.875 for sgd",
         role="fixed", chosen=True,
     )  # fmt: skip
     weight_decay: float | None = _flag(
@@ -265,14 +118,22 @@ class TrainConfig:
     )  # fmt: skip
     loss: str = _flag("cross-entropy", OPTIMIZATION, "Loss of training.", names=tuple(LOSSES), role="logged")
     bce_target_thresh: float | None = _flag(
-        None, OPTIMIZATION, "With --loss bce, targets above this become 1, the others 0.", _BELOW_1, shown="off",
+        None, OPTIMIZATION, "With --loss bce, targets above this become 1, the others 0.", BELOW_1, shown="off",
         role="logged",
     )  # fmt: skip
+    focal: float = _flag(
+        0.0, OPTIMIZATION, "Focal loss: the power of (1 - p) that a class's loss is multiplied by.", MIN_0,
+        shown="0, off", role="logged",
+    )  # fmt: skip
+    class_weights: str = _flag(
+        "none", OPTIMIZATION, "Weights of the classes in the loss: auto, as rare as they come, or a CSV: class,weight.",
+        metavar="none|auto|FILE", shown="none", role="fixed", is_path=True,
+    )  # fmt: skip
     label_smoothing: float = _flag(
-        0.1, OPTIMIZATION, "Share of the target that is spread over all classes.", _BELOW_1, role="logged"
+        0.1, OPTIMIZATION, "Share of the target that is spread over all classes.", BELOW_1, role="logged"
     )
     ema_decay: float = _flag(
-        0.0, OPTIMIZATION, "Decay of the moving average of the weights; 0 is off.", _BELOW_1, role="logged"
+        0.0, OPTIMIZATION, "Decay of the moving average of the weights; 0 is off.", BELOW_1, role="logged"
     )
     clip_grad: float = _flag(0.0, OPTIMIZATION, "Largest norm of the gradients; 0 is off.", MIN_0, role="logged")
     max_bad_steps: int = _flag(
@@ -319,6 +180,13 @@ class TrainConfig:
     eval_flip: bool = _flag(
         False, SWITCHES, "Average the logits of each image and its mirror image, with --evaluate.", of_launch=True
     )
+    eval_classes: Literal["all", "present"] = _flag(
+        "all", RUN, "With --evaluate, the classes that an answer may be: all, or those of the images.", of_launch=True
+    )
+    real_labels: Path | None = _flag(
+        None, RUN, "With --evaluate, file of the right labels of each image: real.json, or a label file.", shown=False,
+        of_launch=True,
+    )  # fmt: skip
     bce_loss: bool = _flag(False, SWITCHES, "The same as --loss bce.", stands_for=("loss", "bce"))
     grad_checkpointing: bool = _flag(
         False, SWITCHES, "Compute activations again in the backward pass: less memory, more time.", role="logged"
@@ -371,7 +239,7 @@ class TrainConfig:
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Undo of `to_dict`: unknown names are ignored, absent ones get their defaults."""
         known = {field.name: value for field in flag_fields() if (value := values.get(field.name)) is not None}
-        paths = {"data_dir", "output_dir", "class_names", "stage_dir"} & known.keys()
+        paths = {"data_dir", "output_dir", "class_names", "stage_dir", "real_labels"} & known.keys()
         return cls(**known | {name: Path(known[name]) for name in paths})
 
     def save(self, path: Path) -> None:

@@ -56,4 +56,5 @@ class Limit:
         return f"must be {' and '.join(parts)}"
 
 
+BELOW_1 = Limit(minimum=0, below=1)
 MIN_0, MIN_1, MIN_8, ABOVE_0 = Limit(minimum=0), Limit(minimum=1), Limit(minimum=8), Limit(above=0)

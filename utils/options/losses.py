@@ -7,7 +7,8 @@ class Loss(NamedTuple):
     """What training minimizes. Evaluations have cross entropy in any case.
 
     Attributes:
-        module: "PACKAGE:CLASS", which maps logits (N, C) and targets, int64 (N,) or float32 (N, C), to a scalar.
+        module: "PACKAGE:CLASS", which maps logits (N, C) and targets, int64 (N,) or float32 (N, C), to a scalar. It
+            also takes `weight`, float32 (C,) or None, the factor of each class.
         arguments: of the class, each with the field of TrainConfig that gives its value. A flag that only other losses
             have is refused.
     """
@@ -20,7 +21,9 @@ class Loss(NamedTuple):
 LOSSES = {
     loss.name: loss
     for loss in (
-        Loss("cross-entropy", "torch.nn:CrossEntropyLoss", {"label_smoothing": "label_smoothing"}),
+        Loss(
+            "cross-entropy", "utils.network.loss:CrossEntropy", {"label_smoothing": "label_smoothing", "focal": "focal"}
+        ),
         # Each class is a question of its own (arXiv:2110.00476).
         Loss(
             "bce",

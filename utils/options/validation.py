@@ -86,8 +86,11 @@ def check_sizes(config: TrainConfig, is_final: bool) -> None:
 
 def _check_augmentation(config: TrainConfig) -> None:
     """What the policies or the loader exclude; an evaluation augments nothing."""
-    if config.eval_flip and not config.evaluate:
-        raise UserError("--eval-flip without --evaluate: a run does not use it; add --evaluate, or leave it out")
+    for name in ("eval_flip", "eval_classes", "real_labels"):
+        value = getattr(config, name)
+        if value != TrainConfig.__dataclass_fields__[name].default and not config.evaluate:
+            given = flag(name) if value is True else f"{flag(name)} {value}"
+            raise UserError(f"{given} without --evaluate: a run does not use it; add --evaluate, or leave it out")
     if config.evaluate:
         return
     used = policies(config)

@@ -20,6 +20,7 @@ from utils.distributed.stop import StopRequest
 from utils.log import Log
 from utils.network.augment import create_augment
 from utils.network.gradients import AMP_DTYPES, capture_stream, on_stream
+from utils.network.loss import create_criterion
 from utils.network.parallel import create_forward_backward, distribute
 from utils.options.config import TrainConfig
 from utils.options.resolved import ResolvedConfig
@@ -37,6 +38,7 @@ from utils.training.resume.restore import (
 )
 from utils.training.run import Run
 from utils.training.settings.autotune import choose_common_loader_settings, resolve
+from utils.training.settings.class_weights import class_weights
 from utils.training.settings.preprocessing import fill_preprocessing
 from utils.training.state.checkpoint import Checkpoint
 from utils.training.state.checkpoint_writer import CheckpointWriter
@@ -128,7 +130,7 @@ def build(
 
     `listed` are the `splits` with the files that `--bad-files skip` excludes; `stack` closes what is opened here.
     """
-    sampler = create_sampler(config, splits["train"].labels, env)
+    sampler = create_sampler(config, splits["train"], env)
     # What is refused is refused before the network, which takes seconds.
     replaced = files_to_replace(config, saved, env)
     identity = check_fingerprint(config, splits, env, saved)
@@ -148,7 +150,10 @@ def build(
         config, splits["train"], sampler, env, first_batch, restored.loader_state
     )
     stack.callback(train_loader.close)
-    forward_backward = create_forward_backward(config, net, state.model, state.scaler, env, stream, state.epoch)
+    criterion = create_criterion(config, env.device, class_weights(config, splits["train"]))
+    forward_backward = create_forward_backward(
+        config, net, state.model, criterion, state.scaler, env, stream, state.epoch
+    )
     stack.callback(forward_backward.close)
     log = Log(config.output_dir, env.is_main, config.epochs, sampler.steps_per_epoch, config.tensorboard, state.step)
     stack.callback(log.close)

@@ -11,7 +11,7 @@ import torch
 from utils import __version__
 from utils.data.dali import DALI_VERSION
 from utils.data.formats.shards import ShardTable
-from utils.data.images.manifest import Manifest, describe_counts
+from utils.data.images.manifest import describe_counts
 from utils.data.loaders.cache import CACHED
 from utils.data.loaders.settings import BY_DALI, LoaderSettings, feeds_from_memory
 from utils.data.splits.holdout import describe_shares
@@ -31,6 +31,7 @@ from utils.training.optimization.optim import describe_ema, describe_lr, describ
 from utils.training.resume.compatibility import changed_flags, format_change
 from utils.training.run import Run
 from utils.training.settings.batch_layout import layout_of, saved_layout
+from utils.training.settings.class_weights import class_weights
 from utils.training.state.checkpoint import BEST, Checkpoint
 from utils.training.state.train_state import TrainState
 
@@ -50,8 +51,8 @@ def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: C
         "brisk": f"{__version__}, torch {torch.__version__}, DALI {DALI_VERSION}, timm {timm.__version__}",
         "model": _describe_model(run),
         "data": _describe_data(splits),
-        "images": f"{len(splits['train']):,} train, {_describe_val(splits['val'])}, {_describe_sizes(config)}",
-        "classes": f"{len(splits['train'].classes):,}, {class_sizes(splits['train'])}",
+        "images": f"{len(splits['train']):,} train, {_describe_val(splits)}, {_describe_sizes(config)}",
+        "classes": f"{len(splits['train'].classes):,}, {class_sizes(splits['train'])}{_describe_weights(run, splits)}",
         "pixels": _describe_pixels(run, "the checkpoint" if saved else settings.reasons.get("pretrained", "")),
         "batch": f"{images} = {count(config.batch_size, 'image')} x {count(env.world_size, 'process')}"
         f" x {config.grad_accum_steps}; {count(run.sampler.steps_per_epoch, 'step')} per epoch",
@@ -123,9 +124,15 @@ def _describe_data(splits: Splits) -> str:
     return f"{train.source}{shards}, {count(len(train.classes), 'class')}"
 
 
-def _describe_val(val: Manifest) -> str:
+def _describe_weights(run: Run, splits: Splits) -> str:
+    factors = class_weights(run.config, splits["train"])
+    return f"; weights in the loss {min(factors):.3g} to {max(factors):.3g}" if factors else ""
+
+
+def _describe_val(splits: Splits) -> str:
+    val = splits["val"]
     if val.held_out:
-        return f"{len(val):,} val ({val.title}, {describe_shares(val)})"
+        return f"{len(val):,} val ({val.title}, {describe_shares(splits['train'], val)})"
     return f"{len(val):,} val" + (f" ({val.title})" if val.title not in ("", "val/") else "")
 
 

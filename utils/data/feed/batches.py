@@ -31,7 +31,8 @@ from utils.data.splits.selection import read_data
 from utils.data.staging.stage import stage
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
-from utils.options.config import BATCH_SIZE, TrainConfig
+from utils.options.config import TrainConfig
+from utils.options.data_flags import BATCH_SIZE
 from utils.options.resolved import ResolvedConfig
 from utils.text import describe_alike
 
@@ -87,7 +88,7 @@ class BaseFeed:
             self._env = choose_env(device, rank, world_size)
             self._manifest = _list_images(self._given, split, classes)
             self._config = resolve_options(self._given, self._manifest, self._env)
-            sampler = create_sampler(self._config, self._manifest.labels, self._env) if split == "train" else None
+            sampler = create_sampler(self._config, self._manifest, self._env) if split == "train" else None
         self._sampler = sampler
         images = len(shard(len(self._manifest), self._env.rank, self._env.world_size))
         self._length = sampler.batches_per_epoch if sampler else -(-images // batch_size)
@@ -277,7 +278,9 @@ def _list_images(config: TrainConfig, split: str, classes: Sequence[str] | None)
     expected, whose = classes, "given"
     if classes is None and split == "val":  # else labels could count other classes than those of the training feed
         source = find_source(config, [split])
-        expected, whose = class_folders(source.data_dir / "train") if source.format is None else (), "of train"
+        expected, whose = class_folders(source.data_dir / "train") if source.has_class_folders else (), "of train"
+    if expected and tuple(expected) != manifest.classes and split == "val" and {*manifest.classes} < {*expected}:
+        return manifest.numbered_as(tuple(expected))
     if expected and tuple(expected) != manifest.classes:
         alike = describe_alike(manifest.classes, expected)
         raise UserError(

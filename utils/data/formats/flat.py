@@ -1,12 +1,12 @@
 """Validation images in one flat folder, whose classes stand in a file: Kaggle's, the ILSVRC devkit's, or a CSV."""
 
-import csv
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from utils.data.formats.naming import is_hidden
+from utils.data.formats.tables import csv_rows
 from utils.data.images.codecs import is_image
 from utils.errors import UserError, first_line
 from utils.text import count, describe_alike
@@ -73,7 +73,10 @@ def _images(folder: Path) -> list[str]:
 def _from_csv(path: Path, folder: Path, images: list[str], classes: tuple[str, ...]) -> Labels:
     """Labels of a CSV. Kaggle's has boxes behind the class."""
     files = _file_of(images)
-    rows = list(_rows(path))
+    try:
+        rows = list(csv_rows(path))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 from byte {error.start} on; save it as UTF-8") from None
     if rows and not is_image(rows[0][1][0]) and rows[0][1][0] not in files:
         del rows[0]
     for line, row in rows:
@@ -141,18 +144,6 @@ def _read_meta(path: Path) -> dict[int, str]:
         raise UserError(f"{path}: cannot be read ({error.strerror or error}); it is part of the devkit") from None
     except Exception as error:  # scipy raises errors of many kinds for a damaged file
         raise UserError(f"{path}: not the devkit's meta.mat ({first_line(error)}); copy the devkit again") from None
-
-
-def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Number and stripped columns of each line of a CSV that is not empty."""
-    try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            reader = csv.reader(file)
-            for row in reader:
-                if any(row):
-                    yield reader.line_num, [cell.strip() for cell in row]
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{path}: no CSV of UTF-8 text ({first_line(error)}); write it again") from None
 
 
 def _file_of(images: list[str]) -> dict[str, str]:

@@ -141,7 +141,7 @@ def scan(data_dir: Path, split: str, skip_bad: bool = False) -> Manifest:
         paths = {name: os.path.join(root, os.path.basename(name) if images.is_flat else name) for name in bad}
         raise bad_files_error({paths[name]: reason for name, reason in bad.items()}, "delete or replace {}")
     sizes = np.array([entry.size for entry in entries], dtype=np.int64)
-    return Manifest(
+    manifest = Manifest(
         root=root.absolute(),
         classes=tuple(classes),
         labels=labels,
@@ -152,37 +152,53 @@ def scan(data_dir: Path, split: str, skip_bad: bool = False) -> Manifest:
         ignored=ignored,
         source="flat folder" if images.is_flat else "class folders",
     ).without(bad)
+    return manifest.with_all_classes() if split in ("train", ".") else manifest
 
 
 def scan_splits(data_dir: Path, skip_bad: bool = False, val_split: str = "val") -> tuple[Manifest, Manifest]:
-    """Manifests of `train/` and of the folder `val_split` beside it, whose classes must agree.
+    """Manifests of `train/` and of the folder `val_split` beside it, with the classes of `train/`.
 
     Raises:
-        UserError: as `scan`, and for classes that only one of the two has.
+        UserError: as `scan`, and for classes that only `val_split` has.
     """
     train, val = scan(data_dir, "train", skip_bad), scan(data_dir, val_split, skip_bad)
-    for here, there, split, other in ((train, val, val_split, "train"), (val, train, "train", val_split)):
-        only = sorted(set(here.classes) - set(there.classes))
-        if only:
-            names = first_names([repr(name) for name in only])
-            missing = f"{count(len(only), 'class')} of {other}/ {'is' if len(only) == 1 else 'are'} missing in {split}/"
-            if alike := describe_alike(only, there.classes):
-                raise UserError(
-                    f"--data-dir {data_dir}: {missing} ({names}): {alike}, in {other}/ and {split}/; rename one as the "
-                    "other"
-                )
-            raise UserError(
-                f"--data-dir {data_dir}: {missing} ({names}); both must hold the same class folders, or every label "
-                "would be shifted"
-            )
-    return train, val
+    if only := sorted(set(val.classes) - set(train.classes)):
+        names = first_names([repr(name) for name in only])
+        missing = f"{count(len(only), 'class')} of {val_split}/ {'is' if len(only) == 1 else 'are'} missing in train/"
+        alike = describe_alike(only, train.classes)
+        remedy = (
+            f": {alike}, in {val_split}/ and train/; rename one as the other"
+            if alike
+            else ("; add training images of it, or move the folder away")
+        )
+        raise UserError(f"--data-dir {data_dir}: {missing} ({names}){remedy}")
+    return train, val.numbered_as(train.classes)
+
+
+def train_folder(data_dir: Path, val_fraction: float) -> str:
+    """Folder of the training images in `data_dir`: train; or ".", if it has class folders itself and no train/.
+
+    A part of the latter must be held out, as there is nowhere else to validate on.
+    """
+    if val_fraction and not os.path.isdir(data_dir / "train") and _classes_beside(data_dir):
+        return "."
+    return "train"
+
+
+def _classes_beside(data_dir: Path) -> list[str]:
+    """Folders in `data_dir` that have images."""
+    with contextlib.suppress(OSError):  # as lost+found, which is no class
+        folders = [Path(entry.path) for entry in _visible(data_dir) if is_folder(entry)]
+        return sorted(path.name for path in folders if _has_images(path))
+    return []
 
 
 def check_folders(config: TrainConfig) -> None:
     """Raise UserError unless the folders of the splits are there, as far as the command line alone names them."""
     if config.data_dir is None or config.evaluate:  # an evaluation may take the folder's name from its checkpoint
         return
-    for split in ("train",) if config.val_fraction else ("train", config.val_split):
+    train = train_folder(config.data_dir, config.val_fraction)
+    for split in (train,) if config.val_fraction else (train, config.val_split):
         if not os.path.isdir(config.data_dir / split):
             raise _missing_split(config.data_dir, split)
 
@@ -204,14 +220,12 @@ def refuse_val_folder(data_dir: Path, val_fraction: float) -> None:
 def _missing_split(data_dir: Path, split: str) -> UserError:
     message = f"--data-dir {data_dir}: has no {split}/ folder"
     if split == "train":
-        folders = [Path(entry.path) for entry in _visible(data_dir) if is_folder(entry)]
-        classes = sorted(path.name for path in folders if _has_images(path))
-        if not classes:
+        if not (classes := _classes_beside(data_dir)):
             refuse_unreadable(data_dir)
             return UserError(f"{message}; it must hold train/ and val/, or shards")
         return UserError(
-            f"{message}, but {count(len(classes), 'folder')} of images ({first_names(classes)}); move them into a "
-            "folder train/, and give --val-fraction 0.1 to hold out a tenth of it for validation"
+            f"{message}, but {count(len(classes), 'folder')} of images ({first_names(classes)}); give "
+            "--val-fraction 0.1 to train on them but for a tenth, which validates"
         )
     others = [name for name in VAL_NAMES if name != split and os.path.isdir(data_dir / name)]
     if others:

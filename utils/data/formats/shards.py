@@ -201,12 +201,12 @@ def create_manifests(
         others: splits of the data set that are not asked for, but whose labels count.
 
     Raises:
-        UserError: a label outside the classes, a class without images, labels of one split that the other has not, or
-            images of no bytes.
+        UserError: a label outside the classes, a class without training images, or images of no bytes.
     """
     classes, labels = _common_labels([*splits, *others], names)
     for each in splits:
-        _require_all_classes(each, classes, labels[each.split])
+        if each.split == "train":
+            _require_all_classes(each, classes, labels[each.split])
     manifests = {}
     for each in splits:
         manifest = _create_manifest(each, classes, labels[each.split])
@@ -214,7 +214,8 @@ def create_manifests(
         if empty and not skip_bad:
             raise bad_files_error({manifest.record(index).name: "an empty file" for index in empty}, "write {} again")
         bad = {manifest.name(index): "an empty file" for index in empty}
-        manifests[each.split] = dataclasses.replace(manifest.without(bad), source=format_name)
+        manifest = dataclasses.replace(manifest.without(bad), source=format_name)
+        manifests[each.split] = manifest.with_all_classes() if each.split == "train" else manifest
     return manifests
 
 

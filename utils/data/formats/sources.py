@@ -10,8 +10,10 @@ from typing import cast
 
 from utils.data.formats import arrow_cache, folder, ilsvrc, lmdb_database, recordio, tfrecord, webdataset
 from utils.data.formats.flat import find_cls_loc
+from utils.data.formats.label_files import find_label_files, has_splits, read_labels
 from utils.data.formats.naming import VAL_NAMES, is_hidden
 from utils.data.formats.shards import ClassNames
+from utils.data.formats.tables import is_table
 from utils.data.images.records import ShardFormat
 from utils.errors import UserError
 from utils.options.config import TrainConfig
@@ -19,25 +21,39 @@ from utils.options.store_url import store_url
 from utils.options.validation import require_folder
 
 FORMATS = cast(tuple[ShardFormat, ...], (ilsvrc, webdataset, tfrecord, recordio, lmdb_database, arrow_cache))
+_READ_EARLY = 4_000_000  # bytes of a label file, which take a moment
 GLOBS = {"train": "train_data", "val": "val_data"}  # the fields that name a split's shards
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The data of a run.
+    """The data of a run: class folders, shards, or files with the labels of images.
 
     Attributes:
-        format: of the shards; None for class folders.
+        format: of the shards; None for other data.
         data_dir: that holds train/, of class folders.
+        shards: of each split.
+        label_files: of each split.
     """
 
     format: ShardFormat | None
     data_dir: Path
     shards: Mapping[str, Sequence[Path]] = dataclasses.field(default_factory=dict)
+    label_files: Mapping[str, Path] = dataclasses.field(default_factory=dict)
+
+    @property
+    def has_class_folders(self) -> bool:
+        """Whether the images lie in folders of their classes."""
+        return self.format is None and not self.label_files
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """The splits that there are, train, val or both; () for class folders."""
+        return tuple(split for split in ("train", "val") if split in self.shards or split in self.label_files)
 
 
 def find_source(config: TrainConfig, splits: Sequence[str]) -> Source:
-    """The data that `--data-dir`, `--train-data` and `--val-data` name. Opens no file.
+    """The data that `--data-dir`, `--train-data` and `--val-data` name. Opens no image and no shard.
 
     Args:
         config: with `data_dir`.
@@ -55,6 +71,9 @@ def find_source(config: TrainConfig, splits: Sequence[str]) -> Source:
     found = [
         Source(each, config.data_dir, shards) for each in FORMATS if (shards := _find(each, config.data_dir, given))
     ]
+    if not found and (labeled := _find_label_files(config, given)):
+        _require_splits(labeled, config, splits)
+        return labeled
     if not found:
         if given:
             split, pattern = next(iter(given.items()))
@@ -82,8 +101,11 @@ def check_source(config: TrainConfig) -> None:
     if store_url(config.data_dir):  # which is staged first
         return
     source = find_source(config, required_splits(config))
-    if source.format is None:
+    if source.has_class_folders:
         folder.check_folders(dataclasses.replace(config, data_dir=source.data_dir))
+    for split, path in source.label_files.items():
+        if path.stat().st_size <= _READ_EARLY and split in required_splits(config):
+            read_labels(path, split, config.val_split, config.val_group)
 
 
 def required_splits(config: TrainConfig) -> tuple[str, ...]:
@@ -140,6 +162,28 @@ def class_names_of(source: Source, given: tuple[str, ...] | None, file: Path | N
     return ClassNames(lists.get("train") or lists.get("val"), "the data's list of classes", lists)
 
 
+def _find_label_files(config: TrainConfig, given: Mapping[str, str]) -> Source | None:
+    """The label files that `given` patterns name, by split, or that lie in the folder; None if there are none."""
+    assert config.data_dir is not None, "given"
+    named = {split: pattern for split, pattern in given.items() if is_table(pattern)}
+    if given and not named:
+        return None
+    if others := given.keys() - named.keys():
+        split, pattern = next(iter(named.items()))
+        raise UserError(
+            f"--{split}-data {pattern}: a label file, and {given[min(others)]} is none; give both splits alike"
+        )
+    found = {split: config.data_dir / pattern for split, pattern in named.items()}
+    for split, path in found.items():
+        if not path.is_file():
+            raise UserError(f"--{split}-data {named[split]}: no such label file in {config.data_dir}; give its path")
+    if not given:
+        found = find_label_files(config.data_dir, config.val_split)
+    elif "val" not in found and has_splits(found["train"]):
+        found["val"] = found["train"]
+    return Source(None, config.data_dir, label_files=found) if found else None
+
+
 def _find(source: ShardFormat, data_dir: Path, given: Mapping[str, str]) -> dict[str, list[Path]]:
     """The shards of each split that are of this format."""
     found = source.find(data_dir) if len(given) < len(GLOBS) else {}
@@ -152,15 +196,20 @@ def _find(source: ShardFormat, data_dir: Path, given: Mapping[str, str]) -> dict
 
 def _require_splits(source: Source, config: TrainConfig, splits: Sequence[str]) -> None:
     for split in splits:
-        if split not in source.shards and source.format is not None:
+        if split not in source.splits:
             if pattern := getattr(config, GLOBS[split]):
                 raise UserError(_no_shard(split, pattern))
             names = " or ".join(("train",) if split == "train" else VAL_NAMES)
             remedy = "" if split == "train" else ", or --val-fraction 0.1 holds out a tenth of train"
-            there = f"{source.format.NAME} ({_first(source.shards)}, ...)"
+            if source.format is None:
+                what = f"the label file {next(iter(source.label_files.values())).name}"
+                add = f"add {split}.csv, a column split,"
+            else:
+                what = f"{source.format.NAME} ({_first(source.shards)}, ...)"
+                add = f"give a name with {names} to its shards,"
             raise UserError(
-                f"--data-dir {config.data_dir}: holds {there}, but none of {split}; give a name with {names} to its "
-                f"shards, or name them by --{split}-data{remedy}"
+                f"--data-dir {config.data_dir}: holds {what}, but none of {split}; {add} or name them by "
+                f"--{split}-data{remedy}"
             )
 
 
@@ -170,4 +219,7 @@ def _first(shards: Mapping[str, Sequence[Path]]) -> str:
 
 def _no_shard(split: str, pattern: str) -> str:
     formats = ", ".join(each.NAME for each in FORMATS)
-    return f"--{split}-data {pattern}: no file of that name below --data-dir is a shard; known are {formats}"
+    return (
+        f"--{split}-data {pattern}: no file of that name below --data-dir is a shard; known are {formats}, and label "
+        "files .csv, .tsv, .jsonl"
+    )

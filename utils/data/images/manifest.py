@@ -17,7 +17,8 @@ from utils.text import count
 
 OR_SKIP = ", or exclude all bad files with --bad-files skip"  # a remedy that only train.py has
 SUFFIXES = 5  # of other files that one line names
-NO_CLASS, NO_SUFFIX = "without a class folder", "without a suffix"
+NO_CLASS, NO_ROW = "without a class folder", "without a row in the label file"  # images
+NO_SUFFIX = "without a suffix"
 
 
 class FileEntry(NamedTuple):
@@ -70,13 +71,15 @@ class Manifest:
         root: folder of the split, such as `data_dir/train`; None for synthetic data.
         classes: class names in label order (sorted by code point, as torchvision's ImageFolder does).
         labels: int64 (num_images,), in [0, len(classes)).
-        fingerprint: hex digest of class names, file names, file sizes and labels.
+        fingerprint: hex digest of class names, file names, file sizes, labels and weights.
         images: names and locations, sorted by name within each class; None for synthetic data.
         sizes: int64 (num_images,), bytes; as `mtimes`, of no images for synthetic data.
         mtimes: int64 (num_images,), of the last change, nanoseconds since 1970.
+        weights: how often images come, 0 or more: float64 (num_images,); None for alike.
+        groups: names of what lies wholly in one split, such as a patient: str (num_images,); None for none.
         bad: files that are excluded, relative to `root`, and why.
         replacements: those of `bad` that another file replaces, and which.
-        ignored: what is not an image of a class, by suffix or as `NO_CLASS` or `NO_SUFFIX`, and how many.
+        ignored: what is not an image of a class, by suffix or as `NO_CLASS`, `NO_ROW` or `NO_SUFFIX`, and how many.
         held_out: whether these are the images of train/ that `--val-fraction` holds out.
         source: format of the data, for messages.
     """
@@ -88,6 +91,8 @@ class Manifest:
     images: ImageTable | None = None
     sizes: NDArray[np.int64] = dataclasses.field(default_factory=lambda: np.empty(0, dtype=np.int64))
     mtimes: NDArray[np.int64] = dataclasses.field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    weights: NDArray[np.float64] | None = None
+    groups: NDArray[np.str_] | None = None
     bad: Mapping[str, str] = dataclasses.field(default_factory=dict)
     replacements: Mapping[str, str] = dataclasses.field(default_factory=dict)
     ignored: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -138,32 +143,55 @@ class Manifest:
             labels=self.labels[indices],
             sizes=self.sizes[indices],
             mtimes=self.mtimes[indices],
+            weights=None if self.weights is None else self.weights[indices],
+            groups=None if self.groups is None else self.groups[indices],
         )
+
+    def part(self, indices: NDArray[np.int64]) -> "Manifest":
+        """These images, in ascending order, as a split of its own."""
+        part = self.select(indices)
+        return dataclasses.replace(part, fingerprint=files_fingerprint(part.table().names, part.sizes, part.weights))
+
+    def numbered_as(self, classes: tuple[str, ...]) -> "Manifest":
+        """The same images with the labels of `classes`, which has all of the manifest's.
+
+        Raises:
+            KeyError: it lacks one.
+        """
+        numbers = {name: number for number, name in enumerate(classes)}
+        labels = np.array([numbers[name] for name in self.classes], dtype=np.int64)[self.labels]
+        renumbered = dataclasses.replace(self, classes=classes, labels=labels)
+        order = np.argsort(labels, kind="stable")
+        return renumbered if np.array_equal(order, np.arange(len(order))) else renumbered.select(order)
 
     def without(self, bad: Mapping[str, str]) -> "Manifest":
         """The manifest that a listing would give if the files `bad` (relative to `root`, with a reason) did not exist.
 
-        Raises:
-            UserError: a class would have no image left.
+        A class may have no image left; see `with_all_classes`.
         """
         is_bad = self._is_named(bad)
         if not is_bad.any():
             return self
-        empty = set(range(len(self.classes))) - set(np.unique(self.labels[~is_bad]).tolist())
-        if empty:
-            files = int((self.labels == min(empty)).sum())
+        good = self.part(np.flatnonzero(~is_bad))
+        excluded = [self.name(index) for index in np.flatnonzero(is_bad).tolist()]
+        return dataclasses.replace(good, bad={**self.bad, **{name: bad[name] for name in excluded}})
+
+    def with_all_classes(self) -> "Manifest":
+        """The manifest itself.
+
+        Raises:
+            UserError: the bad files leave a class without an image.
+        """
+        empty = np.flatnonzero(np.bincount(self.labels, minlength=len(self.classes)) == 0).tolist()
+        if empty and self.bad:
+            name = self.classes[empty[0]]
+            files = sum(path.partition("/")[0] == name for path in self.bad)
             are, them = ("is", "it") if files == 1 else ("are", "them")
             raise UserError(
-                f"{self.root}/{self.classes[min(empty)]}: a class without a readable image, its {count(files, 'file')} "
-                f"{are} bad; replace {them} or remove the folder"
+                f"{self.root}/{name}: a class without a readable image, its {count(files, 'file')} {are} bad; replace "
+                f"{them} or remove the folder"
             )
-        good = self.select(np.flatnonzero(~is_bad))
-        excluded = [self.name(index) for index in np.flatnonzero(is_bad).tolist()]
-        return dataclasses.replace(
-            good,
-            fingerprint=files_fingerprint(good.table().names, good.sizes),
-            bad={**self.bad, **{name: bad[name] for name in excluded}},
-        )
+        return self
 
     def with_replacements(self, bad: Mapping[str, str]) -> "Manifest":
         """The same number of images with the same labels and fingerprint, none of them among the files `bad`.
@@ -198,11 +226,15 @@ class Manifest:
         return np.array([name in encoded for name in self.table().names.tolist()], dtype=bool)
 
 
-def files_fingerprint(names: NDArray[np.bytes_], sizes: NDArray[np.int64]) -> str:
-    """Hex digest of the names, in which the classes are, and sizes of a split's files."""
+def files_fingerprint(
+    names: NDArray[np.bytes_], sizes: NDArray[np.int64], weights: NDArray[np.float64] | None = None
+) -> str:
+    """Hex digest of the names, in which the classes are, of the sizes of a split's files, and of their weights."""
     digest = hashlib.sha256()
     for name, size in zip(names.tolist(), sizes.tolist(), strict=True):
         digest.update(name + b"\0%d\0" % size)
+    if weights is not None:
+        digest.update(weights.tobytes())
     return digest.hexdigest()[:32]
 
 
@@ -221,10 +253,11 @@ def describe_counts(ignored: Mapping[str, int]) -> str:
 
     Such as "7 files .jfif, 1 image without a class folder".
     """
-    files = sorted((-number, kind) for kind, number in ignored.items() if kind != NO_CLASS)
+    images = (NO_CLASS, NO_ROW)
+    files = sorted((-number, kind) for kind, number in ignored.items() if kind not in images)
     parts = [(-number, "file", f" {escape_control_chars(kind)}") for number, kind in files[:SUFFIXES]]
     parts.append((-sum(number for number, _ in files[SUFFIXES:]), "more file", ""))
-    parts.append((ignored.get(NO_CLASS, 0), "image", f" {NO_CLASS}"))
+    parts += [(ignored.get(kind, 0), "image", f" {kind}") for kind in images]
     return ", ".join(f"{count(number, noun)}{kind}" for number, noun, kind in parts if number)
 
 

@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from utils.data.images.manifest import Manifest
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
 from utils.options.resolved import ResolvedConfig
@@ -152,12 +153,18 @@ class WeightedSampler(Sampler):
         return np.repeat(order, counts)[shuffled], copies[shuffled]
 
 
-def class_weights(labels: NDArray[np.int64], balance: float) -> NDArray[np.float64]:
-    """Weight of each image, float64 (num_images,): n**-balance in a class of n images.
+def image_weights(manifest: Manifest, balance: float) -> NDArray[np.float64] | None:
+    """How often each image comes, float64 (num_images,): its own weight x n**-balance, where n is that of its class.
 
-    All are 1 where `balance` is 0. Where it is 1, classes come equally often.
+    n is the sum of the class's own weights, or the number of its images. Where `balance` is 1, classes come equally
+    often. None if all images come alike.
     """
-    weights: NDArray[np.float64] = np.bincount(labels)[labels].astype(np.float64) ** -balance
+    if not balance and manifest.weights is None:
+        return None
+    own = np.ones(len(manifest)) if manifest.weights is None else manifest.weights
+    of_class = np.bincount(manifest.labels, weights=own)
+    shares = np.power(of_class, -balance, out=np.zeros_like(of_class), where=of_class > 0)
+    weights: NDArray[np.float64] = own * shares[manifest.labels]
     return weights
 
 
@@ -182,19 +189,26 @@ def shard(num_images: int, rank: int, world_size: int) -> NDArray[np.int64]:
     return np.arange(rank, num_images, world_size, dtype=np.int64)
 
 
-def create_sampler(config: ResolvedConfig, labels: NDArray[np.int64], env: DistEnv) -> Sampler:
-    """The order of the training images with these labels, int64 (num_images,).
+def create_sampler(config: ResolvedConfig, manifest: Manifest, env: DistEnv) -> Sampler:
+    """The order of the training images.
 
     Raises:
-        UserError: fewer images than processes, or than one global batch.
+        UserError: fewer images than processes, or than one global batch; or weights that are not used.
     """
-    num_images, repeats = len(labels), config.repeated_augmentation
+    num_images, repeats = len(manifest), config.repeated_augmentation
     layout = (num_images, config.batch_size, config.grad_accum_steps, env.rank, env.world_size, config.seed)
     sampler: Sampler = RandomSampler(*layout)
+    if manifest.weights is not None and (repeats > 1 or config.loader == "stock"):
+        given = f"--repeated-augmentation {repeats}" if repeats > 1 else "--loader stock"
+        raise UserError(
+            f"{given} with a column weight in the label file: images come {'equally' if repeats > 1 else 'once'} then; "
+            "leave one of them out",
+            on_all_ranks=True,
+        )
     if repeats > 1:
         sampler = RepeatedSampler(*layout, repeats)
-    elif config.balance:
-        sampler = WeightedSampler(*layout, weights=class_weights(labels, config.balance))
+    elif (weights := image_weights(manifest, config.balance)) is not None:
+        sampler = WeightedSampler(*layout, weights=weights)
     if num_images < env.world_size:
         raise UserError(
             f"--data-dir {config.data_dir}: {count(num_images, 'training image')} for "

@@ -6,7 +6,8 @@ from typing import Any, Literal
 from utils.distributed.group import DistEnv
 from utils.distributed.machine import Machine
 from utils.errors import UserError
-from utils.options.config import PREFETCH, TrainConfig
+from utils.options.config import TrainConfig
+from utils.options.data_flags import PREFETCH
 from utils.options.resolved import ResolvedConfig
 
 SMALL = 1 / 8  # of the free memory: decoded images that take no more are cached by default, on the CPU

@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from utils.data.images.manifest import FileEntry, Listing, Manifest, bad_files_error, files_fingerprint
+from utils.data.images.manifest import FileEntry, Listing, Manifest, bad_files_error
 from utils.data.reading.decode_pool import FileReport
 from utils.data.reading.verification import content_digests, read_digests
 from utils.distributed.collective import collective
 from utils.distributed.collectives import broadcast, sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
+from utils.text import count
 
 
 @collective
@@ -80,7 +81,12 @@ def choose(digests: NDArray[np.int64], labels: NDArray[np.int64], fraction: floa
 
 
 def check_classes(manifest: Manifest, fraction: float, chosen: NDArray[np.bool_] | None = None) -> None:
-    """Raise UserError unless every class has an image on both sides, or may have, where none is `chosen` yet."""
+    """Raise UserError unless every class has an image on both sides, or may have, where none is `chosen` yet.
+
+    Groups may leave a class on one side.
+    """
+    if manifest.groups is not None:
+        return
     counts = np.bincount(manifest.labels)
     held_out = np.minimum(counts - 1, 1) if chosen is None else np.bincount(manifest.labels, weights=chosen)
     for label in np.flatnonzero((held_out == 0) | (held_out == counts)).tolist():
@@ -103,17 +109,19 @@ def divide(manifest: Manifest, chosen: NDArray[np.bool_]) -> dict[str, Manifest]
 
     What train/ has besides images, and its bad files, are those of the split train.
     """
-    train, val = (_part(manifest, np.flatnonzero(side)) for side in (~chosen, chosen))
+    train, val = (manifest.part(np.flatnonzero(side)) for side in (~chosen, chosen))
     return {"train": train, "val": dataclasses.replace(val, bad={}, ignored={}, held_out=True)}
 
 
-def _part(manifest: Manifest, indices: NDArray[np.int64]) -> Manifest:
-    part = manifest.select(indices)
-    return dataclasses.replace(part, fingerprint=files_fingerprint(part.table().names, part.sizes))
-
-
-def describe_shares(val: Manifest) -> str:
-    """How many images of each class are held out, such as `3 to 7 of each class`."""
+def describe_shares(train: Manifest, val: Manifest) -> str:
+    """How many images of each class are held out, such as `3 to 7 of each class`, and how many groups."""
     counts = np.bincount(val.labels, minlength=len(val.classes))
     fewest, most = int(counts.min()), int(counts.max())
-    return f"{fewest:,} of each class" if fewest == most else f"{fewest:,} to {most:,} of each class"
+    shares = f"{fewest:,} of each class" if fewest == most else f"{fewest:,} to {most:,} of each class"
+    if train.groups is None or val.groups is None:
+        return shares
+    of_class = 100 * counts / (counts + np.bincount(train.labels, minlength=len(counts)))
+    held = len(set(val.groups.tolist()))
+    share = f"{100 * len(val) / (len(train) + len(val)):.1f} % of the images, {of_class.min():.1f} to "
+    groups = count(held + len(set(train.groups.tolist())), "group")
+    return f"{held:,} of {groups}: {share}{of_class.max():.1f} % of a class"

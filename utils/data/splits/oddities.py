@@ -9,7 +9,9 @@ import numpy as np
 from utils.data.images.manifest import Manifest
 from utils.data.reading.decode_pool import content_digest
 from utils.data.reading.reader import read_image
+from utils.data.splits.groups import shared_groups
 from utils.data.splits.selection import Splits
+from utils.errors import some
 from utils.text import count, describe_alike
 
 FEW_STEPS = 10  # in an epoch
@@ -31,11 +33,19 @@ def describe_oddities(splits: Splits, steps_per_epoch: int, balance: float) -> l
             f"classes are uneven ({class_sizes(train)}): top-1 is mostly that of the common ones; --best-by "
             "macro_recall counts all alike, --balance 0.5 shows rare ones more often"
         )
+    if lacking := np.flatnonzero(np.bincount(val.labels, minlength=len(val.classes)) == 0).tolist():
+        names = some([val.classes[label] for label in lacking])
+        lines.append(f"{count(len(lacking), 'class')} without validation images ({names}): no figure says how it does")
     if alike := describe_alike(train.classes, train.classes):
         lines.append(f"two classes look the same: {alike}")
     if steps_per_epoch < FEW_STEPS:
         steps, images = count(steps_per_epoch, "step"), count(len(train), "image")
         lines.append(f"{steps} per epoch, as train/ has {images}: a smaller --batch-size gives more")
+    if shared := [] if val.held_out else shared_groups(train, val):
+        lines.append(
+            f"{val.title} has {count(len(shared), 'group')} of train/ ({some(shared)}): accuracy looks better than it "
+            "is on others"
+        )
     copies = [] if val.held_out else list(find_copies(train, val))  # which `--val-fraction` keeps together
     if copies:
         (first, same), more = copies[0], f", and {len(copies) - 1} more" if len(copies) > 1 else ""

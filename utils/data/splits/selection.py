@@ -11,6 +11,8 @@ import numpy as np
 from utils.data.dali import dali_device
 from utils.data.formats import folder
 from utils.data.formats.index import read_shards
+from utils.data.formats.label_files import create_manifests as create_labeled
+from utils.data.formats.label_files import read_labels
 from utils.data.formats.shards import Shards, create_manifests, first_label
 from utils.data.formats.sources import Source, class_names_of, find_source, read_given_names, required_splits
 from utils.data.images import manifest as dataset
@@ -19,6 +21,7 @@ from utils.data.images.manifest import FileEntry, Listing, Manifest, files_finge
 from utils.data.images.records import Record
 from utils.data.reading.decoding import decoder_of
 from utils.data.reading.verification import BAD_FILES, bad_files, verify_dataset
+from utils.data.splits.groups import choose_groups, find_groups
 from utils.data.splits.holdout import check_classes, choose_by_content, choose_by_name, divide
 from utils.distributed.collective import collective
 from utils.distributed.collectives import all_gather_object, broadcast, sync_errors
@@ -56,13 +59,16 @@ def read_data(config: TrainConfig, env: DistEnv, splits: Sequence[str] = ()) -> 
     listed: Splits = {}
     with sync_errors(env):
         source = find_source(config, splits)
-        if source.format is None:
+        if source.has_class_folders:
             listed = _read_folders(dataclasses.replace(config, data_dir=source.data_dir), splits)
+        elif source.label_files:
+            listed = _read_label_files(config, source, splits)
     if source.format is not None:
         listed = _read_shards(config, source, splits, env)
-    if config.val_fraction:
-        with sync_errors(env):
-            check_classes(listed["train"], config.val_fraction)  # before all files are read
+    with sync_errors(env):
+        listed = {split: find_groups(manifest, config.val_group) for split, manifest in listed.items()}
+        if config.val_fraction:  # before all files are read
+            check_classes(listed["train"], config.val_fraction)
     return listed
 
 
@@ -79,11 +85,27 @@ def _read_folders(config: TrainConfig, splits: Sequence[str]) -> Splits:
             )
         if not config.evaluate:
             folder.refuse_val_folder(config.data_dir, config.val_fraction)
-        return {"train": folder.scan(config.data_dir, "train", skip_bad)}
+        return {
+            "train": folder.scan(config.data_dir, folder.train_folder(config.data_dir, config.val_fraction), skip_bad)
+        }
     if len(splits) == 1:
         name = "train" if splits[0] == "train" else config.val_split
         return {splits[0]: folder.scan(config.data_dir, name, skip_bad)}
     return dict(zip(SPLITS, folder.scan_splits(config.data_dir, skip_bad, config.val_split), strict=True))
+
+
+def _read_label_files(config: TrainConfig, source: Source, splits: Sequence[str]) -> Splits:
+    assert config.data_dir is not None, "synthetic data is not read"
+    if config.val_fraction and "val" in source.splits and not config.evaluate:
+        raise UserError(
+            f"--val-fraction {config.val_fraction:g}: {source.label_files['val']} has images of val, which would not "
+            "be used; leave --val-fraction out"
+        )
+    names = read_given_names(config.class_names) if config.class_names is not None else None
+    labels = {
+        split: read_labels(source.label_files[split], split, config.val_split, config.val_group) for split in splits
+    }
+    return create_labeled(config.data_dir, labels, names, config.bad_files == "skip")
 
 
 @collective
@@ -175,6 +197,8 @@ def select_images(
     for split, manifest in listed.items():
         reasons = _bad_of(manifest, bad)
         good[split] = manifest.without(reasons)
+        if split == "train":
+            good[split].with_all_classes()
         if initial and not config.evaluate:
             good[split] = apply_exclusions(manifest, good[split], reasons, initial, split)
     return listed, good
@@ -187,11 +211,14 @@ def _bad_of(manifest: Manifest, bad: Mapping[str, str]) -> dict[str, str]:
 
 @collective
 def _hold_out(config: ResolvedConfig, train: Manifest, env: DistEnv, initial: InitialFiles | None) -> Splits:
-    """Train and val of `--val-fraction`: as the run began where its listing is there, else by the files' contents."""
+    """Train and val of `--val-fraction`: as the run began where its listing is there, else by groups or contents."""
     chosen = None
     if env.is_main and initial and initial.val_fraction == config.val_fraction:
         chosen = choose_by_name(train, initial.val_names())
     chosen = broadcast(chosen, env)
+    if chosen is None and train.groups is not None:
+        with sync_errors(env):
+            chosen = choose_groups(train, config.val_fraction)
     if chosen is None:
         chosen = choose_by_content(train, config.val_fraction, config.output_dir, config.workers, env)
     return divide(train, chosen)

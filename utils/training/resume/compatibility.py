@@ -38,6 +38,7 @@ from utils.training.resume.changes import (
     require_acceptable,
 )
 from utils.training.settings.batch_layout import layout_of
+from utils.training.settings.class_weights import weights_identity
 from utils.training.state.checkpoint import Checkpoint, RunRecord
 from utils.training.state.train_state import TrainState
 
@@ -49,7 +50,7 @@ def run_fingerprint(config: ResolvedConfig, splits: Splits, env: DistEnv) -> dic
     """What must be the same for a resume to be exact, each under the name that a refusal gives it."""
     uses_dali = config.loader in BY_DALI
     flags = {flag(name): getattr(config, name) for name in flags_with(role="fixed")}
-    flags |= code_identity(config)
+    flags |= code_identity(config) | weights_identity(config)
     return flags | {
         "--decode": config.decode if uses_dali else None,
         "--cache": config.cache if config.loader == "dali" else None,

@@ -4,7 +4,8 @@ import dataclasses
 
 from utils.distributed.group import DistEnv
 from utils.errors import START_ANEW, UserError
-from utils.options.config import BATCH_SIZE, TrainConfig
+from utils.options.config import TrainConfig
+from utils.options.data_flags import BATCH_SIZE
 from utils.options.resolved import ResolvedConfig
 from utils.text import count
 from utils.training.state.checkpoint import Checkpoint

@@ -1,0 +1,154 @@
+"""Label files: every usual way to write one gives the same images; mistakes are in tests/refused_labels.py."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.damage import ARITHMETIC as JPEG
+from tests.refused_folders import files
+from utils.data.formats.sources import find_source
+from utils.data.images.manifest import Manifest
+from utils.data.splits.selection import read_data
+from utils.distributed.group import DistEnv
+from utils.errors import UserError
+from utils.options.config import TrainConfig
+
+ROWS = {"a.jpg": "red", "b.png": "blue", "sub/c.jpg": "red", "d.jpg": "blue", "e.jpg": "red"}
+VAL = {"v.jpg": "red", "w.jpg": "blue"}
+
+
+def text_of(rows: dict[str, str], heading: str = "file,label\n") -> str:
+    return heading + "".join(f"{name},{label}\n" for name, label in rows.items())
+
+
+def read(root: Path, **given: object) -> dict[str, Manifest]:
+    config = TrainConfig(data_dir=root, output_dir=root / "run", **given)  # type: ignore[arg-type]
+    return read_data(config, DistEnv.single(torch.device("cpu")))
+
+
+def found_in(manifest: Manifest, root: Path) -> dict[str, str]:
+    """Path of each image relative to the data set -> its class."""
+    paths = [Path(str(manifest.record(index).location)) for index in range(len(manifest))]
+    assert all(path.read_bytes() for path in paths)
+    labels = [manifest.classes[label] for label in manifest.labels.tolist()]
+    return {str(path.relative_to(root)): label for path, label in zip(paths, labels, strict=True)}
+
+
+GOOD = text_of(ROWS)
+FORMS = {
+    "commas": ("train.csv", GOOD),
+    "tabs": ("train.tsv", GOOD.replace(",", "\t")),
+    "tabs in a csv": ("train.csv", GOOD.replace(",", "\t")),
+    "semicolons": ("train.csv", GOOD.replace(",", ";")),
+    "a mark in front, line ends of Windows": ("train.csv", "\ufeff" + GOOD.replace("\n", "\r\n")),
+    "quotes and spaces": ("train.csv", 'file , label\n' + "".join(f'"{n}", {label} \n' for n, label in ROWS.items())),
+    "empty lines and cells behind": ("train.csv", GOOD.replace("\n", ",,\n\n,,\n").replace("label,,", "label,note,by")),
+    "no heading": ("train.csv", GOOD.removeprefix("file,label\n")),
+    "a heading in other words": ("Train.CSV", GOOD.replace("file,label", "Image_Path,Class")),
+    "columns in another order": ("train.csv", "label,file\n" + "".join(f"{c},{n}\n" for n, c in ROWS.items())),
+    "paths of Windows": ("train.csv", GOOD.replace("sub/", "sub\\")),
+    "paths with dots": ("train.csv", GOOD.replace("sub/", "./sub/../sub/")),
+    "json lines": ("train.jsonl", "".join(json.dumps({"file_name": n, "label": c}) + "\n" for n, c in ROWS.items())),
+    "of all splits": ("labels.csv", "file,label,split\n" + "".join(f"{n},{c},Train\n" for n, c in ROWS.items())
+                      + "".join(f"{n},{c},valid\n" for n, c in VAL.items()) + "x.jpg,red,test\n"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms(tmp_path: Path, form: str) -> None:
+    name, text = FORMS[form]
+    images = dict.fromkeys([*ROWS, *VAL, "x.jpg"], JPEG)
+    val = {} if "labels" in name else {"val.csv": text_of(VAL)}
+    files({**images, "extra.jpg": JPEG, "notes.txt": "", ".hidden.jpg": JPEG, name: text, **val})(tmp_path)
+    splits = read(tmp_path)
+    assert found_in(splits["train"], tmp_path) == ROWS
+    assert found_in(splits["val"], tmp_path) == VAL
+    assert splits["train"].classes == splits["val"].classes == ("blue", "red")
+    assert (splits["train"].title, splits["val"].title) == ("train/", "val/")
+    assert splits["train"].ignored == {"without a row in the label file": 2}, "x.jpg or extra.jpg too"
+    assert splits["train"].labels.tolist() == sorted(splits["train"].labels.tolist())
+
+
+@pytest.mark.parametrize("folder", ["labels", "images"])
+def test_files_in_a_folder_beside_and_without_suffixes(tmp_path: Path, folder: str) -> None:
+    rows = {"a": "red", "b.x": "blue", "c": "red", "d": "blue"}
+    files({f"{folder}/{name}.jpg": JPEG for name in rows} | {"labels.csv": text_of(rows, "id,target\n")})(tmp_path)
+    (train,) = read(tmp_path, val_fraction=0.5).values()
+    assert found_in(train, tmp_path) == {f"{folder}/{name}.jpg": label for name, label in rows.items()}
+
+
+def test_absolute_paths(tmp_path: Path) -> None:
+    files({f"here/{name}": JPEG for name in ROWS})(tmp_path)
+    files({"train.csv": text_of({str(tmp_path / "here" / name): label for name, label in ROWS.items()})})(
+        tmp_path / "to"
+    )
+    (train,) = read(tmp_path / "to", val_fraction=0.5).values()
+    assert found_in(train, tmp_path / "here") == ROWS
+
+
+def test_named_files(tmp_path: Path) -> None:
+    """The flags name label files in any folder; paths are relative to the file."""
+    files({f"lists/{name}": JPEG for name in (*ROWS, *VAL)})(tmp_path)
+    files({"lists/one.csv": text_of(ROWS), "lists/two.tsv": text_of(VAL).replace(",", "\t")})(tmp_path)
+    splits = read(tmp_path, train_data="lists/one.csv", val_data="lists/two.tsv")
+    assert found_in(splits["train"], tmp_path / "lists") == ROWS
+    assert found_in(splits["val"], tmp_path / "lists") == VAL
+    (val,) = read(tmp_path, val_data="lists/two.tsv", evaluate=True).values()
+    assert found_in(val, tmp_path / "lists") == VAL
+
+
+def test_numbers_are_sorted_as_numbers_and_get_names(tmp_path: Path) -> None:
+    rows = {f"{number}.jpg": str(number) for number in (10, 9, 2, 0, 1, 3, 4, 5, 6, 7, 8)}
+    files(dict.fromkeys(rows, JPEG) | {"train.csv": text_of(rows), "names.txt": "\n".join("abcdefghijk")})(tmp_path)
+    (train,) = read(tmp_path, train_data="train.csv", evaluate=True, val_data="train.csv").values()
+    assert train.classes == tuple(map(str, range(11)))
+    (named,) = read(tmp_path, evaluate=True, val_data="train.csv", class_names=tmp_path / "names.txt").values()
+    assert named.classes == tuple("abcdefghijk")
+    assert found_in(named, tmp_path) == {f"{number}.jpg": "abcdefghijk"[number] for number in range(11)}
+
+
+def test_weights_and_groups_follow_their_images(tmp_path: Path) -> None:
+    rows = "".join(f"{name},{label},{at / 2},p{at}\n" for at, (name, label) in enumerate(ROWS.items()))
+    files(dict.fromkeys(ROWS, JPEG) | {"train.csv": "file,label,weight,group\n" + rows})(tmp_path)
+    (train,) = read(tmp_path, val_fraction=0.5).values()
+    numbers = {name: at for at, name in enumerate(ROWS)}
+    order = [numbers[name] for name in found_in(train, tmp_path)]
+    assert train.weights is not None
+    assert train.groups is not None
+    assert train.weights.tolist() == [at / 2 for at in order]
+    assert train.groups.tolist() == [f"p{at}" for at in order]
+    part = train.select(np.array([3, 1]))
+    assert (part.weights.tolist(), part.groups.tolist()) == (
+        [order[3] / 2, order[1] / 2],
+        [f"p{order[3]}", f"p{order[1]}"],
+    )  # type: ignore[union-attr]
+    files({"train.csv": "file,label,weight,group\n" + rows.replace(",0.5,", ",0.25,")})(tmp_path)
+    (changed,) = read(tmp_path, val_fraction=0.5).values()
+    assert changed.fingerprint != train.fingerprint, "a run with other weights has another order"
+
+
+def test_bad_files_are_skipped(tmp_path: Path) -> None:
+    rows = ROWS | {"gone.jpg": "red", "empty.jpg": "blue"}
+    files(dict.fromkeys(ROWS, JPEG) | {"empty.jpg": b"", "train.csv": text_of(rows)})(tmp_path)
+    (train,) = read(tmp_path, val_fraction=0.5, bad_files="skip").values()
+    assert found_in(train, tmp_path) == ROWS
+    assert train.bad == {
+        "blue/empty.jpg": "an empty file",
+        "red/gone.jpg": "cannot be read (No such file or directory)",
+    }
+    files({"train.csv": text_of(ROWS | {"gone.jpg": "pink"})})(tmp_path)
+    with pytest.raises(UserError, match="pink: a class without a readable image, its 1 file is bad"):
+        read(tmp_path, val_fraction=0.5, bad_files="skip")
+
+
+def test_class_folders_and_shards_come_before_label_files(tmp_path: Path) -> None:
+    """A table beside them may be anything; one of all splits without such columns is none."""
+    files({f"train/{label}/{at}.jpg": JPEG for at, label in enumerate("ab")} | {"train.csv": "x,y\n1,2\n"})(tmp_path)
+    assert find_source(TrainConfig(data_dir=tmp_path), ()).has_class_folders
+    files({"train-0000.tar": b"", "metadata.csv": text_of(ROWS)})(tmp_path / "shards")
+    assert find_source(TrainConfig(data_dir=tmp_path / "shards"), ()).format is not None
+    files({"metadata.csv": "a,b\n1,2\n"})(tmp_path / "other")
+    assert find_source(TrainConfig(data_dir=tmp_path / "other"), ()).has_class_folders
