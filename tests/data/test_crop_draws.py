@@ -157,13 +157,13 @@ def test_the_generator_gives_the_published_numbers() -> None:
         ),
     ]
     for counter, key, expected in cases:
-        assert philox(np.array(counter, dtype=np.uint64)[:, None], key)[:, 0].tolist() == expected
+        assert philox(np.array(counter, dtype=np.uint64)[:, None], np.array(key, dtype=np.uint64))[:, 0].tolist() == expected
 
 
 def test_draws_are_frozen() -> None:
     # A checkpoint written years ago resumes with these. If this fails, `checkpoint.FORMAT` must rise.
     indices = np.array([0, 1, 2**33 + 1])
-    words = random_words((1, 2), indices)
+    words = random_words(np.array([[1], [2]], dtype=np.uint64), indices)
     assert words.shape == (3, WORDS)
     assert len(np.unique(words)) == words.size
     assert words[:, -1].tolist() == [3145958172, 125819018, 3827297294]

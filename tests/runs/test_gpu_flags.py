@@ -16,7 +16,7 @@ from utils.options.flags import flag
 
 # Read neither with the device nor with the number of processes, or by rank 0 alone; and dali-plugin, which is compiled.
 ON_ANY_DEVICE = """
-    output-dir name batch-size image-size train-data val-data val-split class-names stage-dir crop-scale hflip
+    output-dir name batch-size image-size train-data val-data val-split val-group class-names stage-dir crop-scale hflip
     num-classes momentum weight-decay lr-scaling warmup-epochs schedule min-lr cooldown-epochs decay-epochs decay-rate
     label-smoothing eval-every log-steps tensorboard track track-project track-checkpoint config dali-plugin
 """
@@ -33,12 +33,12 @@ ON_A_GPU = (
     "--repeated-augmentation 3 --transform TRANSFORM",
     "--augment-schedule 0:none,1:trivialaugment --resize-schedule 0:32,1:48",
     "--resize-schedule 0:32,1:48 --compile",
-    "--mixup 0.2 --cutmix 1 --mixup-off-epoch 1 --random-erase 0.5",
+    "--mixup 0.2 --cutmix 1 --mixup-off-epoch 1 --random-erase 0.5 --class-weights auto --focal 2",
     "--arch test_vit --layer-decay 0.7 --optimizer adamw --lr 0.001",
     "--model-args global_pool=max --optimizer-args eps=1e-6 --optimizer lamb --lr 0.01",
     "--optimizer lion --lr 0.001 --drop-path 0.1 --drop-rate 0.1",
     "--optimizer adan --lr 0.001 --ema-decay 0.9 --head-lr-scale 2 --best-by macro_recall --balance 0.5",
-    "--optimizer rmsproptf --lr 0.001 --bce-loss --bce-target-thresh 0.2",
+    "--optimizer rmsproptf --lr 0.001 --bce-loss --bce-target-thresh 0.2 --class-weights auto",
     "--optimizer nadamw --lr 0.001 --grad-accum-steps 2",
     "--optimizer muon --lr 0.02 --grad-accum-steps 2 --clip-grad 1",
     "--amp none --compile --fused-layers",
@@ -59,7 +59,7 @@ ON_A_GPU = (
 # The same on two GPUs.
 ON_TWO = (
     "--grad-exchange ddp --grad-compression bf16 --clip-grad 1 --ema-decay 0.9 --cutmix 1 --random-erase 0.5",
-    "--grad-exchange flat --grad-compression bf16 --clip-grad 1 --amp fp16 --mixup 0.2 --mixup-off-epoch 1",
+    "--grad-exchange flat --grad-compression bf16 --clip-grad 1 --amp fp16 --mixup 0.2 --focal 1 --class-weights auto",
     "--grad-exchange ddp --grad-accum-steps 2 --compile --amp fp16",
     "--grad-exchange flat --grad-accum-steps 2 --max-bad-steps 0",
     "--grad-exchange flat --optimizer muon --lr 0.02 --clip-grad 1",
@@ -168,7 +168,10 @@ def test_a_checkpoint_goes_from_one_device_to_another(images: Path, tmp_path: Pa
 @pytest.mark.gpus
 @pytest.mark.dist
 def test_evaluation_on_two(images: Path, weights: Path, tmp_path: Path) -> None:
-    words = flags_for(images, "--evaluate --eval-flip --pretrained WEIGHTS", weights)
+    answers = tmp_path / "real.csv"
+    answers.write_text("file,label\n" + "".join(f"{path.name},red|blue\n" for path in (images / "val").rglob("*.jpg")))
+    text = f"--evaluate --eval-flip --eval-classes present --real-labels {answers} --pretrained WEIGHTS"
+    words = flags_for(images, text, weights)
     done = run_train(*words, "--output-dir", tmp_path, processes=2)
     assert done.status == 0, done.err
 

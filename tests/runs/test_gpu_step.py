@@ -83,15 +83,16 @@ def test_replayed_step_that_overflows_is_skipped() -> None:
         assert all(map(torch.equal, before, net.parameters())) != moves
 
 
-@pytest.mark.parametrize("amp", [torch.float32, torch.bfloat16, torch.float16])
-def test_captured_training_is_the_plain_one(amp: torch.dtype) -> None:
+@pytest.mark.parametrize(("amp", "focal"), [(torch.float32, 0.0), (torch.bfloat16, 2.0), (torch.float16, 2.0)])
+def test_captured_training_is_the_plain_one(gpu: DistEnv, amp: torch.dtype, focal: float) -> None:
+    criterion = create_criterion(resolved(focal=focal), gpu.device, [0.5 + label / 10 for label in range(10)])
     plain, captured = network(dropout=0), network(dropout=0)
     images = torch.randn(5, 8, 3, 24, 24, device="cuda", dtype=amp)
     targets = torch.randint(0, 10, (5, 8), device="cuda")
     losses: list[list[float]] = []
     for net, graph in ((plain, False), (captured, True)):
         scaler = torch.amp.GradScaler("cuda", enabled=amp == torch.float16)
-        gradients = ForwardBackward(net, nn.CrossEntropyLoss(), scaler, amp, accum_steps=1)
+        gradients = ForwardBackward(net, criterion, scaler, amp, accum_steps=1)
         step = GraphedForwardBackward(gradients, capture_stream(torch.device("cuda", 0))) if graph else gradients
         optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
         losses.append([])

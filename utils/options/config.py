@@ -122,12 +122,12 @@ class TrainConfig(DataFlags):
         role="logged",
     )  # fmt: skip
     focal: float = _flag(
-        0.0, OPTIMIZATION, "Focal loss: the power of (1 - p) that a class's loss is multiplied by.", MIN_0,
+        0.0, OPTIMIZATION, "Power of (1 - p) in the loss: focal loss.", MIN_0,
         shown="0, off", role="logged",
     )  # fmt: skip
     class_weights: str = _flag(
-        "none", OPTIMIZATION, "Weights of the classes in the loss: auto, as rare as they come, or a CSV: class,weight.",
-        metavar="none|auto|FILE", shown="none", role="fixed", is_path=True,
+        "none", OPTIMIZATION, "Weights of the classes in the loss; auto: the rarer, the larger.",
+        metavar="auto|FILE", shown="none", role="fixed", is_path=True,
     )  # fmt: skip
     label_smoothing: float = _flag(
         0.1, OPTIMIZATION, "Share of the target that is spread over all classes.", BELOW_1, role="logged"
@@ -181,10 +181,10 @@ class TrainConfig(DataFlags):
         False, SWITCHES, "Average the logits of each image and its mirror image, with --evaluate.", of_launch=True
     )
     eval_classes: Literal["all", "present"] = _flag(
-        "all", RUN, "With --evaluate, the classes that an answer may be: all, or those of the images.", of_launch=True
+        "all", RUN, "Classes that an answer of --evaluate may be.", of_launch=True
     )
     real_labels: Path | None = _flag(
-        None, RUN, "With --evaluate, file of the right labels of each image: real.json, or a label file.", shown=False,
+        None, RUN, "Right labels of each image for --evaluate: real.json, or a label file.", shown=False,
         of_launch=True,
     )  # fmt: skip
     bce_loss: bool = _flag(False, SWITCHES, "The same as --loss bce.", stands_for=("loss", "bce"))

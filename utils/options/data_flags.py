@@ -83,13 +83,13 @@ class DataFlags:
     train_data: str | None = _flag(
         None,
         DATA,
-        "Training shards or label file, relative to --data-dir.",
+        "Training shards or label file, below --data-dir.",
         shown="found",
         metavar="GLOB",
         is_path=True,
     )
     val_data: str | None = _flag(
-        None, DATA, "Validation shards or label file, relative to --data-dir.", shown="found", metavar="GLOB",
+        None, DATA, "Validation shards or label file, below --data-dir.", shown="found", metavar="GLOB",
         is_path=True, from_checkpoint=True,
     )  # fmt: skip
     class_names: Path | None = _flag(
@@ -104,8 +104,8 @@ class DataFlags:
         shown="0, off", role="fixed", from_checkpoint=True,
     )  # fmt: skip
     val_group: str | None = _flag(
-        None, DATA, "Column of the label file, or pattern of paths, whose groups --val-fraction keeps whole.",
-        shown="column group", metavar="COLUMN|REGEX", role="fixed", from_checkpoint=True,
+        None, DATA, "What --val-fraction keeps whole: a column of the label file, or a pattern of paths.",
+        shown="column group", metavar="GROUPS", role="fixed", from_checkpoint=True,
     )  # fmt: skip
     balance: float = _flag(0.0, DATA, "How evenly classes come; 1: all alike.", _SHARE, shown="0, off", role="fixed")
     workers: int | None = _flag(

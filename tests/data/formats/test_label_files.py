@@ -121,10 +121,12 @@ def test_weights_and_groups_follow_their_images(tmp_path: Path) -> None:
     assert train.weights.tolist() == [at / 2 for at in order]
     assert train.groups.tolist() == [f"p{at}" for at in order]
     part = train.select(np.array([3, 1]))
+    assert part.weights is not None
+    assert part.groups is not None
     assert (part.weights.tolist(), part.groups.tolist()) == (
         [order[3] / 2, order[1] / 2],
         [f"p{order[3]}", f"p{order[1]}"],
-    )  # type: ignore[union-attr]
+    )
     files({"train.csv": "file,label,weight,group\n" + rows.replace(",0.5,", ",0.25,")})(tmp_path)
     (changed,) = read(tmp_path, val_fraction=0.5).values()
     assert changed.fingerprint != train.fingerprint, "a run with other weights has another order"

@@ -63,10 +63,9 @@ def draw_crops(
         crop_scale: smallest area of a crop, in (0, 1].
         hflip: probability of mirroring an image.
     """
-    words = np.empty((len(indices), WORDS), dtype=np.uint64)
-    draws = np.broadcast_to(draws, indices.shape)
-    for draw in np.unique(draws).tolist():  # mostly a single one, the epoch
-        words[draws == draw] = random_words(_key(seed, draw), indices[draws == draw])
+    found, of_image = np.unique(np.broadcast_to(draws, indices.shape), return_inverse=True)
+    keys = np.array([_key(seed, draw) for draw in found.tolist()], dtype=np.uint64).T
+    words = random_words(keys if len(found) == 1 else keys[:, of_image], indices)  # mostly the epoch's only
     fractions = words * 2.0**-32
     areas = (crop_scale + (1 - crop_scale) * fractions[:, :TRIES]) * (heights * widths)[:, None]
     low, high = np.log(RATIO)
@@ -96,34 +95,37 @@ def _below(words: NDArray[np.uint64], bounds: NDArray[np.int64]) -> NDArray[np.i
     return ((words * bounds.astype(np.uint64)) >> _HALF).astype(np.int64)
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=1024)  # with --balance an image may come a hundred times in an epoch
 def _key(seed: int, epoch: int) -> tuple[int, int]:
     first, second = seed_sequence(Stream.CROPS, seed, epoch).generate_state(2).tolist()
     return first, second
 
 
-def random_words(key: tuple[int, int], indices: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """`WORDS` random numbers of 32 bits for each of the `indices`: uint64 (N, WORDS)."""
+def random_words(keys: NDArray[np.uint64], indices: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """`WORDS` random numbers of 32 bits for each of the `indices`: uint64 (N, WORDS).
+
+    `keys` are those of `philox`, one for all images, (2, 1), or for each, (2, N).
+    """
     blocks = -(-WORDS // 4)
     images = indices.astype(np.uint64)[:, None]
     counters = np.zeros((4, len(indices), blocks), dtype=np.uint64)
     counters[0], counters[1], counters[2] = np.arange(blocks, dtype=np.uint64), images & _LOW, images >> _HALF
-    return np.moveaxis(philox(counters, key), 0, 2).reshape(len(indices), 4 * blocks)[:, :WORDS]
+    return np.moveaxis(philox(counters, keys.reshape(2, -1, 1)), 0, 2).reshape(len(indices), 4 * blocks)[:, :WORDS]
 
 
-def philox(counters: NDArray[np.uint64], key: tuple[int, int]) -> NDArray[np.uint64]:
+def philox(counters: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Philox4x32-10: four random numbers of 32 bits for each counter of 128 bits.
 
     Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC11), section 3.3.
 
     Args:
         counters: uint64 (4, ...), each below 2**32, least significant first.
-        key: two numbers below 2**32.
+        keys: uint64 (2, ...), two numbers below 2**32, which are broadcast to the counters.
     """
     a, b, c, d = counters
     for number in range(ROUNDS):
-        first, second = ((key[0] + number * 0x9E3779B9) % 2**32, (key[1] + number * 0xBB67AE85) % 2**32)
+        first, second = (keys[0] + number * 0x9E3779B9) & _LOW, (keys[1] + number * 0xBB67AE85) & _LOW
         left, right = a * np.uint64(0xD2511F53), c * np.uint64(0xCD9E8D57)
-        a, b = (right >> _HALF) ^ b ^ np.uint64(first), right & _LOW
-        c, d = (left >> _HALF) ^ d ^ np.uint64(second), left & _LOW
+        a, b = (right >> _HALF) ^ b ^ first, right & _LOW
+        c, d = (left >> _HALF) ^ d ^ second, left & _LOW
     return np.stack([a, b, c, d])
