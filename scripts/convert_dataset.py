@@ -286,6 +286,8 @@ def write_splits(options: Options, config: TrainConfig, has_fingerprint: bool, s
         assert len(written[split]) == len(manifest), f"{split}: not all images are read back"
     if written[splits[0]].classes != classes:
         emit("the classes of folders are sorted by name, so the labels are not those of the source")
+    if any(manifest.weights is not None or manifest.groups is not None for manifest in listed.values()):
+        emit("weights and groups of the label file are not written: neither tars nor folders have a place for them")
     counts = ", ".join(f"{count(len(manifest), 'image')} of {split}" for split, manifest in listed.items())
     emit(f"{target}: {counts}" + (f" in {count(sum(map(len, parts.values())), 'shard')}" if is_tar else ""))
 

@@ -157,7 +157,8 @@ def test_the_generator_gives_the_published_numbers() -> None:
         ),
     ]
     for counter, key, expected in cases:
-        assert philox(np.array(counter, dtype=np.uint64)[:, None], np.array(key, dtype=np.uint64))[:, 0].tolist() == expected
+        counters, keys = (np.array(numbers, dtype=np.uint64)[:, None] for numbers in (counter, key))
+        assert philox(counters, keys)[:, 0].tolist() == expected
 
 
 def test_draws_are_frozen() -> None:
