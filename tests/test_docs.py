@@ -216,6 +216,10 @@ def run_pages(data: Path, root: Path, everything: bool) -> dict[str, str]:
         (root / "data" / "flowers" / split_name / "red").rename(root / "data" / "flowers" / split_name / "rose")
     for folder in ("birds/train", "birds/valid", "photos/train"):
         write_images(root / "data" / folder, (8, 8, 8))
+    write_images(root / "data" / "waste" / "images", (8, 8, 8))
+    photos = sorted(path.relative_to(root / "data" / "waste") for path in (root / "data" / "waste").rglob("*.jpg"))
+    rows = [f"{path},{path.parent.name},camera-{at % 6}" for at, path in enumerate(photos)]
+    (root / "data" / "waste" / "labels.csv").write_text("\n".join(["file,label,group", *rows]))
     write_webdataset(data, root / "data" / "imagenet-wds")
     write_ilsvrc(write_imagenet(root / "folders"), root / "data" / "ilsvrc")
     shards = write_webdataset(data, root / "data" / "shards")
@@ -306,6 +310,7 @@ def check_outputs(root: Path, outputs: dict[str, str]) -> None:
     assert re.search(rf"{RUN} +finished", output_of(outputs, "scripts/runs.py")[0])
     assert "from scratch" in output_of(outputs, "config.json")[0]
     assert "the held-out part of train/" in output_of(outputs, "--val-fraction")[0]
+    assert " of 6 groups: " in output_of(outputs, "--name waste")[0]
     assert "accepted changes: --mixup: 0 then, 0.2 now" in output_of(outputs, "--accept-changes")[0]
 
 

@@ -47,7 +47,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_which_flags_take_paths() -> None:
     assert {field.name for field in PATHS} == {
         "data_dir", "output_dir", "config", "class_names", "stage_dir", "train_data", "val_data", "resume",
-        "pretrained", "transform", "dali_plugin",
+        "pretrained", "transform", "dali_plugin", "class_weights", "real_labels",
     }  # fmt: skip
 
 
@@ -56,6 +56,7 @@ def test_flags_and_recipes_of_train(home: Path, field: Any) -> None:
     name = "x/f.py:name" if field.name == "transform" else "x/f"
     (home / "x" / "f").write_text("lr: 0.5\n")
     others = ["--data-dir", "x"] + (["--transform", "x/f.py:name"] if field.name == "dali_plugin" else [])
+    others += ["--evaluate"] if field.name == "real_labels" else []
 
     def check(*words: str) -> None:
         config = TRAIN.parse([*others, *words])

@@ -324,8 +324,8 @@ def test_replacements_keep_the_order(small: Path) -> None:
 def test_a_class_of_bad_files_alone_is_refused(small: Path) -> None:
     (small / "train" / "a" / "1.jpg").write_bytes(b"")
     listed = scan(small, "train", skip_bad=True)
-    with pytest.raises(UserError, match=r"train/a: a class without a readable image, its 1 file is bad"):
-        listed.without({"a/2.jpg": "damaged"})
+    with pytest.raises(UserError, match=r"train/a: a class without a readable image, its 2 files are bad"):
+        listed.without({"a/2.jpg": "damaged"}).with_all_classes()
     (small / "train" / "a" / "2.jpg").write_bytes(b"")
     with pytest.raises(UserError, match=r"train/a: a class without a readable image, its 2 files are bad"):
         scan(small, "train", skip_bad=True)
@@ -344,13 +344,22 @@ def test_splits_share_their_classes(small: Path) -> None:
 
 def test_only_some_of_many_missing_classes_are_named(small: Path) -> None:
     for index in range(9):
-        (small / "train" / f"more{index}").mkdir()
-        (small / "train" / f"more{index}" / "1.jpg").write_bytes(b"x")
+        (small / "val" / f"more{index}").mkdir()
+        (small / "val" / f"more{index}" / "1.jpg").write_bytes(b"x")
         if index == 2:
-            with pytest.raises(UserError, match=r"3 classes of train/ .* \('more0', 'more1', 'more2'\); both"):
+            with pytest.raises(UserError, match=r"3 classes of val/ .* \('more0', 'more1', 'more2'\); add"):
                 scan_splits(small)
-    with pytest.raises(UserError, match=r"9 classes of train/ .* \('more0', 'more1', 'more2', \.\.\.\)"):
+    with pytest.raises(UserError, match=r"9 classes of val/ .* \('more0', 'more1', 'more2', \.\.\.\)"):
         scan_splits(small)
+
+
+def test_labels_of_val_are_those_of_train_where_it_lacks_classes(small: Path) -> None:
+    """A class without validation images has none left, by its folder or because its files are bad."""
+    shutil.rmtree(small / "val" / "a")
+    train, val = scan_splits(small)
+    assert train.classes == val.classes == ("a", "b")
+    assert val.labels.tolist() == [1] * len(val)
+    assert val.without(dict.fromkeys(val.names()[1:], "damaged")).labels.tolist() == [1]
 
 
 def test_size_of_the_decoded_images(tmp_path: Path) -> None:

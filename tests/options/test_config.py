@@ -25,7 +25,8 @@ FIELDS = flag_fields()
 # A value other than the default for every field, so that none can be forgotten on the way.
 OTHER: dict[str, Any] = {
     "best_by": "loss",
-    "balance": 0.5,
+    "balance": 0.5, "val_group": "patient", "focal": 2.0, "class_weights": "auto", "eval_classes": "present",
+    "real_labels": Path("real.json"),
     "data_dir": Path("some/images"), "output_dir": Path("some/run"), "arch": "resnet18", "epochs": 7,
     "batch_size": 12, "lr": 3e-05, "loader": "torch", "decode": "full", "image_size": 64, "val_resize": 72,
     "val_image_size": 72, "val_crop": "squash", "interpolation": "random",
@@ -52,11 +53,14 @@ OTHER: dict[str, Any] = {
     "grad_checkpointing": True, "sync_bn": True,
     "track": "mlflow", "track_project": "flowers", "track_checkpoint": True,
 }  # fmt: skip
-OF_LAUNCH = ("resume", "max_restarts", "accept_changes", "overwrite", "evaluate", "eval_flip", "time_limit")
+OF_LAUNCH = (
+    "resume", "max_restarts", "accept_changes", "overwrite", "evaluate", "eval_flip", "eval_classes", "real_labels",
+    "time_limit",
+)  # fmt: skip
 # Without flags that exclude each other.
 COMPLETE: dict[str, dict[str, Any]] = {
-    "linear": {name: value for name, value in OTHER.items() if not name.startswith("decay_")},
-    "step": {name: value for name, value in OTHER.items() if name not in ("min_lr", "cooldown_epochs")}
+    "linear": {name: value for name, value in OTHER.items() if not name.startswith(("decay_", "focal"))},
+    "step": {name: value for name, value in OTHER.items() if name not in ("min_lr", "cooldown_epochs", "focal")}
     | {"schedule": "step"},
 }
 
@@ -243,7 +247,7 @@ def test_config_json_has_no_flag_of_a_launch_and_an_old_one_that_has_is_harmless
     saved = TrainConfig(data_dir=Path("images"))
     assert not {*OF_LAUNCH, "config"} & saved.to_dict().keys()
     others = {name: OTHER[name] for name in OF_LAUNCH}
-    path.write_text(json.dumps(saved.to_dict() | others))
+    path.write_text(json.dumps(saved.to_dict() | others, default=str))
     read = parse(["--config", str(path)])
     assert [name for name in OF_LAUNCH if getattr(read, name) == OTHER[name]] == []
     assert parse(["--config", str(path), "--time-limit", "7"]).time_limit == 7
@@ -275,7 +279,7 @@ def test_what_a_run_has_chosen_is_not_given_by_its_config_json(tmp_path: Path) -
     read = parse(["--config", str(path)])
     assert (read.lr, "lr" in read.given, "lr" in read.recipe_chosen) == (0.25, True, False)
     del content["chosen"]
-    path.write_text(json.dumps(content | {name: OTHER[name] for name in OF_LAUNCH}))
+    path.write_text(json.dumps(content | {name: OTHER[name] for name in OF_LAUNCH}, default=str))
     read = parse(["--config", str(path), "--val-resize", "300"])
     assert (read.lr, read.val_resize, read.num_classes) == (0.5, 300, content["num_classes"])
     assert read.recipe_chosen["lr"] == 0.5

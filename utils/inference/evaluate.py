@@ -111,9 +111,9 @@ def evaluate(
     env: DistEnv,
     amp_dtype: torch.dtype,
     mistakes: Mistakes | None = None,
-    more_metrics: Sequence[EvalMetric] = (),
+    own: Sequence[EvalMetric] = (),
 ) -> dict[str, float | int]:
-    """The figures of `EVAL_METRICS`, and of `more_metrics`, of `model` over all ranks' `batches`.
+    """The figures of `EVAL_METRICS`, and of those in `own`, of `model` over all ranks' `batches`.
 
     A figure follows from the images of all ranks, as a mean of means weighs images unequally. A rank may have none.
 
@@ -135,8 +135,7 @@ def evaluate(
     """
     was_training = model.training
     start_evaluation(model)
-    metrics = [*(metric(num_classes, env.device) for metric in EVAL_METRICS), *more_metrics]
-    seen = 0
+    metrics, seen = [*(metric(num_classes, env.device) for metric in EVAL_METRICS), *own], 0
     for images, targets in batches:
         if len(targets) == 0:
             continue

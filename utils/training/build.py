@@ -151,9 +151,8 @@ def build(
     )
     stack.callback(train_loader.close)
     criterion = create_criterion(config, env.device, class_weights(config, splits["train"]))
-    forward_backward = create_forward_backward(
-        config, net, state.model, criterion, state.scaler, env, stream, state.epoch
-    )
+    step_parts = (net, state.model, criterion, state.scaler)
+    forward_backward = create_forward_backward(config, *step_parts, env, stream, state.epoch)
     stack.callback(forward_backward.close)
     log = Log(config.output_dir, env.is_main, config.epochs, sampler.steps_per_epoch, config.tensorboard, state.step)
     stack.callback(log.close)

@@ -175,11 +175,11 @@ def test_shards_of_one_split_with_two_lists(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("labels", "split", "expected"),
     [
-        ({"train": [0, 1, 2], "val": [1, 2]}, "val", "1 of 3 classes has no image in val (0); both splits must have"),
+        ({"train": [0, 1, 2], "val": [1, 2]}, "val", [1, 2]),
         ({"train": [0, 1, 2], "val": [1, 2]}, "train", [0, 1, 2]),
-        ({"train": [1, 2], "val": [0, 1, 2]}, "train", "1 of 3 classes has no image in train (0); both splits must"),
+        ({"train": [1, 2], "val": [0, 1, 2]}, "train", "1 of 3 classes has no image in train (0); add "),
         ({"train": [1, 2], "val": [0, 1, 2]}, "val", [0, 1, 2]),
-        ({"train": [1, 2, 3], "val": [2, 3]}, "val", "1 of 3 classes has no image in val (1); both splits must have"),
+        ({"train": [1, 2, 3], "val": [2, 3]}, "val", [1, 2]),
         ({"train": [1, 2, 3], "val": [1, 2, 3]}, "val", [0, 1, 2]),
         ({"val": [1, 2]}, "val", [0, 1]),
     ],
@@ -197,7 +197,7 @@ def test_one_split_alone_has_the_labels_of_both(
 
 
 def test_a_feed_of_val_has_the_classes_of_train(tmp_path: Path) -> None:
-    """Of class folders and of shards. A feed of train needs no val, and names that are given replace train's."""
+    """Of all forms, also where val lacks one. A feed of train needs no val; names that are given replace train's."""
     for color in COLORS:
         for split in ("train", "val"):
             (tmp_path / "folders" / split / color).mkdir(parents=True)
@@ -205,14 +205,23 @@ def test_a_feed_of_val_has_the_classes_of_train(tmp_path: Path) -> None:
     (tmp_path / "folders/val/blue/0.jpg").unlink()
     (tmp_path / "folders/val/blue").rmdir()
     write(tmp_path / "tars", "tar", {"train": [0, 1, 2], "val": [1, 2]}, {})
-    for name, message in (
-        ("folders", "classes: the 2 of val are not the 3 of train; both"),
-        ("tars", "has no image in"),
-    ):
+    for split, names in (("train", "abc"), ("val", "bc")):
+        members = {f"{name}.jpg": encoded(height=8, width=8) for name in names}
+        (tmp_path / "named" / split).mkdir(parents=True)
+        write_tar(tmp_path / "named" / split / "0.tar", members | {f"{name}.cls": name.encode() for name in names})
+    rows = {split: [f"{path},{path.parent.name}" for path in (tmp_path / "folders" / split).rglob("*.jpg")]
+            for split in ("train", "val")}  # fmt: skip
+    (tmp_path / "rows").mkdir()
+    for split, lines in rows.items():
+        (tmp_path / "rows" / f"{split}.csv").write_text("\n".join(["file,label", *lines]))
+    for name in ("folders", "tars", "named", "rows"):
         with Feed(tmp_path / name, batch_size=1, image_size=8, workers=1, device="cpu") as feed:
-            assert len(feed.classes) == 3
-        with pytest.raises(UserError, match=message):
-            Feed(tmp_path / name, "val", batch_size=1, image_size=8, workers=1, device="cpu")
+            assert len(classes := feed.classes) == 3
+        with Feed(tmp_path / name, "val", batch_size=1, image_size=8, workers=1, device="cpu") as feed:
+            assert feed.classes == classes
+            assert [batch.targets.tolist() for batch in feed] == [[1], [2]], name
+    with pytest.raises(UserError, match="classes: the 3 of train are not the 2 given; both splits must have"):
+        Feed(tmp_path / "folders", classes=("green", "red"), batch_size=1, image_size=8, workers=1, device="cpu")
     with Feed(
         tmp_path / "folders", "val", batch_size=1, image_size=8, workers=1, device="cpu", classes=("green", "red")
     ) as feed:

@@ -274,11 +274,12 @@ def _repeat(
 
 def _list_images(config: TrainConfig, split: str, classes: Sequence[str] | None) -> Manifest:
     """The images of one split, also if the other one is missing."""
-    manifest = read_data(config, DistEnv.single(torch.device("cpu")), [split])[split]
-    expected, whose = classes, "given"
+    names, expected, whose = [split], classes, "given"
     if classes is None and split == "val":  # else labels could count other classes than those of the training feed
         source = find_source(config, [split])
+        names = ["train", "val"] if "train" in source.splits else ["val"]
         expected, whose = class_folders(source.data_dir / "train") if source.has_class_folders else (), "of train"
+    manifest = read_data(config, DistEnv.single(torch.device("cpu")), names)[split]
     if expected and tuple(expected) != manifest.classes and split == "val" and {*manifest.classes} < {*expected}:
         return manifest.numbered_as(tuple(expected))
     if expected and tuple(expected) != manifest.classes:

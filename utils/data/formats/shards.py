@@ -297,7 +297,7 @@ def _require_all_classes(shards: Shards, classes: tuple[str, ...], labels: NDArr
         raise UserError(
             f"{shards.root}: {len(missing):,} of {count(len(classes), 'class')} {have} no image in {shards.split} "
             f"({some(absent)}); "
-            f"{f'{alike}, write both alike' if alike else 'both splits must have images of the same classes'}"
+            f"{f'{alike}, write both alike' if alike else 'add training images, or remove those of val'}"
         )
 
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from utils.data.images.manifest import Manifest
 from utils.errors import UserError
+from utils.text import count
 
 _ROUNDS = 20  # through all groups; few change sides after the third
 
@@ -34,8 +35,8 @@ def find_groups(manifest: Manifest, pattern: str | None) -> Manifest:
     found = [expression.search(name) for name in names]
     if None in found:
         raise UserError(
-            f"--val-group {pattern}: no column of a label file, and nothing in {names[found.index(None)]} "
-            f"({found.count(None):,} of {len(names):,} images) matches it; correct it"
+            f"--val-group {pattern}: no column of a label file, and nothing in {names[found.index(None)]} matches it "
+            f"({found.count(None):,} of {count(len(names), 'image')} without a group); correct it"
         )
     groups = ["/".join(part or "" for part in match.groups()) or match[0] for match in found if match]
     return dataclasses.replace(manifest, groups=np.array(groups))
@@ -82,7 +83,7 @@ def choose_groups(manifest: Manifest, fraction: float) -> NDArray[np.bool_]:
             move(group, if_nearer=False)
     if not chosen.any():
         raise UserError(
-            f"--val-fraction {fraction:g}: none of the groups ({len(names):,}) can be held out, as each has the last "
+            f"--val-fraction {fraction:g}: of {count(len(names), 'group')} none can be held out, as each has the last "
             "images of a class; add groups, or give another --val-group"
         )
     held_out: NDArray[np.bool_] = chosen[of_image]

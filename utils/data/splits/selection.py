@@ -98,8 +98,8 @@ def _read_label_files(config: TrainConfig, source: Source, splits: Sequence[str]
     assert config.data_dir is not None, "synthetic data is not read"
     if config.val_fraction and "val" in source.splits and not config.evaluate:
         raise UserError(
-            f"--val-fraction {config.val_fraction:g}: {source.label_files['val']} has images of val, which would not "
-            "be used; leave --val-fraction out"
+            f"--val-fraction {config.val_fraction:g}: {source.label_files['val']} lists validation images, which would "
+            "not be used; leave --val-fraction out"
         )
     names = read_given_names(config.class_names) if config.class_names is not None else None
     labels = {
