@@ -1,18 +1,19 @@
 """Uneven classes in whole runs: weights, groups and `--balance` from a label file; a resume is exact."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import TINY, assert_same_run, write_data
 from tests.forked import launch_ranks, launch_series
-from tests.harness import assert_refused
+from tests.harness import assert_refused, read_metrics
 
 
 @pytest.fixture
 def uneven(tmp_path: Path) -> Path:
     """Images of three classes, 40 to 4, in one folder, with a label file that has weights and groups."""
-    root = write_data(tmp_path / "data", train=(40, 9, 4), val=(1, 1, 1))
+    root = write_data(tmp_path / "data", train=(40, 9, 4), val=(4, 4, 4))
     rows = [
         f"{path.relative_to(root)},{path.parent.name},{1 + at % 3},g{at // 2}"
         for at, path in enumerate(sorted((root / "train").rglob("*.jpg")))
@@ -39,8 +40,19 @@ def test_a_stopped_run_ends_as_the_uninterrupted_one(uneven: Path, tmp_path: Pat
     assert " 7 of 27 groups: " in done[0].out
     assert "resumed at epoch 1, step 2" in done[3].out
     assert_same_run(whole, cut)
-    (changed,) = launch_series((*flags, "--output-dir", cut, "--balance", 1, "--class-weights", "none"))
-    assert_refused(changed, "--balance: 0.5 then, 1 now; --class-weights: auto then, none now")
+    # Images that came later change nothing in an evaluation: the run's own are those of its listing.
+    with (uneven / "all.csv").open("a") as file:
+        for path in (uneven / "val").rglob("*.jpg"):
+            file.write(f"\n{path.relative_to(uneven)},{path.parent.name},1,new-{path.name}")
+    changed, evaluated = launch_series(
+        (*flags, "--output-dir", cut, "--balance", 1, "--class-weights", "none"),
+        ("--evaluate", "--output-dir", whole, "--resume", whole / "last.pt", "--workers", 1),
+    )
+    assert_refused(changed, "--balance: 0.5 then, 1 now; --class-weights: auto then, none now; train/ has 12 files more")
+    assert evaluated.status == 0, evaluated.err
+    last, found = read_metrics(whole)[-1], json.loads((whole / "evaluation.json").read_text())
+    for name in ("top1", "loss", "count"):
+        assert found[name] == last[f"val/{name}"]
 
 
 @pytest.mark.dist

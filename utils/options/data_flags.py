@@ -81,13 +81,9 @@ class DataFlags:
         "val", DATA, "Folder of the validation images, beside train/.", role="logged", from_checkpoint=True
     )
     train_data: str | None = _flag(
-        None,
-        DATA,
-        "Training shards or label file, below --data-dir.",
-        shown="found",
-        metavar="GLOB",
-        is_path=True,
-    )
+        None, DATA, "Training shards or label file, below --data-dir.", shown="found", metavar="GLOB",
+        is_path=True, from_checkpoint=True,
+    )  # fmt: skip
     val_data: str | None = _flag(
         None, DATA, "Validation shards or label file, below --data-dir.", shown="found", metavar="GLOB",
         is_path=True, from_checkpoint=True,

@@ -38,7 +38,7 @@ class Labels(NamedTuple):
         lines: of the rows.
         files: paths as the file states them.
         labels: names of the classes.
-        weights: float64 (num_images,); None without the column.
+        weights: float64 (num_images,); None for val, and without the column.
         groups: of the column; None without it.
     """
 
@@ -110,7 +110,7 @@ def read_labels(path: Path, split: str, val_split: str = "val", group: str | Non
         lines,
         [table.rows[row][at] for row in rows],
         [table.rows[row][label_at] for row in rows],
-        _weights(path, table, rows),
+        _weights(path, table, rows) if split == "train" else None,
         None if group_at is None else [_group(path, table, row, group_at) for row in rows],
     )
 

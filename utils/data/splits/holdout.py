@@ -107,9 +107,10 @@ def choose_by_name(manifest: Manifest, names: Sequence[str]) -> NDArray[np.bool_
 def divide(manifest: Manifest, chosen: NDArray[np.bool_]) -> dict[str, Manifest]:
     """The splits train and val of the images of train/, of which the `chosen` are held out.
 
-    What train/ has besides images, and its bad files, are those of the split train.
+    What train/ has besides images, its bad files and the weights are those of the split train.
     """
-    train, val = (manifest.part(np.flatnonzero(side)) for side in (~chosen, chosen))
+    train = manifest.part(np.flatnonzero(~chosen))
+    val = dataclasses.replace(manifest, weights=None).part(np.flatnonzero(chosen))
     return {"train": train, "val": dataclasses.replace(val, bad={}, ignored={}, held_out=True)}
 
 
