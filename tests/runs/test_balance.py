@@ -48,7 +48,9 @@ def test_a_stopped_run_ends_as_the_uninterrupted_one(uneven: Path, tmp_path: Pat
         (*flags, "--output-dir", cut, "--balance", 1, "--class-weights", "none"),
         ("--evaluate", "--output-dir", whole, "--resume", whole / "last.pt", "--workers", 1),
     )
-    assert_refused(changed, "--balance: 0.5 then, 1 now; --class-weights: auto then, none now; train/ has 12 files more")
+    assert_refused(
+        changed, "--balance: 0.5 then, 1 now; --class-weights: auto then, none now; train/ has 12 files more"
+    )
     assert evaluated.status == 0, evaluated.err
     last, found = read_metrics(whole)[-1], json.loads((whole / "evaluation.json").read_text())
     for name in ("top1", "loss", "count"):
@@ -58,8 +60,8 @@ def test_a_stopped_run_ends_as_the_uninterrupted_one(uneven: Path, tmp_path: Pat
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("loader", ["dali", "torch", "proxy"])
-def test_other_processes_go_on_with_the_same_images(uneven: Path, tmp_path: Path, loader: str) -> None:
-    """1, 2 and 1 processes end as one process does, but for the rounding of sums and running statistics."""
+def test_other_numbers_of_processes_go_on(uneven: Path, tmp_path: Path, loader: str) -> None:
+    """1, 2 and 1 processes; `tests/data/test_own_sampler.py` shows that their images are those of one."""
     flags = ("--data-dir", uneven, *FLAGS, "--loader", loader, "--output-dir", tmp_path / "run", "--arch", "test_vit")
     (first,) = launch_series((*flags, "--batch-size", 8, "--time-limit", 0.001))
     both = launch_ranks(*flags, "--batch-size", 4, "--time-limit", 0.001)
