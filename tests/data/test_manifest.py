@@ -1,5 +1,6 @@
 """The manifest: torchvision's labels, on names of any kind; a fingerprint of the content, in any folder."""
 
+import dataclasses
 import hashlib
 import os
 import shutil
@@ -303,7 +304,7 @@ def test_bad_files_are_excluded_as_if_they_did_not_exist(small: Path) -> None:
 def test_replacements_keep_the_order(small: Path) -> None:
     for number in range(4, 8):
         (small / "train" / "b" / f"{number}.jpg").write_bytes(b"x" * number)
-    listed = scan(small, "train")
+    listed = dataclasses.replace(scan(small, "train"), weights=np.arange(8.0))
     assert listed.names() == ["a/1.jpg", "a/2.jpg", *(f"b/{number}.jpg" for number in (1, 2, 4, 5, 6, 7))]
     bad = {"a/2.jpg": "damaged", "b/2.jpg": "damaged", "b/4.jpg": "torn", "b/7.jpg": "gone"}
     replaced = listed.with_replacements(bad)
@@ -311,6 +312,8 @@ def test_replacements_keep_the_order(small: Path) -> None:
     assert replaced.names() == files
     assert replaced.labels.tolist() == listed.labels.tolist()
     assert replaced.fingerprint == listed.fingerprint
+    assert replaced.weights is not None
+    assert replaced.weights.tolist() == list(range(8)), "which decide the order"
     assert replaced.sizes.tolist() == [(small / "train" / name).stat().st_size for name in files]
     assert replaced.mtimes.tolist() == [(small / "train" / name).stat().st_mtime_ns for name in files]
     assert replaced.bad == bad

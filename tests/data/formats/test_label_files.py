@@ -100,6 +100,22 @@ def test_named_files(tmp_path: Path) -> None:
     assert found_in(val, tmp_path / "lists") == VAL
 
 
+def test_images_of_test_may_wait(tmp_path: Path) -> None:
+    """Beside --val-fraction, in a column or in a file; --val-split names them."""
+    splits = {"train": ROWS, "test": VAL}
+    rows = [f"{file},{label},{split}\n" for split, part in splits.items() for file, label in part.items()]
+    tables = {
+        "column": {"labels.csv": "file,label,split\n" + "".join(rows)},
+        "file": {f"{split}.csv": text_of(part) for split, part in splits.items()},
+    }
+    for name, written in tables.items():
+        files({**dict.fromkeys([*ROWS, *VAL], JPEG), **written})(tmp_path / name)
+        (train,) = read(tmp_path / name, val_fraction=0.5).values()
+        assert found_in(train, tmp_path / name) == ROWS
+        (val,) = read(tmp_path / name, evaluate=True, val_split="test").values()
+        assert found_in(val, tmp_path / name) == VAL
+
+
 def test_numbers_are_sorted_as_numbers_and_get_names(tmp_path: Path) -> None:
     rows = {f"{number}.jpg": str(number) for number in (10, 9, 2, 0, 1, 3, 4, 5, 6, 7, 8)}
     files(dict.fromkeys(rows, JPEG) | {"train.csv": text_of(rows), "names.txt": "\n".join("abcdefghijk")})(tmp_path)

@@ -216,6 +216,7 @@ class Manifest:
             order[index] = good[np.searchsorted(good, index) % len(good)]
         return dataclasses.replace(
             self.select(order),
+            weights=self.weights,  # those of the places, which decide the order
             bad={**self.bad, **bad},
             replacements={self.name(index): self.name(int(order[index])) for index in np.flatnonzero(is_bad).tolist()},
         )
