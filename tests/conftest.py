@@ -71,6 +71,11 @@ def number_of(color: Sequence[float]) -> int:
     return sum(round((channel - 25) / 51) * _LEVELS**power for power, channel in enumerate(color))
 
 
+def pytest_configure() -> None:
+    if signal.getsignal(SIGINT) == signal.SIG_IGN:  # as in what a script starts with &; tests send Ctrl-C
+        signal.signal(SIGINT, signal.default_int_handler)
+
+
 @pytest.hookimpl(trylast=True)  # when -m has left out what it leaves out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of several processes come first on each worker of xdist, so that short ones are left for the end."""

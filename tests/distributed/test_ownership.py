@@ -122,7 +122,8 @@ def test_a_notebook_keeps_its_process(data: Path, tmp_path: Path, launcher: dict
 
     What an import changes is seen by `tests/test_imports.py`.
     """
-    done = launch_forked(data, program=PROCESS_STATE + NOTEBOOK, env=OF_TESTS | {"XDG_CACHE_HOME": tmp_path} | launcher)
+    caches = {"XDG_CACHE_HOME": tmp_path, "TORCHINDUCTOR_CACHE_DIR": tmp_path}  # torch sets the latter where it is not
+    done = launch_forked(data, program=PROCESS_STATE + NOTEBOOK, env=OF_TESTS | caches | launcher)
     assert done.status == -signal.SIGTERM, done.err
     result = json.loads(done.out)
     assert result["changes"] == {}
