@@ -112,7 +112,7 @@ def test_images_of_test_may_wait(tmp_path: Path) -> None:
         files({**dict.fromkeys([*ROWS, *VAL], JPEG), **written})(tmp_path / name)
         (train,) = read(tmp_path / name, val_fraction=0.5).values()
         assert found_in(train, tmp_path / name) == ROWS
-        (val,) = read(tmp_path / name, evaluate=True, val_split="test").values()
+        (val,) = read(tmp_path / name, evaluate=True, val_split="Test").values()
         assert found_in(val, tmp_path / name) == VAL
 
 

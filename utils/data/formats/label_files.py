@@ -62,7 +62,7 @@ def find_label_files(data_dir: Path, val_split: str) -> dict[str, Path]:
         names = sorted(name for name in os.listdir(data_dir) if is_table(name) and not is_hidden(name))
     except OSError:  # which the listing explains
         return {}
-    val_names = VAL_NAMES if val_split == "val" else (val_split,)
+    val_names = VAL_NAMES if val_split == "val" else (val_split.lower(),)
     found: dict[str, Path] = {}
     for split, words in {"train": _TRAIN_WORDS, "val": val_names, "": WHOLE}.items():
         for word in words:
@@ -143,6 +143,7 @@ def _rows_of(path: Path, table: Table, split: str, val_split: str) -> Sequence[i
     at = table.column("split")
     if at is None:
         return range(len(table.rows))
+    val_split = val_split.lower()
     rows = collections.defaultdict(list)
     for row, (line, cells) in enumerate(zip(table.lines, table.rows, strict=True)):
         word = "train" if cells[at].lower() in _TRAIN_WORDS else cells[at].lower()
