@@ -44,6 +44,7 @@ from utils.options.validation import require_tracker
 from utils.progress import end_status
 from utils.training.build import build, open_output, prepare_run, resolve_settings
 from utils.training.optimization.optim import check_optimizer
+from utils.training.preflight import check_best_by
 from utils.training.run import Run
 from utils.training.summary import log_run_summary, write_summary
 
@@ -136,6 +137,7 @@ def run(config: TrainConfig) -> None:
         check_report(resolved, listed["train"], env)  # a launch that is refused makes no folder
         prepare_run(resolved, opened, listed, env, stack)
         listed, splits = select_images(resolved, listed, env, saved.initial_files if saved else None)
+        check_best_by(resolved.best_by, resolved.num_classes, splits["val"])  # which may have been held out only now
         choose_search(resolved.epochs * len(splits["train"]) // env.world_size)
         if resolved.compile:
             enable_compile_cache()

@@ -57,6 +57,12 @@ def test_a_class_keeps_its_last_training_image_and_gets_a_validation_image_if_gr
         choose_groups(grouped(np.array(["a", "b"]), np.array([0, 1])), 0.5)
 
 
+def test_a_rare_class_does_not_take_a_large_group_along() -> None:
+    labels = np.array([0] * 95 + [1] + [0] * 5 + [1])
+    groups = np.array(["big"] * 96 + ["small"] * 6)
+    assert set(groups[choose_groups(grouped(groups, labels), 0.1)]) == {"small"}
+
+
 def test_groups_of_paths(tmp_path: Path) -> None:
     train, val = scan_splits(write_data(tmp_path / "data"))
     found = find_groups(train, r"-(\d)(\d)")

@@ -5,19 +5,24 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 from scipy.stats import chisquare
 from timm.data.distributed_sampler import RepeatAugSampler
 
+from tests.conftest import resolved
 from utils.data.images.manifest import synthetic
 from utils.data.loaders.sampler import (
     RandomSampler,
     RepeatedSampler,
     Sampler,
     WeightedSampler,
+    create_sampler,
     image_weights,
     permutation,
     shard,
 )
+from utils.distributed.group import DistEnv
+from utils.errors import UserError
 
 # images, processes, batch size, batches per step; with and without a rest, down to one step and one image
 LAYOUTS = [
@@ -248,3 +253,9 @@ def test_weighted_order_is_frozen() -> None:
     assert weighted(1).indices(0).tolist() == frozen
     assert weighted(1).draws(0).tolist() == [0, 0, 1, 0, 1, 14, 0, 0, 0, 0, 22, 29]
     assert weighted(1, seed=1).indices(0).tolist() != frozen
+
+
+def test_weights_that_are_all_0_are_refused() -> None:
+    manifest = dataclasses.replace(synthetic(8, 2), weights=np.zeros(8))
+    with pytest.raises(UserError, match="all training images that are left have the weight 0"):
+        create_sampler(resolved(batch_size=2), manifest, DistEnv.single(torch.device("cpu")))

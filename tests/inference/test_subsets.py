@@ -82,7 +82,8 @@ def test_real_json_numbers_imagenets_images(tmp_path: Path) -> None:
             path.rename(path.with_name(f"ILSVRC2012_val_{number:08}.JPEG"))
     val = scan_splits(tmp_path / "data")[1]
     (tmp_path / "real.json").write_text(json.dumps([[number % 3, 2] if number % 5 else [] for number in range(1, 42)]))
-    answers = read_real_labels(tmp_path / "real.json", val)
+    answers = read_real_labels(tmp_path / "real.json", val, 5)
+    assert answers.shape == (41, 5)
     for row, name in enumerate(val.names()):
         number = int(name.partition("_val_")[2][:8])
         assert set(np.flatnonzero(answers[row])) == ({number % 3, 2} if number % 5 else set())
@@ -106,4 +107,4 @@ def test_mistakes_in_real_labels(data: Path, tmp_path: Path, case: str) -> None:
     path = tmp_path / ("real.csv" if "file" in text else "real.json")
     path.write_text(text)
     with pytest.raises(UserError, match=expected):
-        read_real_labels(path, scan(data, "val"))
+        read_real_labels(path, scan(data, "val"), 3)

@@ -188,7 +188,9 @@ def evaluate_checkpoint(config: TrainConfig, env: DistEnv) -> None:
         require_data(config)
     config = stage(config, env)
     listed = {
-        split: manifest.numbered_as(classes) if classes and {*manifest.classes} < {*classes} else manifest
+        split: manifest.numbered_as(classes)
+        if classes and manifest.images is not None and {*manifest.classes} < {*classes}
+        else manifest
         for split, manifest in read_data(config, env).items()
     }
     manifest = next(iter(listed.values()))  # of train, if `--val-fraction` divides it
@@ -200,7 +202,9 @@ def evaluate_checkpoint(config: TrainConfig, env: DistEnv) -> None:
     _, splits = select_images(resolved, listed, env, saved.initial_files if saved else None)
     check_shared_memory(resolved, len(splits["val"]), env)
     with sync_errors(env):
-        answers = read_real_labels(resolved.real_labels, splits["val"]) if resolved.real_labels else None
+        answers = None
+        if resolved.real_labels:
+            answers = read_real_labels(resolved.real_labels, splits["val"], resolved.num_classes)
     result, note, mistakes = _evaluate_networks(resolved, splits["val"], env, saved, answers)
     pictures = mistakes.pictures(_source(result, saved, resolved.best_by), None) if mistakes else None
     if env.is_main:

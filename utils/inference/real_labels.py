@@ -1,5 +1,6 @@
 """`--real-labels`: several right labels an image, such as ImageNet's ReaL labels (arXiv:2006.07159)."""
 
+import itertools
 import json
 import os
 import re
@@ -47,19 +48,27 @@ class RealAccuracy(EvalMetric):
         return {"real_top1": 100 * top1 / labeled, "real_top5": 100 * top5 / labeled, "real_count": labeled}
 
 
-def read_real_labels(path: Path, manifest: Manifest) -> NDArray[np.bool_]:
+def read_real_labels(path: Path, manifest: Manifest, num_classes: int) -> NDArray[np.bool_]:
     """Which labels are right for each image: bool (num_images, num_classes).
 
     Args:
+        num_classes: outputs of the network, at least one for each class.
         path: a JSON list with a list of numbers for each of ImageNet's validation images, as `real.json`; or a label
             file, whose rows have any number of labels, divided by `|`, and whose files are found by their names.
 
     Raises:
-        UserError: it cannot be read, lacks an image, or has a label that is no class.
+        UserError: it cannot be read, lacks an image, has a label that is no class, or names two images alike.
     """
+    if manifest.images is None:
+        raise UserError(f"--real-labels {path}: synthetic images have no names; leave it out")
     names = [os.path.basename(manifest.name(index)) for index in range(len(manifest))]
     sets = _of_rows(path, manifest) if is_table(path.name) else _of_json(path, names)
-    answers = np.zeros((len(manifest), len(manifest.classes)), dtype=bool)
+    if len(set(names)) < len(names):
+        raise UserError(
+            f"--real-labels {path}: two images of the split have the name {_first_twice(names)}, by which labels are "
+            "found; rename one"
+        )
+    answers = np.zeros((len(manifest), num_classes), dtype=bool)
     if missing := [name for name in names if name not in sets]:
         raise UserError(
             f"--real-labels {path}: lacks {count(len(missing), 'image')} ({some(missing)}); give the file of this split"
@@ -75,6 +84,11 @@ def read_real_labels(path: Path, manifest: Manifest) -> NDArray[np.bool_]:
     if not answers.any():
         raise UserError(f"--real-labels {path}: has no label for any image; give the file of this split")
     return answers
+
+
+def _first_twice(names: list[str]) -> str:
+    ordered = sorted(names)
+    return next(one for one, other in itertools.pairwise(ordered) if one == other)
 
 
 def _of_json(path: Path, names: list[str]) -> Mapping[str, list[int]]:

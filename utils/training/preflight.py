@@ -4,14 +4,14 @@ from utils.data.augmentation.user_code import check_user_code
 from utils.data.images.manifest import Manifest
 from utils.data.splits.selection import Splits, check_files
 from utils.distributed.collective import collective
-from utils.distributed.collectives import sync_errors
+from utils.distributed.collectives import all_gather_object, sync_errors
 from utils.distributed.group import DistEnv
 from utils.distributed.shared_memory import check_shared_memory
 from utils.errors import UserError
 from utils.figures import OF_TWO_CLASSES
 from utils.options.resolved import ResolvedConfig
 from utils.text import count
-from utils.training.settings.class_weights import class_weights
+from utils.training.settings.class_weights import class_weights, weights_identity
 
 
 @collective
@@ -21,6 +21,12 @@ def check_start(config: ResolvedConfig, listed: Splits, env: DistEnv) -> None:
     check_best_by(config.best_by, config.num_classes, listed.get("val"))
     with sync_errors(env):
         class_weights(config, listed["train"])
+        identity = tuple(weights_identity(config).items())
+    if len(set(all_gather_object(identity, env))) > 1:
+        raise UserError(
+            f"--class-weights {config.class_weights}: not the same file on all ranks; give all the same",
+            on_all_ranks=True,
+        )
     check_user_code(config, env)
     num_val = len(listed["val"]) if "val" in listed else round(config.val_fraction * len(listed["train"]))
     check_shared_memory(config, num_val, env)

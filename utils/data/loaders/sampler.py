@@ -208,6 +208,12 @@ def create_sampler(config: ResolvedConfig, manifest: Manifest, env: DistEnv) -> 
     if repeats > 1:
         sampler = RepeatedSampler(*layout, repeats)
     elif (weights := image_weights(manifest, config.balance)) is not None:
+        if not weights.any():
+            raise UserError(
+                f"--data-dir {config.data_dir}: all training images that are left have the weight 0; give some a "
+                "larger one",
+                on_all_ranks=True,
+            )
         sampler = WeightedSampler(*layout, weights=weights)
     if num_images < env.world_size:
         raise UserError(

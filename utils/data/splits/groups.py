@@ -47,7 +47,7 @@ def choose_groups(manifest: Manifest, fraction: float) -> NDArray[np.bool_]:
 
     Groups change sides, one after the other in the order of a hash of their names, as long as that brings the shares of
     the classes nearer to `fraction`, by the sum of squares. No class loses its last training image; one that has no
-    held-out image gets the first group that this allows. So the result follows from the groups, not from their order.
+    held-out image gets the smallest group that this allows. The result follows from the groups, not from their order.
 
     Args:
         manifest: with groups.
@@ -78,7 +78,7 @@ def choose_groups(manifest: Manifest, fraction: float) -> NDArray[np.bool_]:
     for _ in range(_ROUNDS):
         if not sum(move(group, if_nearer=True) for group in order):
             break
-    for group in order:
+    for group in sorted(order, key=lambda group: int(members[group][1].sum())):  # the smallest that a class has
         if not chosen[group] and np.any(held[members[group][0]] == 0):
             move(group, if_nearer=False)
     if not chosen.any():

@@ -66,7 +66,8 @@ def read_data(config: TrainConfig, env: DistEnv, splits: Sequence[str] = ()) -> 
     if source.format is not None:
         listed = _read_shards(config, source, splits, env)
     with sync_errors(env):
-        listed = {split: find_groups(manifest, config.val_group) for split, manifest in listed.items()}
+        if not config.evaluate or config.val_fraction:  # which are all that groups are for
+            listed = {split: find_groups(manifest, config.val_group) for split, manifest in listed.items()}
         if config.val_fraction:  # before all files are read
             check_classes(listed["train"], config.val_fraction)
     return listed
@@ -185,7 +186,8 @@ def select_images(
     if config.val_fraction and config.data_dir is not None:
         reasons = _bad_of(listed["train"], bad)
         excluded = initial.excluded["train"] if initial and initial.val_fraction else list(reasons)
-        listed = _hold_out(config, initial_manifest(listed["train"], excluded, reasons), env, initial)
+        train = initial_manifest(listed["train"], excluded, reasons).with_all_classes()
+        listed = _hold_out(config, train, env, initial)
         if config.evaluate:
             del listed["train"]
     if not skips_bad:
