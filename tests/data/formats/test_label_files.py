@@ -15,6 +15,7 @@ from utils.data.splits.selection import read_data
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
 from utils.options.config import TrainConfig
+from utils.training.resume.restore import settings_of_checkpoint
 
 ROWS = {"a.jpg": "red", "b.png": "blue", "sub/c.jpg": "red", "d.jpg": "blue", "e.jpg": "red"}
 VAL = {"v.jpg": "red", "w.jpg": "blue"}
@@ -114,6 +115,21 @@ def test_images_of_test_may_wait(tmp_path: Path) -> None:
         assert found_in(train, tmp_path / name) == ROWS
         (val,) = read(tmp_path / name, evaluate=True, val_split="Test").values()
         assert found_in(val, tmp_path / name) == VAL
+
+
+def test_an_evaluation_of_a_held_out_run_takes_the_images_that_are_named(tmp_path: Path) -> None:
+    before = TrainConfig(data_dir=tmp_path / "old", val_fraction=0.2)
+    files({"train.csv": text_of(ROWS), "val.csv": text_of(VAL)})(tmp_path / "new")
+    files({"train.csv": text_of(ROWS), "test.csv": text_of(VAL)})(tmp_path / "wait")
+    for given, expected in (
+        ({"data_dir": tmp_path / "new"}, 0.0),
+        ({"data_dir": tmp_path / "wait"}, 0.2),
+        ({"val_data": "val.csv"}, 0.0),
+        ({}, 0.2),
+    ):
+        config = TrainConfig(evaluate=True, given=frozenset(given), **given)
+        found, _ = settings_of_checkpoint(config, before, "best.pt", DistEnv.single(torch.device("cpu")))
+        assert found.val_fraction == expected, given
 
 
 def test_numbers_are_sorted_as_numbers_and_get_names(tmp_path: Path) -> None:

@@ -161,24 +161,17 @@ def _rows_of(path: Path, table: Table, split: str, val_split: str) -> Sequence[i
     return found
 
 
-def refuse_validation_rows(label_files: Mapping[str, Path], val_fraction: float) -> None:
-    """Raise UserError if there are validation images, which `--val-fraction` would not use.
-
-    Those of the split `test` are none: they may be for the end of all experiments.
-    """
+def lists_validation(label_files: Mapping[str, Path]) -> bool:
+    """Whether label files have images of val; those of the split `test` may be for the end of all experiments."""
     path = label_files.get("val")
     if path is None:
-        return
+        return False
     words = {path.stem.lower()}
-    if path == label_files["train"]:
+    if path == label_files.get("train"):
         table = read_table(path, _WITHOUT_HEADING)
         at = table.column("split")
         words = set() if at is None else {row[at].lower() for row in table.rows}
-    if words & set(VAL_NAMES[:-1]):
-        raise UserError(
-            f"--val-fraction {val_fraction:g}: {path} lists validation images, which would not be used; leave "
-            "--val-fraction out"
-        )
+    return bool(words & set(VAL_NAMES[:-1]))
 
 
 def _check_row(path: Path, line: int, file: str, label: str) -> None:

@@ -46,9 +46,8 @@ def describe_oddities(splits: Splits, steps_per_epoch: int, balance: float) -> l
             f"{val.title} has {count(len(shared), 'group')} of train/ ({some(shared)}): accuracy looks better than it "
             "is on others"
         )
-    copies = (
-        [] if val.held_out and val.groups is None else list(find_copies(train, val))
-    )  # which `--val-fraction` keeps together
+    # Without groups `--val-fraction` keeps copies together.
+    copies = [] if val.held_out and val.groups is None else list(find_copies(train, val))
     if copies:
         (first, same), more = copies[0], f", and {len(copies) - 1} more" if len(copies) > 1 else ""
         lines.append(

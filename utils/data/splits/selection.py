@@ -12,7 +12,7 @@ from utils.data.dali import dali_device
 from utils.data.formats import folder
 from utils.data.formats.index import read_shards
 from utils.data.formats.label_files import create_manifests as create_labeled
-from utils.data.formats.label_files import read_labels, refuse_validation_rows
+from utils.data.formats.label_files import lists_validation, read_labels
 from utils.data.formats.shards import Shards, create_manifests, first_label
 from utils.data.formats.sources import Source, class_names_of, find_source, read_given_names, required_splits
 from utils.data.images import manifest as dataset
@@ -97,8 +97,11 @@ def _read_folders(config: TrainConfig, splits: Sequence[str]) -> Splits:
 
 def _read_label_files(config: TrainConfig, source: Source, splits: Sequence[str]) -> Splits:
     assert config.data_dir is not None, "synthetic data is not read"
-    if config.val_fraction and not config.evaluate:
-        refuse_validation_rows(source.label_files, config.val_fraction)
+    if config.val_fraction and not config.evaluate and lists_validation(source.label_files):
+        raise UserError(
+            f"--val-fraction {config.val_fraction:g}: {source.label_files['val']} lists validation images, which would "
+            "not be used; leave --val-fraction out"
+        )
     names = read_given_names(config.class_names) if config.class_names is not None else None
     labels = {
         split: read_labels(source.label_files[split], split, config.val_split, config.val_group) for split in splits

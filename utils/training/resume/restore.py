@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 import models
+from utils.data.formats.label_files import find_label_files, lists_validation
 from utils.data.loaders.sampler import Sampler
 from utils.data.loaders.scheduled_loader import config_of_epoch, schedules_agree
 from utils.distributed.collective import collective
@@ -128,9 +129,13 @@ def settings_of_checkpoint(
 
 def _names_val_folder(config: TrainConfig, values: dict[str, Any]) -> bool:
     """Whether the user has named images to evaluate, so that a run's `--val-fraction` does not count."""
-    if "val_split" in config.given or "data_dir" not in config.given or config.data_dir is None:
-        return "val_split" in config.given
-    return os.path.isdir(config.data_dir / values["val_split"])
+    if {"val_split", "val_data"} & config.given:
+        return True
+    if "data_dir" not in config.given or config.data_dir is None:
+        return False
+    if os.path.isdir(config.data_dir / values["val_split"]):
+        return True
+    return lists_validation(find_label_files(config.data_dir, values["val_split"]))
 
 
 def inherit_start(config: TrainConfig, saved: Checkpoint | None) -> TrainConfig:
