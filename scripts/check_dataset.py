@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -31,8 +31,8 @@ import typer
 
 from utils.data.formats.folder import file_listing, list_images
 from utils.data.formats.refused import refuse_unreadable
-from utils.data.formats.sources import find_source
-from utils.data.images.manifest import describe_counts
+from utils.data.formats.sources import Source, find_source
+from utils.data.images.manifest import Listing, describe_counts
 from utils.distributed.signals import REPEAT_SECONDS
 from utils.errors import EXIT_DONE, EXIT_FAILED, Stopped, UserError, escape_control_chars
 from utils.files import check_writable
@@ -42,6 +42,9 @@ from utils.options.limits import MIN_1
 from utils.options.readers import number_option
 from utils.options.store_url import require_store, store_url
 from utils.text import count
+
+if TYPE_CHECKING:
+    from utils.distributed.group import DistEnv
 
 WHOLE = number_option(int)
 SIGNAL_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
@@ -104,6 +107,28 @@ def local_folder(config: TrainConfig, stopped_by: Callable[[], str]) -> Path:
     return config.data_dir
 
 
+def list_split(
+    source: Source, config: TrainConfig, alone: "DistEnv", stopped_by: Callable[[], str]
+) -> tuple[Listing, Mapping[str, int]]:
+    """The images of shards or of label files; of a file that train.py refuses, all images of its folder, and others.
+
+    Raises:
+        UserError: shards are refused, or there is no image in the folder.
+        Stopped: by `stopped_by`.
+    """
+    from utils.data.splits.selection import listing_of, read_data
+
+    assert config.data_dir is not None, "given"
+    try:
+        return listing_of(config.data_dir, read_data(config, alone, source.splits)), {}
+    except UserError as error:
+        entries, others = list_images(config.data_dir, stopped_by) if source.format is None else ([], {})
+        if not entries:
+            raise
+        print(f"all images of the folder are decoded, as train.py refuses its label file: {error}")
+    return file_listing(config.data_dir.absolute(), entries), others
+
+
 def check(stopped_by: Callable[[], str], config: TrainConfig, rows: int) -> int:
     """Scan, print and write; returns the exit status.
 
@@ -128,14 +153,13 @@ def check(stopped_by: Callable[[], str], config: TrainConfig, rows: int) -> int:
 
     from utils.data.reading.decoding import decoder_of
     from utils.data.reading.verification import BAD_FILES, MANIFEST, bad_files, suspicious, verify_dataset
-    from utils.data.splits.selection import listing_of, read_data
     from utils.distributed.group import DistEnv
 
     alone = DistEnv.single(torch.device("cpu"))
     decoder = decoder_of("dali")
     listing = file_listing(data_dir.absolute(), entries)
     if not source.has_class_folders:
-        listing = listing_of(data_dir, read_data(config, alone, source.splits))
+        listing, others = list_split(source, config, alone, stopped_by)
     known = verify_dataset(listing, decoder, output_dir, workers, alone, stopped_by=stopped_by)
     assert known is not None, "rank 0"
     bad, unusual = bad_files(known), suspicious(known)

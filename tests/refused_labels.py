@@ -89,10 +89,18 @@ LABELS = [
     Case(FORM, "no val", files({**dict.fromkeys(NAMES, JPEG), "train.csv": rows()})),
     Case(FORM, "train.csv and train.jsonl", labeled(rows(), train_jsonl=json_rows())),
     Case(FORM, "JSON that is cut", labeled(json_rows('{"file": "images/red-2.jpg", "la'), "train.jsonl")),
+    Case(FORM, "JSON of many brackets", labeled(json_rows("[" * 100_000), "train.jsonl")),
     Case(FORM, "JSON that is no object", labeled(json_rows('["images/red-2.jpg", "red"]'), "train.jsonl")),
     Case(FORM, "a label file that is not there", labeled(rows()), "--train-data new.csv"),
     Case(FORM, "a label file beside shards", labeled(rows()), "--train-data train.csv --val-data val-*.tar"),
     Case(FORM, "val, and --val-fraction", labeled(rows()), "--val-fraction 0.5"),
+    Case(
+        FORM, "two sources of val", files({**dict.fromkeys(NAMES, JPEG), "train.csv": rows(), "more.csv": rows()}),
+        "--val-fraction 0.5 --val-data more.csv",
+    ),
+    Case(FORM, "a test.csv without labels", files({
+        **dict.fromkeys(NAMES, JPEG), "train.csv": rows(), "test.csv": "id\nimages/red-1\n",
+    })),
     Case(FORM, "a class name without images", labeled(rows(), names_txt="blue\ngreen\nred\npink\n"), NAMED),
     Case(FORM, "a label that --class-names lacks", labeled(rows(), names_txt="blue\ngreen\n"), NAMED),
     Case(FORM, "a pattern of groups that matches nothing", labeled(rows()), r"--val-group 'patient(\d+)'"),

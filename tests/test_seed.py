@@ -111,7 +111,8 @@ def crops(images: torch.Tensor) -> NDArray[np.float64]:
 
 
 @pytest.mark.parametrize(
-    ("loader", "decode", "batches"), [("dali", "fused", 60), ("dali", "full", 60), ("torch", "fused", 20)]
+    ("loader", "decode", "batches"),
+    [("dali", "fused", 60), ("dali", "full", 60), pytest.param("torch", "fused", 20, marks=pytest.mark.slow)],
 )
 def test_crops_and_flips_of_seeds_ranks_and_pipelines_are_independent(
     readable: Manifest, cpu: DistEnv, loader: str, decode: str, batches: int

@@ -320,7 +320,7 @@ def test_replacements_keep_the_order(small: Path) -> None:
     assert replaced.replacements == {
         "a/2.jpg": "a/1.jpg", "b/2.jpg": "b/5.jpg", "b/4.jpg": "b/5.jpg", "b/7.jpg": "b/1.jpg",
     }  # fmt: skip
-    with pytest.raises(UserError, match=r"train: of a no image is left .*repair one \(a/1\.jpg: cut\)"):
+    with pytest.raises(UserError, match=r"train/a: no image is left .*repair one \(a/1\.jpg: cut\)"):
         listed.with_replacements({"a/1.jpg": "cut", "a/2.jpg": "damaged"})
 
 

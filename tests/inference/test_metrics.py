@@ -105,19 +105,24 @@ def test_the_best_epoch_by_another_figure(two_classes: Path, tmp_path: Path) -> 
     """best.pt, the network that is evaluated, the lines and the files follow it, also over a resume."""
     out = tmp_path / "run"
     flags = ("--data-dir", two_classes, *TINY, "--lr", 0.1, "--batch-size", 6, "--ema-decay", 0.7, "--output-dir", out)
-    first, resumed, evaluated = launch_series(
-        (*flags, "--epochs", 3, "--best-by", "loss"),
-        (*flags, "--epochs", 5, "--best-by", "auc"),
+    (tmp_path / "one" / "val").mkdir(parents=True)
+    (tmp_path / "one" / "val" / "red").symlink_to(two_classes / "val" / "red")
+    first, resumed, evaluated, of_one = launch_series(
+        (*flags, "--epochs", 2, "--best-by", "loss"),
+        (*flags, "--epochs", 4, "--best-by", "auc"),
         (*flags, "--evaluate", "--report"),
-    )
-    assert [done.status for done in (first, resumed, evaluated)] == [0] * 3, (first, resumed, evaluated)
+        (*flags, "--evaluate", "--report", "--data-dir", tmp_path / "one", "--resume", out / "best.pt",
+         "--output-dir", tmp_path / "of_one"),
+    )  # fmt: skip
+    assert [done.status for done in (first, resumed, evaluated, of_one)] == [0] * 4, (first, resumed, evaluated, of_one)
+    assert "AUC" not in json.loads((tmp_path / "of_one" / "report.json").read_text())["source"]
     records = [record for record in read_metrics(out) if "val/top1" in record]
-    losses = [value for record in records[:3] if (value := better_value(record, "loss")) is not None]
+    losses = [value for record in records[:2] if (value := better_value(record, "loss")) is not None]
     assert f"  best loss {min(losses):.4f}  " in first.out
-    areas = [value for record in records[3:] if (value := better_value(record, "auc")) is not None]
+    areas = [value for record in records[2:] if (value := better_value(record, "auc")) is not None]
     best = read_checkpoint(out, "best.pt")["best"]
-    assert (best["by"], best["value"], best["epoch"]) == ("auc", max(areas), 4 + areas.index(max(areas)))
-    assert f"AUC {records[3]['val/auc']:.2f} %" in resumed.out
+    assert (best["by"], best["value"], best["epoch"]) == ("auc", max(areas), 3 + areas.index(max(areas)))
+    assert f"AUC {records[2]['val/auc']:.2f} %" in resumed.out
     assert "AUC" not in first.out
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["best_by"], summary["best_value"], summary["best_top1"]) == ("auc", max(areas), best["top1"])
@@ -126,11 +131,12 @@ def test_the_best_epoch_by_another_figure(two_classes: Path, tmp_path: Path) -> 
     shown = json.loads((out / "report.json").read_text())["source"]
     assert (shown["network"], shown["AUC"]) == (better, f"{max(result['auc'], result['ema_auc']):.2f} %")
 
-    ranks = launch_ranks(*flags, "--evaluate", processes=3)
-    assert {done.status for done in ranks} == {0}, ranks
-    same = json.loads((out / "evaluation.json").read_text())
-    names = [name for name in result if not name.endswith("loss")]
-    assert {name: same[name] for name in names} == {name: result[name] for name in names}
+    for processes in (2, 3):
+        ranks = launch_ranks(*flags, "--evaluate", processes=processes)
+        assert {done.status for done in ranks} == {0}, ranks
+        same = json.loads((out / "evaluation.json").read_text())
+        names = [name for name in result if not name.endswith("loss")]
+        assert {name: same[name] for name in names} == {name: result[name] for name in names}
 
 
 def test_a_figure_that_evaluations_would_not_have(

@@ -87,11 +87,15 @@ def test_real_json_numbers_imagenets_images(tmp_path: Path) -> None:
     for row, name in enumerate(val.names()):
         number = int(name.partition("_val_")[2][:8])
         assert set(np.flatnonzero(answers[row])) == ({number % 3, 2} if number % 5 else set())
+    (tmp_path / "real.json").write_text(json.dumps([[2**70]] * 41))
+    with pytest.raises(UserError, match=f"has label {2**70} for ILSVRC2012_val_.*, but there are 3 classes"):
+        read_real_labels(tmp_path / "real.json", val, 5)
 
 
 MISTAKES = {
     "no list": ("{}", "no list of lists of numbers"),
     "no JSON": ("[[0]", r"cannot be read \(no JSON\)"),
+    "too many brackets": ("[" * 100_000, r"cannot be read \(no JSON\)"),
     "too short": ("[[0]]", r"lacks 41 images \(blue-000.jpg, "),
     "a class too many": (
         "file,label\nblue-000.jpg,pink\n",

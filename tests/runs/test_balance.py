@@ -29,10 +29,18 @@ FLAGS = (
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("loader", ["dali", pytest.param("torch", marks=pytest.mark.slow)])
-def test_a_stopped_run_ends_as_the_uninterrupted_one(uneven: Path, tmp_path: Path, loader: str) -> None:
+@pytest.mark.parametrize(
+    "loader",
+    [
+        ("--loader", "dali"),
+        pytest.param(("--loader", "torch"), marks=pytest.mark.slow),
+        pytest.param(("--device", "cuda", "--cache", "gpu", "--deterministic"), marks=pytest.mark.gpu),
+    ],
+    ids=["dali", "torch", "GPU memory"],
+)
+def test_a_stopped_run_ends_as_the_uninterrupted_one(uneven: Path, tmp_path: Path, loader: tuple[str, ...]) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    flags = ("--data-dir", uneven, *FLAGS, "--batch-size", 8, "--loader", loader)
+    flags = ("--data-dir", uneven, *FLAGS, "--batch-size", 8, *loader)
     stopped = (*flags, "--output-dir", cut, "--time-limit", 0.001)
     done = launch_series((*flags, "--output-dir", whole), stopped, stopped, (*flags, "--output-dir", cut))
     assert [run.status for run in done] == [0, 143, 143, 0], done
@@ -46,7 +54,7 @@ def test_a_stopped_run_ends_as_the_uninterrupted_one(uneven: Path, tmp_path: Pat
             file.write(f"\n{path.relative_to(uneven)},{path.parent.name},1,new-{path.name}")
     changed, evaluated = launch_series(
         (*flags, "--output-dir", cut, "--balance", 1, "--class-weights", "none"),
-        ("--evaluate", "--output-dir", whole, "--resume", whole / "last.pt", "--workers", 1),
+        ("--evaluate", "--output-dir", whole, "--resume", whole / "last.pt", "--workers", 1, *loader),
     )
     assert_refused(
         changed, "--balance: 0.5 then, 1 now; --class-weights: auto then, none now; train/ has 12 files more"

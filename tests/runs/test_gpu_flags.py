@@ -16,7 +16,7 @@ from utils.options.flags import flag
 
 # Read neither with the device nor with the number of processes, or by rank 0 alone; and dali-plugin, which is compiled.
 ON_ANY_DEVICE = """
-    output-dir name batch-size image-size train-data val-data val-split val-group class-names stage-dir crop-scale hflip
+    output-dir name batch-size image-size val-data val-split class-names stage-dir crop-scale hflip
     num-classes momentum weight-decay lr-scaling warmup-epochs schedule min-lr cooldown-epochs decay-epochs decay-rate
     label-smoothing eval-every log-steps tensorboard track track-project track-checkpoint config dali-plugin
 """
@@ -50,7 +50,7 @@ ON_A_GPU = (
     "--freeze-epochs 1 --pretrained WEIGHTS --pretrained-head new --compile",
     "--pretrained WEIGHTS --pretrained-ema --pretrained-head keep",
     "--max-bad-steps 0 --patience 1 --time-limit 10000 --timeout 60 --seed 3",
-    "--report --val-fraction 0.2",
+    "--report --val-fraction 0.2 --train-data photos.csv --val-group group --balance 0.5 --class-weights auto",
     "--bad-files skip --report --cutmix 1 --compile",
     "--device cpu",
     "--device auto --processes 1",
@@ -80,6 +80,7 @@ ON_TWO = (
     "--loader synthetic --overwrite --resume none",
     "--cache gpu --hw-decoder-load 0.9",
     "--cache host --transform TRANSFORM --val-fraction 0.2 --bad-files skip",
+    "--cache gpu --val-fraction 0.2 --train-data photos.csv --val-group group --balance 1 --class-weights auto",
     "--report --patience 1 --time-limit 10000 --timeout 60 --interpolation random --val-crop squash",
     "--device cpu",
 )
@@ -93,9 +94,15 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def train_alone(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same without val/, from which `--val-fraction` takes its images."""
+    """The same without val/, from which `--val-fraction` takes its images, and a label file with weights and groups."""
     folder = tmp_path_factory.mktemp("alone")
     (folder / "train").symlink_to(images / "train")
+    paths = sorted((folder / "train").glob("*/*.jpg"))
+    rows = [
+        f"train/{path.parent.name}/{path.name},{path.parent.name},{1 + at % 3},g{at // 2}"
+        for at, path in enumerate(paths)
+    ]
+    (folder / "photos.csv").write_text("\n".join(["file,label,weight,group", *rows]))
     return folder
 
 

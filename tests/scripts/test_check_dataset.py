@@ -58,6 +58,28 @@ def test_shards(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert list(named_bad(tmp_path / "out")) == ["train/red/red-003.jpg"]
 
 
+def test_label_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a file the rows, by the paths of the files; of one that training refuses all images of the folder."""
+    root, out = tmp_path / "data", tmp_path / "out"
+    (root / "images").mkdir(parents=True)
+    for name in "abc":
+        (root / "images" / f"{name}.jpg").write_bytes(damage.JPEG + name.encode())
+    (root / "images" / "b.jpg").write_text("no image")
+    rows = "file,label\nimages/a.jpg,red\nimages/b.jpg,blue\nimages/gone.jpg,red\n"
+    (root / "train.csv").write_text(rows)
+    assert check_dataset.main([str(root), "--output-dir", str(out)]) == 1
+    assert named_bad(out) == {
+        "images/b.jpg": "a text file, not an image",
+        "images/gone.jpg": "cannot be read (No such file or directory)",
+    }
+    (root / "train.csv").rename(root / "metadata.csv")
+    (root / "metadata.csv").write_text(rows.replace("red", "red|dark"))
+    capsys.readouterr()
+    assert check_dataset.main([str(root), "--output-dir", str(out)]) == 1
+    assert "as train.py refuses its label file: " in (printed := capsys.readouterr().out)
+    assert "\nnot decoded, as no image is named so: 1 file .csv\n3 files: 1 bad, " in printed
+
+
 def test_any_tree_with_bad_and_suspicious_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     deep = tmp_path / "tree" / "of" / "any" / "depth"
     deep.mkdir(parents=True)

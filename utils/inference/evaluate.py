@@ -310,7 +310,8 @@ def _source(result: dict[str, Any], saved: Checkpoint | None, best_by: str) -> d
     """What report.json says of an evaluation with this `result`."""
     network = better_network(result, best_by, prefix="")
     of_network = "" if network == "model" else "ema_"
-    found = {figure(name).title: figure(name).show.format(result[of_network + name]) for name in ("top1", best_by)}
+    there = [name for name in ("top1", best_by) if of_network + name in result]  # one class has no AUC
+    found = {figure(name).title: figure(name).show.format(result[of_network + name]) for name in there}
     of_epoch = {"epoch": saved.state.epoch} if saved else {}
     return {"checkpoint": result["checkpoint"]} | of_epoch | {"network": network} | found
 

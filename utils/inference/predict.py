@@ -122,7 +122,7 @@ def _describe_folders(manifest: Manifest) -> str:
 @collective
 def _resolve(options: PredictOptions, saved: Checkpoint, manifest: Manifest, env: DistEnv) -> ResolvedConfig:
     """The configuration with which `--evaluate` evaluates the checkpoint."""
-    values: dict[str, Any] = {"data_dir": options.output_dir}  # not read
+    values: dict[str, Any] = {"data_dir": options.output_dir, "val_fraction": 0.0}  # not read
     # The loader takes memory for whole batches.
     values["batch_size"] = min(options.batch_size or saved.config.batch_size, len(manifest))
     if options.workers is not None:

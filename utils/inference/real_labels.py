@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from utils.data.formats.label_files import read_label_sets
+from utils.data.formats.label_rows import read_label_sets
 from utils.data.formats.tables import is_table
 from utils.data.images.manifest import Manifest
 from utils.errors import UserError, some
@@ -74,13 +74,13 @@ def read_real_labels(path: Path, manifest: Manifest, num_classes: int) -> NDArra
             f"--real-labels {path}: lacks {count(len(missing), 'image')} ({some(missing)}); give the file of this split"
         )
     for row, name in enumerate(names):
-        labels = np.array(sets[name], dtype=np.int64)
-        if len(labels) and not 0 <= labels.min() <= labels.max() < len(manifest.classes):
-            raise UserError(
-                f"--real-labels {path}: has label {labels.max()} for {name}, but there are "
-                f"{count(len(manifest.classes), 'class')}; give the file of this data set"
-            )
-        answers[row, labels] = True
+        for label in sets[name]:
+            if not 0 <= label < len(manifest.classes):
+                raise UserError(
+                    f"--real-labels {path}: has label {label} for {name}, but there are "
+                    f"{count(len(manifest.classes), 'class')}; give the file of this data set"
+                )
+        answers[row, sets[name]] = True
     if not answers.any():
         raise UserError(f"--real-labels {path}: has no label for any image; give the file of this split")
     return answers
@@ -94,7 +94,7 @@ def _first_twice(names: list[str]) -> str:
 def _of_json(path: Path, names: list[str]) -> Mapping[str, list[int]]:
     try:
         found = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else "no JSON"
         raise UserError(f"--real-labels {path}: cannot be read ({reason}); give real.json or a label file") from None
     if not isinstance(found, list) or not all(

@@ -164,6 +164,11 @@ def _check_val_images(config: TrainConfig) -> None:
         raise UserError(f"--val-split {name}: must be the name of a folder beside train/, such as val")
     if name == "train" and not config.evaluate:
         raise UserError("--val-split train: the training images; --val-fraction 0.1 holds out a tenth of them")
+    if fraction and config.val_data:
+        raise UserError(
+            f"--val-fraction {fraction:g} with --val-data {config.val_data}: two sources of validation images; give "
+            "one of them"
+        )
     if fraction and config.data_dir is None and not config.evaluate:
         raise UserError(
             f"--val-fraction {fraction:g} without --data-dir: there are no images to hold out; leave it out"

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from scripts.convert_dataset import splits_of
 from tests.damage import ARITHMETIC as JPEG
 from tests.refused_folders import files
 from utils.data.formats.sources import find_source
@@ -69,7 +70,8 @@ def test_forms(tmp_path: Path, form: str) -> None:
     assert found_in(splits["val"], tmp_path) == VAL
     assert splits["train"].classes == splits["val"].classes == ("blue", "red")
     assert (splits["train"].title, splits["val"].title) == ("train/", "val/")
-    assert splits["train"].ignored == {"without a row in the label file": 2}, "x.jpg or extra.jpg too"
+    extra = 1 if "labels" in name else 2  # extra.jpg, and x.jpg, which the former has in its rows of test
+    assert splits["train"].ignored == {"without a row in the label file": extra}
     assert splits["train"].labels.tolist() == sorted(splits["train"].labels.tolist())
 
 
@@ -94,11 +96,48 @@ def test_named_files(tmp_path: Path) -> None:
     """The flags name label files in any folder; paths are relative to the file."""
     files({f"lists/{name}": JPEG for name in (*ROWS, *VAL)})(tmp_path)
     files({"lists/one.csv": text_of(ROWS), "lists/two.tsv": text_of(VAL).replace(",", "\t")})(tmp_path)
-    splits = read(tmp_path, train_data="lists/one.csv", val_data="lists/two.tsv")
+    named = {"train_data": "lists/one.csv", "val_data": "lists/two.tsv"}
+    splits = read(tmp_path, **named)
     assert found_in(splits["train"], tmp_path / "lists") == ROWS
     assert found_in(splits["val"], tmp_path / "lists") == VAL
     (val,) = read(tmp_path, val_data="lists/two.tsv", evaluate=True).values()
     assert found_in(val, tmp_path / "lists") == VAL
+    assert splits_of(TrainConfig(data_dir=tmp_path, **named)) == ("train", "val")  # type: ignore[arg-type]
+
+
+def test_the_split_that_no_flag_names_is_found(tmp_path: Path) -> None:
+    files({**dict.fromkeys([*ROWS, *VAL], JPEG), "one.csv": text_of(ROWS), "val.csv": text_of(VAL)})(tmp_path)
+    assert found_in(read(tmp_path, train_data="one.csv")["val"], tmp_path) == VAL
+    files({"labels.csv": text_of(ROWS), "two.csv": text_of(VAL)})(tmp_path)
+    (tmp_path / "train.tsv").touch()
+    (tmp_path / "train.jsonl").touch()
+    (val,) = read(tmp_path, val_data="two.csv", evaluate=True).values()
+    assert found_in(val, tmp_path) == VAL
+    (tmp_path / "train.tsv").unlink()
+    (tmp_path / "train.jsonl").unlink()
+    splits = read(tmp_path, val_data="two.csv")
+    assert [found_in(splits[split], tmp_path) for split in ("train", "val")] == [ROWS, VAL]
+
+
+def test_an_evaluation_finds_the_validation_images_of_the_training_file(tmp_path: Path) -> None:
+    """Also beside class folders, which other data sets than the run's may have."""
+    rows = [
+        f"{file},{label},{split}\n" for split, part in (("train", ROWS), ("val", VAL)) for file, label in part.items()
+    ]
+    images = {**dict.fromkeys([*ROWS, *VAL], JPEG), "val/red/a.jpg": JPEG}
+    files({**images, "all.csv": "file,label,split\n" + "".join(rows)})(tmp_path)
+    (val,) = read(tmp_path, train_data="all.csv", evaluate=True).values()
+    assert found_in(val, tmp_path) == VAL
+    (other,) = read(tmp_path, train_data="none.csv", evaluate=True).values()
+    assert other.names() == ["red/a.jpg"]
+
+
+def test_a_competitions_list_of_test_images_is_not_val(tmp_path: Path) -> None:
+    files({**dict.fromkeys(ROWS, JPEG), "train.csv": text_of(ROWS), "test.csv": "id\na\n"})(tmp_path)
+    (train,) = read(tmp_path, val_fraction=0.5).values()
+    assert found_in(train, tmp_path) == ROWS
+    files({"test.csv": text_of(VAL), **dict.fromkeys(VAL, JPEG)})(tmp_path)
+    assert found_in(read(tmp_path)["val"], tmp_path) == VAL
 
 
 def test_images_of_test_may_wait(tmp_path: Path) -> None:
@@ -121,7 +160,11 @@ def test_an_evaluation_of_a_held_out_run_takes_the_images_that_are_named(tmp_pat
     before = TrainConfig(data_dir=tmp_path / "old", val_fraction=0.2)
     files({"train.csv": text_of(ROWS), "val.csv": text_of(VAL)})(tmp_path / "new")
     files({"train.csv": text_of(ROWS), "test.csv": text_of(VAL)})(tmp_path / "wait")
+    files({"train-0000.tar": b"", "val-0000.tar": b""})(tmp_path / "shards")
+    files({f"{split}/red/a.jpg": JPEG for split in ("train", "val")})(tmp_path / "folders")
     for given, expected in (
+        ({"data_dir": tmp_path / "shards"}, 0.0),
+        ({"data_dir": tmp_path / "folders"}, 0.0),
         ({"data_dir": tmp_path / "new"}, 0.0),
         ({"data_dir": tmp_path / "wait"}, 0.2),
         ({"val_data": "val.csv"}, 0.0),
@@ -169,12 +212,13 @@ def test_bad_files_are_skipped(tmp_path: Path) -> None:
     files(dict.fromkeys(ROWS, JPEG) | {"empty.jpg": b"", "train.csv": text_of(rows)})(tmp_path)
     (train,) = read(tmp_path, val_fraction=0.5, bad_files="skip").values()
     assert found_in(train, tmp_path) == ROWS
+    assert [train.path(name) for name in train.names()] == ["b.png", "d.jpg", "a.jpg", "e.jpg", "sub/c.jpg"]
     assert train.bad == {
         "blue/empty.jpg": "an empty file",
         "red/gone.jpg": "cannot be read (No such file or directory)",
     }
     files({"train.csv": text_of(ROWS | {"gone.jpg": "pink"})})(tmp_path)
-    with pytest.raises(UserError, match="pink: a class without a readable image, its 1 file is bad"):
+    with pytest.raises(UserError, match=f"{tmp_path}: pink of train: a class without a readable image, its 1 file is"):
         read(tmp_path, val_fraction=0.5, bad_files="skip")
 
 

@@ -150,6 +150,7 @@ def scan(data_dir: Path, split: str, skip_bad: bool = False) -> Manifest:
         sizes=sizes,
         mtimes=np.array([entry.mtime for entry in entries], dtype=np.int64),
         ignored=ignored,
+        flat_in=f"{root.name}/" if images.is_flat else None,
         source="flat folder" if images.is_flat else "class folders",
     ).without(bad)
     return manifest.with_all_classes() if split in ("train", ".") else manifest

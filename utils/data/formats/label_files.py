@@ -1,228 +1,72 @@
 """Label files, train.csv and val.csv beside the images: a row for each image, with its file, its label and more."""
 
-import collections
+import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from utils.data.formats.folder import SCAN_THREADS, FileTable
+from utils.data.formats.label_rows import TRAIN_WORDS, Labels, has_labels, has_splits
 from utils.data.formats.naming import VAL_NAMES, is_hidden
-from utils.data.formats.tables import Table, is_table, read_table
+from utils.data.formats.tables import is_table
 from utils.data.images.codecs import is_image
 from utils.data.images.manifest import NO_ROW, FileEntry, Manifest, bad_files_error, files_fingerprint, stat_file
 from utils.errors import UserError, some
 from utils.text import count, describe_alike
 
 NAME = "label file"
-WHOLE = ("labels", "metadata", "data", "dataset", "images", "annotations")  # names of one file for all splits
-# Names that a column may have, the first of them that there is. `datasets` writes file_name, Kaggle image_id or id.
-_FILE = ("file", "file_name", "filename", "path", "filepath", "file_path", "image", "image_path", "image_id", "id")
-_LABEL = ("label", "class", "target", "category", "class_name", "labels")
-_WITHOUT_HEADING = ("file", "label")
-_TRAIN_WORDS = ("train", "training")
+_WHOLE = ("labels", "metadata", "data", "dataset", "images", "annotations")  # names of one file for all splits
 _CHUNK = 1000  # files that a thread looks at, one after the other
 
 
-class Labels(NamedTuple):
-    """The rows of one split.
+def find_label_files(
+    data_dir: Path, val_split: str, named: Mapping[str, Path], splits: Sequence[str]
+) -> dict[str, Path]:
+    """The label file of each split, train and val: those that are `named`, else by the names of the files; {} for none.
 
-    Attributes:
-        path: of the label file.
-        lines: of the rows.
-        files: paths as the file states them.
-        labels: names of the classes.
-        weights: float64 (num_images,); None for val, and without the column.
-        groups: of the column; None without it.
-    """
+    A file of all splits, and test.csv, which may be the list of a competition's images, count where they have columns
+    of files and labels; only their headings are read.
 
-    path: Path
-    lines: list[int]
-    files: list[str]
-    labels: list[str]
-    weights: NDArray[np.float64] | None
-    groups: list[str] | None
-
-
-def find_label_files(data_dir: Path, val_split: str) -> dict[str, Path]:
-    """The label file of each split, train and val, by the names of the files; {} for none.
-
-    A file of all splits counts where it has columns of files and labels; only its heading is read.
+    Args:
+        splits: that are needed; () for those that there are.
 
     Raises:
-        UserError: there are several files of one split.
+        UserError: there are several files of a split that is needed.
     """
+    needed = set(splits or ("train", "val"))
+    found = dict(named)
+    if "train" in named and has_splits(named["train"]):
+        found.setdefault("val", named["train"])
     try:
         names = sorted(name for name in os.listdir(data_dir) if is_table(name) and not is_hidden(name))
     except OSError:  # which the listing explains
-        return {}
-    val_names = VAL_NAMES if val_split == "val" else (val_split.lower(),)
-    found: dict[str, Path] = {}
-    for split, words in {"train": _TRAIN_WORDS, "val": val_names, "": WHOLE}.items():
-        for word in words:
-            files = [name for name in names if name.lower().rpartition(".")[0] == word]
-            if len(files) > 1 and word not in WHOLE:
-                raise UserError(
-                    f"{data_dir}: holds {files[0]} and {files[1]}; name one of them by --{split}-data, or move one away"
-                )
-            if files and split not in found:
-                found[split] = data_dir / files[0]
-    whole = found.pop("", None)
-    if found or whole is None:
         return found
-    heading = read_table(whole, _WITHOUT_HEADING, rows=0)
-    if heading.column(*_FILE) is None or heading.column(*_LABEL) is None:
-        return {}
-    return {"train": whole, "val": whole} if has_splits(whole) else {"train": whole}
-
-
-def has_splits(path: Path) -> bool:
-    """Whether a label file has a column `split`."""
-    return read_table(path, _WITHOUT_HEADING, rows=0).column("split") is not None
-
-
-def read_labels(path: Path, split: str, val_split: str = "val", group: str | None = None) -> Labels:
-    """The rows of one split in a label file.
-
-    Args:
-        split: train or val.
-        val_split: what the column `split` calls the images of val; "val" stands for the first of `VAL_NAMES`.
-        group: the column of the groups, if there is one of that name; None for `group`.
-
-    Raises:
-        UserError: the file is no such table, or a row of it is wrong; names the line.
-    """
-    table = read_table(path, _WITHOUT_HEADING)
-    at, label_at = _columns(path, table)
-    rows = _rows_of(path, table, split, val_split)
-    lines = [table.lines[row] for row in rows]
-    for row in rows:
-        _check_row(path, table.lines[row], table.rows[row][at], table.rows[row][label_at])
-    group_at = table.column((group or "group").lower())
-    return Labels(
-        path,
-        lines,
-        [table.rows[row][at] for row in rows],
-        [table.rows[row][label_at] for row in rows],
-        _weights(path, table, rows) if split == "train" else None,
-        None if group_at is None else [_group(path, table, row, group_at) for row in rows],
-    )
-
-
-def read_label_sets(path: Path) -> Iterator[tuple[int, str, list[str]]]:
-    """Line, file and labels of each row of a label file, whose images have any number of labels, divided by `|`.
-
-    Raises:
-        UserError: as `read_labels`.
-    """
-    table = read_table(path, _WITHOUT_HEADING)
-    at, label_at = _columns(path, table)
-    for line, row in zip(table.lines, table.rows, strict=True):
-        yield line, row[at], [label.strip() for label in row[label_at].split("|") if label.strip()]
-
-
-def _columns(path: Path, table: Table) -> tuple[int, int]:
-    """Indices of the columns of files and of labels."""
-    at, label_at = table.column(*_FILE), table.column(*_LABEL)
-    if at is None or label_at is None:
-        raise UserError(
-            f"{path}: has the columns {some([repr(name) for name in table.columns])}; it needs one named file and one "
-            "named label"
-        )
-    return at, label_at
-
-
-def _rows_of(path: Path, table: Table, split: str, val_split: str) -> Sequence[int]:
-    """Indices of the rows of a split; all of them without a column `split`."""
-    at = table.column("split")
-    if at is None:
-        return range(len(table.rows))
-    val_split = val_split.lower()
-    rows = collections.defaultdict(list)
-    for row, (line, cells) in enumerate(zip(table.lines, table.rows, strict=True)):
-        word = "train" if cells[at].lower() in _TRAIN_WORDS else cells[at].lower()
-        if word not in ("train", *VAL_NAMES, val_split):
+    of_stem = {stem: [name for name in names if name.lower().rpartition(".")[0] == stem] for stem in map(_stem, names)}
+    val_names = VAL_NAMES if val_split == "val" else (val_split.lower(),)
+    for split, words in {"train": TRAIN_WORDS, "val": val_names}.items():
+        files = next((of_stem[word] for word in words if word in of_stem), [])
+        if split in found or not files:
+            continue
+        if len(files) > 1 and split in needed:
             raise UserError(
-                f"{path}: line {line} has the split {cells[at]!r}; write train, {', '.join(VAL_NAMES[:-1])} or test"
+                f"{data_dir}: holds {files[0]} and {files[1]}; name one of them by --{split}-data, or move one away"
             )
-        rows[word].append(row)
-    names = ("train",) if split == "train" else VAL_NAMES if val_split == "val" else (val_split,)
-    found = next((rows[name] for name in names if rows[name]), None)
-    if found is None:
-        there = " and ".join(sorted(name for name in rows if rows[name]))
-        remedy = "" if split == "train" else ", or --val-fraction 0.1 holds out a tenth of train"
-        raise UserError(f"{path}: its column split has {there}, but no {names[0]}; add rows of it{remedy}")
+        if val_split != "val" or _stem(files[0]) != VAL_NAMES[-1] or has_labels(data_dir / files[0]):
+            found[split] = data_dir / files[0]
+    whole = next((data_dir / of_stem[word][0] for word in _WHOLE if word in of_stem), None)
+    if "train" not in found and needed - found.keys() and whole is not None and has_labels(whole):
+        found = {"train": whole} | ({"val": whole} if has_splits(whole) else {}) | found
     return found
 
 
-def lists_validation(label_files: Mapping[str, Path]) -> bool:
-    """Whether label files have images of val; those of the split `test` may be for the end of all experiments."""
-    path = label_files.get("val")
-    if path is None:
-        return False
-    words = {path.stem.lower()}
-    if path == label_files.get("train"):
-        table = read_table(path, _WITHOUT_HEADING)
-        at = table.column("split")
-        words = set() if at is None else {row[at].lower() for row in table.rows}
-    return bool(words & set(VAL_NAMES[:-1]))
-
-
-def _check_row(path: Path, line: int, file: str, label: str) -> None:
-    """Raise UserError for a row that names no image or no class."""
-    if not file or "\0" in file:
-        raise UserError(f"{path}: line {line} names no file; complete or remove the line")
-    if not label:
-        raise UserError(f"{path}: line {line} has no label for {file}; add it, or remove the line")
-    if "|" in label:
-        raise UserError(
-            f"{path}: line {line} has several labels ({label}) for {file}; an image is trained with one, keep the first"
-        )
-    if "/" in label or label in (".", "..") or not label.isprintable():
-        raise UserError(f"{path}: line {line} has the label {label!r}; write it without / and control characters")
-
-
-def _weights(path: Path, table: Table, rows: Sequence[int]) -> NDArray[np.float64] | None:
-    at = table.column("weight")
-    if at is None:
-        return None
-    weights = np.empty(len(rows))
-    for number, row in enumerate(rows):
-        weights[number] = read_weight(path, table.lines[row], table.rows[row][at])
-    if not weights.any():
-        raise UserError(f"{path}: all weights are 0, so that no image would come; give some a larger one")
-    return weights
-
-
-def read_weight(path: Path, line: int, text: str) -> float:
-    """A weight, 0 or more.
-
-    Raises:
-        UserError: it is none.
-    """
-    try:
-        weight = float(text)
-    except ValueError:
-        weight = -1.0
-    if not 0 <= weight < 1e6:
-        raise UserError(f"{path}: line {line} has the weight {text!r}; it must be a number from 0 to 1,000,000")
-    return weight
-
-
-def _group(path: Path, table: Table, row: int, at: int) -> str:
-    if not (name := table.rows[row][at]):
-        raise UserError(f"{path}: line {table.lines[row]} has no {table.columns[at]}; add it, or remove the line")
-    return name
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Files and manifests
+def _stem(name: str) -> str:
+    return name.lower().rpartition(".")[0]
 
 
 def create_manifests(
@@ -243,7 +87,7 @@ def create_manifests(
         UserError: files are missing, bad, or in two rows; or a label is no class.
     """
     classes, numbers = _number_labels(splits, class_names)
-    found = {split: _locate(labels) for split, labels in splits.items()}
+    found = {split: _locate(labels, labels.files) for split, labels in splits.items()}
     _refuse_twice(splits, found)
     manifests = {}
     for split, labels in splits.items():
@@ -251,7 +95,8 @@ def create_manifests(
         manifests[split] = _create(data_dir / split, labels, classes, numbers[split], base, paths, skip_bad)
     if "train" in manifests:
         manifests["train"].with_all_classes()
-    if "train" in manifests and (extra := _count_extra(found.values())):
+    named = [*found.values(), *(_locate(labels, labels.elsewhere) for labels in splits.values())]
+    if "train" in manifests and (extra := _count_extra(named)):
         manifests["train"] = dataclasses.replace(manifests["train"], ignored={NO_ROW: extra})
     return manifests
 
@@ -285,10 +130,10 @@ def _number_labels(
     return classes, numbers
 
 
-def _locate(labels: Labels) -> tuple[Path, list[str]]:
-    """A folder, and the path of each row's file in it. What is not there keeps the path that it was stated with."""
+def _locate(labels: Labels, names: Sequence[str]) -> tuple[Path, list[str]]:
+    """A folder, and the path in it of each file that rows name. What is not there keeps the path as it was stated."""
     folder = labels.path.absolute().parent
-    stated = [os.path.normpath(name.replace("\\", "/") if "/" not in name else name) for name in labels.files]
+    stated = [os.path.normpath(name.replace("\\", "/") if "/" not in name else name) for name in names]
     if any(map(os.path.isabs, stated)):
         return Path("/"), [os.path.join(folder, name).lstrip("/") for name in stated]
     bases = (folder, folder / labels.path.stem, folder / "images")
@@ -296,14 +141,17 @@ def _locate(labels: Labels) -> tuple[Path, list[str]]:
         if any(os.path.lexists(base / name) for name in stated[:_CHUNK]):
             return base, stated
     for base in bases:
-        if base.is_dir() and (known := _without_suffix(base)) and any(name in known for name in stated[:_CHUNK]):
+        known = {os.path.splitext(name)[0]: name for name in _images_in(base)}
+        if any(name in known for name in stated[:_CHUNK]):
             return base, [known.get(name, name) for name in stated]
     return folder, stated
 
 
-def _without_suffix(folder: Path) -> dict[str, str]:
-    """Name without its suffix -> name, of the images in a folder."""
-    return {os.path.splitext(name)[0]: name for name in os.listdir(folder) if is_image(name)}
+def _images_in(folder: str | Path) -> list[str]:
+    """Names of the images in a folder; [] for one that cannot be listed."""
+    with contextlib.suppress(OSError):
+        return [name for name in os.listdir(folder) if is_image(name) and not is_hidden(name)]
+    return []
 
 
 def _refuse_twice(splits: Mapping[str, Labels], found: Mapping[str, tuple[Path, list[str]]]) -> None:
@@ -348,8 +196,17 @@ def _create(
         mtimes=mtimes,
         weights=weights,
         groups=None if labels.groups is None else np.array(labels.groups)[order],
+        flat_in=_prefix(base, root.absolute().parent),
         source=NAME,
     ).without({os.fsdecode(names[row]): entry.bad for row, entry in enumerate(entries) if entry.bad is not None})
+
+
+def _prefix(base: Path, data_dir: Path) -> str:
+    """What stands before the names of files in `base` to make them paths relative to the data set."""
+    if base == Path("/"):
+        return "/"
+    relative = os.path.relpath(base, data_dir)
+    return "" if relative == "." else f"{relative}/"
 
 
 def _stat(base: Path, paths: list[str]) -> list[FileEntry]:
@@ -384,7 +241,5 @@ def _count_extra(found: Iterable[tuple[Path, list[str]]]) -> int:
     named = {os.path.join(base, path) for base, paths in found for path in paths}
     extra = 0
     for folder in {os.path.dirname(path) for path in named}:
-        if os.path.isdir(folder):
-            there = (entry for entry in os.listdir(folder) if is_image(entry) and not is_hidden(entry))
-            extra += sum(os.path.join(folder, name) not in named for name in there)
+        extra += sum(os.path.join(folder, name) not in named for name in _images_in(folder))
     return extra

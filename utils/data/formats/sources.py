@@ -10,7 +10,8 @@ from typing import cast
 
 from utils.data.formats import arrow_cache, folder, ilsvrc, lmdb_database, recordio, tfrecord, webdataset
 from utils.data.formats.flat import find_cls_loc
-from utils.data.formats.label_files import find_label_files, has_splits, read_labels
+from utils.data.formats.label_files import find_label_files
+from utils.data.formats.label_rows import read_labels
 from utils.data.formats.naming import VAL_NAMES, is_hidden
 from utils.data.formats.shards import ClassNames
 from utils.data.formats.tables import is_table
@@ -57,7 +58,7 @@ def find_source(config: TrainConfig, splits: Sequence[str]) -> Source:
 
     Args:
         config: with `data_dir`.
-        splits: that are needed: train and val, or one of them.
+        splits: that are needed: train and val, or one of them; () for those that there are.
 
     Raises:
         UserError: there is no such folder, shards of a split are missing, or formats are mixed.
@@ -65,13 +66,18 @@ def find_source(config: TrainConfig, splits: Sequence[str]) -> Source:
     assert config.data_dir is not None, "synthetic data has no files"
     require_folder(config.data_dir)
     class_folders = Source(None, find_cls_loc(config.data_dir) or config.data_dir)
-    given = {split: pattern for split in splits if (pattern := getattr(config, GLOBS[split]))}
+    given = {split: pattern for split in splits or GLOBS if (pattern := getattr(config, GLOBS[split]))}
+    if (
+        not given
+        and config.train_data
+        and is_table(config.train_data)
+        and (config.data_dir / config.train_data).is_file()
+    ):
+        given = {"train": config.train_data}  # of an evaluation, whose images it may have, too
     if not given and has_class_folders(class_folders.data_dir, config.val_split):
         return class_folders
-    found = [
-        Source(each, config.data_dir, shards) for each in FORMATS if (shards := _find(each, config.data_dir, given))
-    ]
-    if not found and (labeled := _find_label_files(config, given)):
+    found = [] if any(map(is_table, given.values())) else _find_shards(config.data_dir, given)
+    if not found and (labeled := _find_label_files(config, given, splits)):
         _require_splits(labeled, config, splits)
         return labeled
     if not found:
@@ -162,7 +168,7 @@ def class_names_of(source: Source, given: tuple[str, ...] | None, file: Path | N
     return ClassNames(lists.get("train") or lists.get("val"), "the data's list of classes", lists)
 
 
-def _find_label_files(config: TrainConfig, given: Mapping[str, str]) -> Source | None:
+def _find_label_files(config: TrainConfig, given: Mapping[str, str], splits: Sequence[str]) -> Source | None:
     """The label files that `given` patterns name, by split, or that lie in the folder; None if there are none."""
     assert config.data_dir is not None, "given"
     named = {split: pattern for split, pattern in given.items() if is_table(pattern)}
@@ -177,11 +183,13 @@ def _find_label_files(config: TrainConfig, given: Mapping[str, str]) -> Source |
     for split, path in found.items():
         if not path.is_file():
             raise UserError(f"--{split}-data {named[split]}: no such label file in {config.data_dir}; give its path")
-    if not given:
-        found = find_label_files(config.data_dir, config.val_split)
-    elif "val" not in found and has_splits(found["train"]):
-        found["val"] = found["train"]
+    found = find_label_files(config.data_dir, config.val_split, found, splits)
     return Source(None, config.data_dir, label_files=found) if found else None
+
+
+def _find_shards(data_dir: Path, given: Mapping[str, str]) -> list[Source]:
+    """The shards of each format that there is."""
+    return [Source(each, data_dir, shards) for each in FORMATS if (shards := _find(each, data_dir, given))]
 
 
 def _find(source: ShardFormat, data_dir: Path, given: Mapping[str, str]) -> dict[str, list[Path]]:

@@ -124,7 +124,7 @@ def _read_json(path: Path, default: Sequence[str]) -> tuple[tuple[str, ...], Ite
                 continue
             try:
                 found = json.loads(text)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:  # the latter of a thousand brackets
                 raise UserError(
                     f"{path}: line {line} is no JSON ({first_line(error)}); write an object a line"
                 ) from None

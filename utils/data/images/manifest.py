@@ -81,6 +81,8 @@ class Manifest:
         replacements: those of `bad` that another file replaces, and which.
         ignored: what is not an image of a class, by suffix or as `NO_CLASS`, `NO_ROW` or `NO_SUFFIX`, and how many.
         held_out: whether these are the images of train/ that `--val-fraction` holds out.
+        flat_in: what stands before the names of files that lie in no class folders, such as `images/`, relative to the
+            data set; None for class folders and shards.
         source: format of the data, for messages.
     """
 
@@ -97,6 +99,7 @@ class Manifest:
     replacements: Mapping[str, str] = dataclasses.field(default_factory=dict)
     ignored: Mapping[str, int] = dataclasses.field(default_factory=dict)
     held_out: bool = False
+    flat_in: str | None = None
     source: str = ""
 
     def __len__(self) -> int:
@@ -134,6 +137,16 @@ class Manifest:
     def names(self) -> list[str]:
         """Paths of all images relative to `root`; synthetic data has none."""
         return [] if self.images is None else [os.fsdecode(name) for name in self.images.names.tolist()]
+
+    def path(self, name: str) -> str:
+        """A file's path relative to the data set, from that relative to `root`; of an image in a shard the latter."""
+        return f"{self.folder}/{name}" if self.flat_in is None else self.flat_in + name.partition("/")[2]
+
+    def place(self, label: int) -> str:
+        """Where the images of a class are, for messages: its folder, or its name in the data set."""
+        name = self.classes[label]
+        is_folder = self.source == "class folders"
+        return f"{self.root}/{name}" if is_folder else f"{self.root and self.root.parent}: {name} of {self.folder}"
 
     def select(self, indices: NDArray[np.int64]) -> "Manifest":
         """These images, in this order, with repetitions if there are any; the fingerprint stays."""
@@ -184,12 +197,11 @@ class Manifest:
         """
         empty = np.flatnonzero(np.bincount(self.labels, minlength=len(self.classes)) == 0).tolist()
         if empty and self.bad:
-            name = self.classes[empty[0]]
-            files = sum(path.partition("/")[0] == name for path in self.bad)
+            files = sum(path.partition("/")[0] == self.classes[empty[0]] for path in self.bad)
             are, them = ("is", "it") if files == 1 else ("are", "them")
             raise UserError(
-                f"{self.root}/{name}: a class without a readable image, its {count(files, 'file')} {are} bad; replace "
-                f"{them} or remove the folder"
+                f"{self.place(empty[0])}: a class without a readable image, its {count(files, 'file')} {are} bad; "
+                f"replace {them} or remove the class"
             )
         return self
 
@@ -210,7 +222,7 @@ class Manifest:
             if not len(good):
                 name = self.name(index)
                 raise UserError(
-                    f"{self.root}: of {self.classes[self.labels[index]]} no image is left that this run began with; "
+                    f"{self.place(self.labels[index])}: no image is left that this run began with; "
                     f"repair one ({name}: {bad[name]}), or {START_ANEW}"
                 )
             order[index] = good[np.searchsorted(good, index) % len(good)]

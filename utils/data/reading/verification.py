@@ -234,7 +234,7 @@ def content_digests(manifest: Manifest, known: Mapping[str, FileReport]) -> NDAr
     if known:
         listed = zip(manifest.names(), manifest.sizes, manifest.mtimes, strict=True)
         for index, (name, size, mtime) in enumerate(listed):
-            report = known.get(f"{manifest.folder}/{name}", _UNKNOWN)
+            report = known.get(manifest.path(name), _UNKNOWN)
             if (report.size, report.mtime) == (size, mtime) and report.digest:
                 digests[index] = _number(report.digest)
     return digests

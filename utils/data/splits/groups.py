@@ -58,36 +58,48 @@ def choose_groups(manifest: Manifest, fraction: float) -> NDArray[np.bool_]:
     """
     assert manifest.groups is not None, "checked"
     names, of_image = np.unique(manifest.groups, return_inverse=True)
-    num_classes = len(manifest.classes)
-    keys, counts = np.unique(of_image * num_classes + manifest.labels, return_counts=True)
-    starts = np.searchsorted(keys, np.arange(len(names) + 1) * num_classes)
-    total = np.bincount(manifest.labels, minlength=num_classes)
-    members = [(keys[a:b] % num_classes, counts[a:b]) for a, b in itertools.pairwise(starts)]
-    held, chosen = np.zeros_like(total), np.zeros(len(names), dtype=bool)
+    members = _members(of_image, len(names), manifest)
+    # Lists, as most groups have few classes, and an array's overhead is that of twenty.
+    total = np.bincount(manifest.labels, minlength=len(manifest.classes)).tolist()
+    held, chosen = [0] * len(total), [False] * len(names)
     order = sorted(range(len(names)), key=lambda group: hashlib.sha256(str(names[group]).encode()).digest())
 
     def move(group: int, if_nearer: bool) -> bool:
-        classes, images = members[group]
-        after = held[classes] + (-images if chosen[group] else images)
-        before, then = (np.sum((each / total[classes] - fraction) ** 2) for each in (held[classes], after))
-        if np.any(after == total[classes]) or (if_nearer and then >= before):
+        sign, nearer = -1 if chosen[group] else 1, 0.0
+        for label, images in members[group]:
+            after = held[label] + sign * images
+            if after == total[label]:
+                return False
+            nearer += (held[label] / total[label] - fraction) ** 2 - (after / total[label] - fraction) ** 2
+        if if_nearer and nearer <= 0:
             return False
-        held[classes], chosen[group] = after, not chosen[group]
+        for label, images in members[group]:
+            held[label] += sign * images
+        chosen[group] = not chosen[group]
         return True
 
     for _ in range(_ROUNDS):
         if not sum(move(group, if_nearer=True) for group in order):
             break
-    for group in sorted(order, key=lambda group: int(members[group][1].sum())):  # the smallest that a class has
-        if not chosen[group] and np.any(held[members[group][0]] == 0):
+    for group in sorted(order, key=lambda group: sum(images for _, images in members[group])):  # the smallest first
+        if not chosen[group] and any(held[label] == 0 for label, _ in members[group]):
             move(group, if_nearer=False)
-    if not chosen.any():
+    if not any(chosen):
         raise UserError(
             f"--val-fraction {fraction:g}: of {count(len(names), 'group')} none can be held out, as each has the last "
             "images of a class; add groups, or give another --val-group"
         )
-    held_out: NDArray[np.bool_] = chosen[of_image]
+    held_out: NDArray[np.bool_] = np.array(chosen)[of_image]
     return held_out
+
+
+def _members(of_image: NDArray[np.int64], num_groups: int, manifest: Manifest) -> list[list[tuple[int, int]]]:
+    """Of each group the classes that it has, and how many images of each."""
+    num_classes = len(manifest.classes)
+    keys, counts = np.unique(of_image * num_classes + manifest.labels, return_counts=True)
+    starts = np.searchsorted(keys, np.arange(num_groups + 1) * num_classes)
+    pairs = list(zip((keys % num_classes).tolist(), counts.tolist(), strict=True))
+    return [pairs[start:end] for start, end in itertools.pairwise(starts.tolist())]
 
 
 def shared_groups(train: Manifest, val: Manifest) -> list[str]:

@@ -31,7 +31,7 @@ def choose_by_content(
     """
     assert manifest.root is not None, "synthetic data has no files"
     listed = zip(manifest.names(), manifest.sizes.tolist(), manifest.mtimes.tolist(), strict=True)
-    entries = [FileEntry(f"{manifest.folder}/{name}", size, mtime) for name, size, mtime in listed]
+    entries = [FileEntry(manifest.path(name), size, mtime) for name, size, mtime in listed]
     known = read_digests(Listing(manifest.root.parent, entries, manifest.record), output_dir, workers, env)
     chosen = None
     with sync_errors(env):
@@ -47,7 +47,7 @@ def choose_by_content(
 
 def _refuse_unread(manifest: Manifest, indices: Sequence[int], known: Mapping[str, FileReport]) -> None:
     """Raise UserError if there are images of which no digest is known."""
-    names = {manifest.record(index).name: f"{manifest.folder}/{manifest.name(index)}" for index in indices}
+    names = {manifest.record(index).name: manifest.path(manifest.name(index)) for index in indices}
     reasons = {path: known[name].bad or "changed while it was read" for path, name in names.items()}
     if reasons:
         raise bad_files_error(reasons, "delete or replace {}")
@@ -89,11 +89,11 @@ def check_classes(manifest: Manifest, fraction: float, chosen: NDArray[np.bool_]
         return
     counts = np.bincount(manifest.labels)
     held_out = np.minimum(counts - 1, 1) if chosen is None else np.bincount(manifest.labels, weights=chosen)
-    for label in np.flatnonzero((held_out == 0) | (held_out == counts)).tolist():
+    for label in np.flatnonzero((counts > 0) & ((held_out == 0) | (held_out == counts))).tolist():
         what = "1 image" if counts[label] == 1 else f"{counts[label]:,} images, which are copies of others"
         raise UserError(
-            f"--val-fraction {fraction:g}: {manifest.root}/{manifest.classes[label]} has {what}, but training and "
-            "validation need one each; add images or remove the folder"
+            f"--val-fraction {fraction:g}: {manifest.place(label)} has {what}, but training and validation need one "
+            "each; add images or remove the class"
         )
 
 

@@ -12,7 +12,7 @@ from utils.data.dali import dali_device
 from utils.data.formats import folder
 from utils.data.formats.index import read_shards
 from utils.data.formats.label_files import create_manifests as create_labeled
-from utils.data.formats.label_files import lists_validation, read_labels
+from utils.data.formats.label_rows import lists_validation, read_labels
 from utils.data.formats.shards import Shards, create_manifests, first_label
 from utils.data.formats.sources import Source, class_names_of, find_source, read_given_names, required_splits
 from utils.data.images import manifest as dataset
@@ -208,7 +208,7 @@ def select_images(
 
 def _bad_of(manifest: Manifest, bad: Mapping[str, str]) -> dict[str, str]:
     """Those of the files `bad`, relative to the data set, that the manifest lists, relative to its folder; why."""
-    return {name: bad[path] for name in manifest.names() if (path := f"{manifest.folder}/{name}") in bad} if bad else {}
+    return {name: bad[path] for name in manifest.names() if (path := manifest.path(name)) in bad} if bad else {}
 
 
 @collective
@@ -219,8 +219,9 @@ def _hold_out(config: ResolvedConfig, train: Manifest, env: DistEnv, initial: In
         chosen = choose_by_name(train, initial.val_names())
     chosen = broadcast(chosen, env)
     if chosen is None and train.groups is not None:
-        with sync_errors(env):
-            chosen = choose_groups(train, config.val_fraction)
+        with sync_errors(env):  # by one rank, as the other ranks of a host would do the same with its memory and cores
+            chosen = choose_groups(train, config.val_fraction) if env.is_main else None
+        chosen = broadcast(chosen, env)
     if chosen is None:
         chosen = choose_by_content(train, config.val_fraction, config.output_dir, config.workers, env)
     return divide(train, chosen)
@@ -243,14 +244,12 @@ def _find_bad_files(config: ResolvedConfig, splits: Splits, env: DistEnv) -> dic
 def listing_of(data_dir: Path, splits: Splits) -> Listing:
     """The images of all splits, those that are bad by their listing at the end."""
     entries = [
-        FileEntry(f"{manifest.folder}/{name}", int(size), int(mtime))
+        FileEntry(manifest.path(name), int(size), int(mtime))
         for manifest in splits.values()
         for name, size, mtime in zip(manifest.names(), manifest.sizes, manifest.mtimes, strict=True)
     ]
     entries += [
-        FileEntry(f"{manifest.folder}/{name}", 0, 0, bad)
-        for manifest in splits.values()
-        for name, bad in manifest.bad.items()
+        FileEntry(manifest.path(name), 0, 0, bad) for manifest in splits.values() for name, bad in manifest.bad.items()
     ]
 
     def record(index: int) -> Record:

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 import models
-from utils.data.formats.label_files import find_label_files, lists_validation
+from utils.data.formats.label_rows import lists_validation
+from utils.data.formats.sources import find_source
 from utils.data.loaders.sampler import Sampler
 from utils.data.loaders.scheduled_loader import config_of_epoch, schedules_agree
 from utils.distributed.collective import collective
@@ -22,6 +23,7 @@ from utils.network.parallel import warm_up_ddp_buckets
 from utils.options.config import TrainConfig, flags_with
 from utils.options.flags import flag
 from utils.options.resolved import ResolvedConfig
+from utils.options.store_url import store_url
 from utils.options.validation import require_data, validate
 from utils.report.tracking.sender import SENT, TRACKING
 from utils.seed import seed_process, set_random_state
@@ -103,9 +105,9 @@ def settings_of_checkpoint(
     inherited = flags_with(from_checkpoint=True)
     values: dict[str, Any] = {name: getattr(before, name) for name in inherited if name not in config.given}
     if "val_fraction" in config.given and config.val_fraction:
-        values.pop("val_split", None)
-    elif _names_val_folder(config, values):
-        values.pop("val_fraction", None)
+        values = {name: value for name, value in values.items() if name not in ("val_split", "val_data")}
+    elif values.get("val_fraction") and _names_val_images(config, values):
+        del values["val_fraction"]
     if values.get("loader") == "synthetic" and "data_dir" in config.given:
         del values["loader"]
     if values.get("amp") == "fp16" and env.device.type == "cpu":
@@ -127,15 +129,16 @@ def settings_of_checkpoint(
     return config, notes
 
 
-def _names_val_folder(config: TrainConfig, values: dict[str, Any]) -> bool:
+def _names_val_images(config: TrainConfig, values: dict[str, Any]) -> bool:
     """Whether the user has named images to evaluate, so that a run's `--val-fraction` does not count."""
     if {"val_split", "val_data"} & config.given:
         return True
-    if "data_dir" not in config.given or config.data_dir is None:
+    if "data_dir" not in config.given or config.data_dir is None or store_url(config.data_dir):
         return False
-    if os.path.isdir(config.data_dir / values["val_split"]):
-        return True
-    return lists_validation(find_label_files(config.data_dir, values["val_split"]))
+    source = find_source(dataclasses.replace(config, **values), ())
+    if source.has_class_folders:
+        return os.path.isdir(source.data_dir / values["val_split"])
+    return "val" in source.shards or lists_validation(source.label_files)
 
 
 def inherit_start(config: TrainConfig, saved: Checkpoint | None) -> TrainConfig:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from utils.data.formats.label_files import read_weight
+from utils.data.formats.label_rows import read_weight
 from utils.data.formats.tables import read_table
 from utils.data.images.manifest import Manifest
 from utils.data.loaders.sampler import image_weights
