@@ -61,8 +61,10 @@ def test_a_stopped_run_ends_as_the_uninterrupted_one(uneven: Path, tmp_path: Pat
     )
     assert evaluated.status == 0, evaluated.err
     last, found = read_metrics(whole)[-1], json.loads((whole / "evaluation.json").read_text())
+    # A GPU rounds by the size of a batch, which is larger in a run from its memory.
+    tolerance = 1e-3 if "cuda" in loader else 0.0
     for name in ("top1", "loss", "count"):
-        assert found[name] == last[f"val/{name}"]
+        assert found[name] == pytest.approx(last[f"val/{name}"], rel=tolerance, abs=0)
 
 
 @pytest.mark.dist
