@@ -209,3 +209,8 @@ def test_other_files_are_named(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError) as caught:
         read_weights(tmp_path / "file.pt")
     assert str(caught.value).startswith(f"--pretrained {tmp_path}/file.pt: {message}")
+
+
+def test_a_file_whose_bytes_cannot_be_read() -> None:
+    with pytest.raises(UserError, match=r"damaged, or not a readable weights file \(Input/output error\); give a"):
+        read_weights(Path("/proc/self/mem"))

@@ -152,7 +152,7 @@ def _remedy(file: Path, error: Exception) -> str:
     """What a file is that is not damaged, and what to do; "" for another one."""
     if "TorchScript" in str(error):
         return "a TorchScript archive; save its weights: torch.save(torch.jit.load(FILE).state_dict(), 'weights.pt')"
-    if not file.is_file():
+    if isinstance(error, OSError) or not file.is_file():  # its content cannot be looked at
         return ""
     with file.open("rb") as opened:
         start = opened.read(64)
