@@ -32,7 +32,7 @@ import typer
 from utils.data.formats.folder import file_listing, list_images
 from utils.data.formats.refused import refuse_unreadable
 from utils.data.formats.sources import Source, find_source
-from utils.data.images.manifest import Listing, describe_counts
+from utils.data.images.manifest import FileEntry, Listing, describe_counts
 from utils.distributed.signals import REPEAT_SECONDS
 from utils.errors import EXIT_DONE, EXIT_FAILED, Stopped, UserError, escape_control_chars
 from utils.files import check_writable
@@ -46,6 +46,7 @@ from utils.text import count
 if TYPE_CHECKING:
     from utils.distributed.group import DistEnv
 
+ALL_IMAGES = "all images of the folder are decoded, as train.py refuses its label file"
 WHOLE = number_option(int)
 SIGNAL_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
@@ -107,6 +108,31 @@ def local_folder(config: TrainConfig, stopped_by: Callable[[], str]) -> Path:
     return config.data_dir
 
 
+def list_tree(config: TrainConfig, stopped_by: Callable[[], str]) -> tuple[Source, list[FileEntry], Mapping[str, int]]:
+    """What the folder holds; if that is no shards and no label file, all images in it, and other files by suffix.
+
+    Raises:
+        UserError: there is nothing to check.
+        Stopped: by `stopped_by`.
+    """
+    assert config.data_dir is not None, "given"
+    refusal = None
+    try:
+        source = find_source(config, ())
+    except UserError as error:
+        source, refusal = Source(None, config.data_dir), error
+    if not source.has_class_folders:
+        return source, [], {}
+    entries, others = list_images(config.data_dir, stopped_by)
+    if not entries:
+        refuse_unreadable(config.data_dir)
+        found = f"no images in it ({describe_counts(others)})" if others else "no images in it"
+        raise refusal or UserError(f"{config.data_dir}: {found}; give a data set, or any folder of images")
+    if refusal:
+        print(f"{ALL_IMAGES}: {refusal}")
+    return source, entries, others
+
+
 def list_split(
     source: Source, config: TrainConfig, alone: "DistEnv", stopped_by: Callable[[], str]
 ) -> tuple[Listing, Mapping[str, int]]:
@@ -125,7 +151,7 @@ def list_split(
         entries, others = list_images(config.data_dir, stopped_by) if source.format is None else ([], {})
         if not entries:
             raise
-        print(f"all images of the folder are decoded, as train.py refuses its label file: {error}")
+        print(f"{ALL_IMAGES}: {error}")
     return file_listing(config.data_dir.absolute(), entries), others
 
 
@@ -141,12 +167,7 @@ def check(stopped_by: Callable[[], str], config: TrainConfig, rows: int) -> int:
         raise UserError(f"{data_dir}: no such folder; give a data set, or any folder of images")
     config = dataclasses.replace(config, data_dir=data_dir)
     assert workers is not None, "set"
-    source = find_source(config, ())
-    entries, others = list_images(data_dir, stopped_by) if source.has_class_folders else ([], {})
-    if not entries and source.has_class_folders:
-        refuse_unreadable(data_dir)
-        found = f" ({describe_counts(others)})" if others else ""
-        raise UserError(f"{data_dir}: no images in it{found}; give a data set, or any folder of images")
+    source, entries, others = list_tree(config, stopped_by)
     check_writable(output_dir)
 
     import torch  # what takes seconds comes after the checks of the command line

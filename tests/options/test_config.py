@@ -59,8 +59,12 @@ OF_LAUNCH = (
 )  # fmt: skip
 # Without flags that exclude each other.
 COMPLETE: dict[str, dict[str, Any]] = {
-    "linear": {name: value for name, value in OTHER.items() if not name.startswith(("decay_", "focal"))},
-    "step": {name: value for name, value in OTHER.items() if name not in ("min_lr", "cooldown_epochs", "focal")}
+    "linear": {name: value for name, value in OTHER.items() if not name.startswith(("decay_", "focal", "val_data"))},
+    "step": {
+        name: value
+        for name, value in OTHER.items()
+        if name not in ("min_lr", "cooldown_epochs", "focal", "val_fraction")
+    }
     | {"schedule": "step"},
 }
 

@@ -78,6 +78,10 @@ def test_label_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert check_dataset.main([str(root), "--output-dir", str(out)]) == 1
     assert "as train.py refuses its label file: " in (printed := capsys.readouterr().out)
     assert "\nnot decoded, as no image is named so: 1 file .csv\n3 files: 1 bad, " in printed
+    (root / "train.csv").touch()
+    (root / "train.tsv").touch()
+    assert check_dataset.main([str(root), "--output-dir", str(out)]) == 1
+    assert "holds train.csv and train.tsv; name one " in capsys.readouterr().out
 
 
 def test_any_tree_with_bad_and_suspicious_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

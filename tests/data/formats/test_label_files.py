@@ -1,5 +1,6 @@
 """Label files: every usual way to write one gives the same images; mistakes are in tests/refused_labels.py."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from pipelines import Feed
 from scripts.convert_dataset import splits_of
 from tests.damage import ARITHMETIC as JPEG
 from tests.refused_folders import files
@@ -40,6 +42,11 @@ def found_in(manifest: Manifest, root: Path) -> dict[str, str]:
 
 
 GOOD = text_of(ROWS)
+SPLIT = (
+    "file,label,split\n"
+    + "".join(f"{n},{c},train\n" for n, c in ROWS.items())
+    + "".join(f"{n},{c},val\n" for n, c in VAL.items())
+)
 FORMS = {
     "commas": ("train.csv", GOOD),
     "tabs": ("train.tsv", GOOD.replace(",", "\t")),
@@ -121,21 +128,63 @@ def test_the_split_that_no_flag_names_is_found(tmp_path: Path) -> None:
 
 def test_an_evaluation_finds_the_validation_images_of_the_training_file(tmp_path: Path) -> None:
     """Also beside class folders, which other data sets than the run's may have."""
-    rows = [
-        f"{file},{label},{split}\n" for split, part in (("train", ROWS), ("val", VAL)) for file, label in part.items()
-    ]
     images = {**dict.fromkeys([*ROWS, *VAL], JPEG), "val/red/a.jpg": JPEG}
-    files({**images, "all.csv": "file,label,split\n" + "".join(rows)})(tmp_path)
+    files({**images, "all.csv": SPLIT})(tmp_path)
     (val,) = read(tmp_path, train_data="all.csv", evaluate=True).values()
     assert found_in(val, tmp_path) == VAL
     (other,) = read(tmp_path, train_data="none.csv", evaluate=True).values()
     assert other.names() == ["red/a.jpg"]
 
 
+def test_rows_of_val_come_before_a_test_file(tmp_path: Path) -> None:
+    other = {"labels.csv": SPLIT, "test.csv": text_of({"x.jpg": "red"})}
+    files({**dict.fromkeys([*ROWS, *VAL, "x.jpg"], JPEG), **other})(tmp_path)
+    assert found_in(read(tmp_path)["val"], tmp_path) == VAL
+    (waiting,) = read(tmp_path, evaluate=True, val_split="test").values()
+    assert found_in(waiting, tmp_path) == {"x.jpg": "red"}
+    with pytest.raises(UserError, match=r"labels\.csv lists validation images, which would not be used"):
+        read(tmp_path, val_fraction=0.5)
+    files({"valid.csv": text_of(VAL)})(tmp_path)
+    with pytest.raises(UserError, match=r"holds labels\.csv with a column split and valid\.csv; name one of "):
+        read(tmp_path)
+
+
+def test_an_evaluation_of_other_data_takes_nothing_of_the_runs(tmp_path: Path) -> None:
+    """Neither its label file by an absolute path, nor its patterns; a folder that --val-split names is found, too."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    files({**dict.fromkeys([*ROWS, *VAL], JPEG), "all.csv": SPLIT})(old)
+    files({"test/blue/t.jpg": JPEG, "test/red/t.jpg": JPEG, "part.csv": text_of(ROWS)})(old)
+    files({f"val/{label}/n.jpg": JPEG for label in ("blue", "red")})(new)
+    alone = DistEnv.single(torch.device("cpu"))
+    runs = {str(old / "all.csv"): 0.0, str(old / "part.csv"): 0.5, "part.csv": 0.5, "a-*.tar": 0.5}
+    for train_data, fraction in runs.items():
+        before = TrainConfig(data_dir=old, train_data=train_data, val_fraction=fraction)
+        for given, expected in (({"data_dir": new}, "n.jpg"), ({"val_split": "test"}, "t.jpg")):
+            asked = TrainConfig(evaluate=True, given=frozenset(given), **given)
+            config, _ = settings_of_checkpoint(asked, before, "best.pt", alone)
+            listed = read_data(dataclasses.replace(config, output_dir=tmp_path), alone)
+            assert listed["val"].names() == [f"blue/{expected}", f"red/{expected}"], (train_data, given)
+    url = TrainConfig(evaluate=True, data_dir=Path("s3://new/data"), stage_dir=tmp_path, given=frozenset({"data_dir"}))
+    with pytest.raises(UserError, match="held out a part of its images; add --val-split val for the"):
+        settings_of_checkpoint(url, TrainConfig(data_dir=old, val_fraction=0.2), "best.pt", alone)
+
+
+def test_a_feed_of_val_has_the_labels_of_the_training_file(tmp_path: Path) -> None:
+    val = {"v.jpg": "red"}
+    files({**dict.fromkeys([*ROWS, *val], JPEG), "labels.csv": text_of(ROWS), "val.csv": text_of(val)})(tmp_path)
+    with Feed(tmp_path, "val", batch_size=1, image_size=32, device="cpu", workers=1) as feed:
+        assert feed.classes == ("blue", "red")
+        assert [targets.tolist() for _, targets in feed] == [[1]]
+
+
 def test_a_competitions_list_of_test_images_is_not_val(tmp_path: Path) -> None:
     files({**dict.fromkeys(ROWS, JPEG), "train.csv": text_of(ROWS), "test.csv": "id\na\n"})(tmp_path)
     (train,) = read(tmp_path, val_fraction=0.5).values()
     assert found_in(train, tmp_path) == ROWS
+    for text in ("a.jpg\nb.jpg\n", "0,0\n1,2\n", b"file,label\n\xe9"):
+        files({"test.csv": text})(tmp_path)
+        (train,) = read(tmp_path, val_fraction=0.5).values()
+        assert found_in(train, tmp_path) == ROWS
     files({"test.csv": text_of(VAL), **dict.fromkeys(VAL, JPEG)})(tmp_path)
     assert found_in(read(tmp_path)["val"], tmp_path) == VAL
 

@@ -1,5 +1,6 @@
 """Label files, train.csv and val.csv beside the images: a row for each image, with its file, its label and more."""
 
+import collections
 import contextlib
 import dataclasses
 import os
@@ -43,26 +44,52 @@ def find_label_files(
     found = dict(named)
     if "train" in named and has_splits(named["train"]):
         found.setdefault("val", named["train"])
-    try:
-        names = sorted(name for name in os.listdir(data_dir) if is_table(name) and not is_hidden(name))
-    except OSError:  # which the listing explains
-        return found
-    of_stem = {stem: [name for name in names if name.lower().rpartition(".")[0] == stem] for stem in map(_stem, names)}
+    of_stem = _tables(data_dir)
     val_names = VAL_NAMES if val_split == "val" else (val_split.lower(),)
     for split, words in {"train": TRAIN_WORDS, "val": val_names}.items():
         files = next((of_stem[word] for word in words if word in of_stem), [])
-        if split in found or not files:
+        if split in found or not files or (named and split not in needed):
             continue
         if len(files) > 1 and split in needed:
-            raise UserError(
-                f"{data_dir}: holds {files[0]} and {files[1]}; name one of them by --{split}-data, or move one away"
-            )
-        if val_split != "val" or _stem(files[0]) != VAL_NAMES[-1] or has_labels(data_dir / files[0]):
+            raise UserError(_two(data_dir, files[0], files[1], split))
+        if (
+            split == "train"
+            or val_split != "val"
+            or _stem(files[0]) != VAL_NAMES[-1]
+            or _may_judge(data_dir / files[0])
+        ):
             found[split] = data_dir / files[0]
     whole = next((data_dir / of_stem[word][0] for word in _WHOLE if word in of_stem), None)
-    if "train" not in found and needed - found.keys() and whole is not None and has_labels(whole):
-        found = {"train": whole} | ({"val": whole} if has_splits(whole) else {}) | found
-    return found
+    if "train" in found or whole is None or not needed - named.keys() or not has_labels(whole):
+        return found
+    if has_splits(whole) and "val" not in named and val_split == "val":  # test.csv waits, as its rows of test do
+        if "val" in found and _stem(found["val"].name) != VAL_NAMES[-1]:
+            raise UserError(_two(data_dir, f"{whole.name} with a column split", found["val"].name, "val"))
+        found["val"] = whole
+    elif has_splits(whole):
+        found.setdefault("val", whole)
+    return found | {"train": whole}
+
+
+def _tables(folder: Path) -> dict[str, list[str]]:
+    """Names of the tables in a folder by their stems in lower case; {} for one that cannot be listed."""
+    of_stem = collections.defaultdict(list)
+    with contextlib.suppress(OSError):  # which the listing of the images explains
+        for name in sorted(os.listdir(folder)):
+            if is_table(name) and not is_hidden(name):
+                of_stem[_stem(name)].append(name)
+    return dict(of_stem)
+
+
+def _may_judge(path: Path) -> bool:
+    """Whether a test.csv has labels; one that cannot be read is another program's."""
+    with contextlib.suppress(UserError):
+        return has_labels(path)
+    return False
+
+
+def _two(data_dir: Path, one: str, other: str, split: str) -> str:
+    return f"{data_dir}: holds {one} and {other}; name one of them by --{split}-data, or move one away"
 
 
 def _stem(name: str) -> str:

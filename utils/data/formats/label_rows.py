@@ -47,9 +47,24 @@ def has_splits(path: Path) -> bool:
 
 
 def has_labels(path: Path) -> bool:
-    """Whether a table has columns of files and of labels."""
-    heading = _heading(path)
-    return heading.column(*_FILE) is not None and heading.column(*_LABEL) is not None
+    """Whether a table has columns of files and of labels; without a heading, whether its first row has a label."""
+    table = read_table(path, _WITHOUT_HEADING, rows=1)
+    label_at = table.column(*_LABEL)
+    return (
+        table.column(*_FILE) is not None and label_at is not None and (not table.rows or bool(table.rows[0][label_at]))
+    )
+
+
+def has_rows_of(path: Path, val_split: str) -> bool:
+    """Whether a label file has a column `split` with rows of val, which `val_split` names as `read_labels` does."""
+    return bool(_words(path) & set(VAL_NAMES if val_split == "val" else (val_split.lower(),)))
+
+
+def _words(path: Path) -> set[str]:
+    """What the column `split` of a label file has, in lower case."""
+    table = read_table(path, _WITHOUT_HEADING)
+    at = table.column("split")
+    return set() if at is None else {row[at].lower() for row in table.rows}
 
 
 def _heading(path: Path) -> Table:
@@ -136,11 +151,7 @@ def lists_validation(label_files: Mapping[str, Path]) -> bool:
     path = label_files.get("val")
     if path is None:
         return False
-    words = {path.stem.lower()}
-    if path == label_files.get("train"):
-        table = read_table(path, _WITHOUT_HEADING)
-        at = table.column("split")
-        words = set() if at is None else {row[at].lower() for row in table.rows}
+    words = _words(path) if path == label_files.get("train") else {path.stem.lower()}
     return bool(words & set(VAL_NAMES[:-1]))
 
 

@@ -11,7 +11,7 @@ from typing import cast
 from utils.data.formats import arrow_cache, folder, ilsvrc, lmdb_database, recordio, tfrecord, webdataset
 from utils.data.formats.flat import find_cls_loc
 from utils.data.formats.label_files import find_label_files
-from utils.data.formats.label_rows import read_labels
+from utils.data.formats.label_rows import has_rows_of, read_labels
 from utils.data.formats.naming import VAL_NAMES, is_hidden
 from utils.data.formats.shards import ClassNames
 from utils.data.formats.tables import is_table
@@ -67,13 +67,8 @@ def find_source(config: TrainConfig, splits: Sequence[str]) -> Source:
     require_folder(config.data_dir)
     class_folders = Source(None, find_cls_loc(config.data_dir) or config.data_dir)
     given = {split: pattern for split in splits or GLOBS if (pattern := getattr(config, GLOBS[split]))}
-    if (
-        not given
-        and config.train_data
-        and is_table(config.train_data)
-        and (config.data_dir / config.train_data).is_file()
-    ):
-        given = {"train": config.train_data}  # of an evaluation, whose images it may have, too
+    if not given and config.train_data and _has_val(config, config.train_data):
+        given = {"train": config.train_data}
     if not given and has_class_folders(class_folders.data_dir, config.val_split):
         return class_folders
     found = [] if any(map(is_table, given.values())) else _find_shards(config.data_dir, given)
@@ -185,6 +180,18 @@ def _find_label_files(config: TrainConfig, given: Mapping[str, str], splits: Seq
             raise UserError(f"--{split}-data {named[split]}: no such label file in {config.data_dir}; give its path")
     found = find_label_files(config.data_dir, config.val_split, found, splits)
     return Source(None, config.data_dir, label_files=found) if found else None
+
+
+def _has_val(config: TrainConfig, name: str) -> bool:
+    """Whether the label file `name` of the training images is the one of an evaluation's, too.
+
+    Where the user names a split that it lacks, a folder may be meant.
+    """
+    assert config.data_dir is not None, "given"
+    path = config.data_dir / name
+    return (
+        is_table(name) and path.is_file() and ("val_split" not in config.given or has_rows_of(path, config.val_split))
+    )
 
 
 def _find_shards(data_dir: Path, given: Mapping[str, str]) -> list[Source]:

@@ -106,8 +106,10 @@ def settings_of_checkpoint(
     values: dict[str, Any] = {name: getattr(before, name) for name in inherited if name not in config.given}
     if "val_fraction" in config.given and config.val_fraction:
         values = {name: value for name, value in values.items() if name not in ("val_split", "val_data")}
-    elif values.get("val_fraction") and _names_val_images(config, values):
+    elif values.get("val_fraction") and _names_val_images(config, before, values):
         del values["val_fraction"]
+    if _is_other_data(config, before) and not (values.get("val_fraction") and _is_inside(values.get("train_data"))):
+        values.pop("train_data", None)  # a name of the run's own data
     if values.get("loader") == "synthetic" and "data_dir" in config.given:
         del values["loader"]
     if values.get("amp") == "fp16" and env.device.type == "cpu":
@@ -129,13 +131,39 @@ def settings_of_checkpoint(
     return config, notes
 
 
-def _names_val_images(config: TrainConfig, values: dict[str, Any]) -> bool:
-    """Whether the user has named images to evaluate, so that a run's `--val-fraction` does not count."""
+def _is_other_data(config: TrainConfig, before: TrainConfig) -> bool:
+    """Whether the user has named another data set than that of the run."""
+    if "data_dir" not in config.given or config.data_dir == before.data_dir:
+        return False
+    return not (
+        config.data_dir and before.data_dir and os.path.realpath(config.data_dir) == os.path.realpath(before.data_dir)
+    )
+
+
+def _is_inside(pattern: str | None) -> bool:
+    """Whether a pattern names files below any data set."""
+    return pattern is not None and not os.path.isabs(pattern) and not os.path.normpath(pattern).startswith("..")
+
+
+def _names_val_images(config: TrainConfig, before: TrainConfig, values: dict[str, Any]) -> bool:
+    """Whether the user has named images to evaluate, so that a run's `--val-fraction` does not count.
+
+    Raises:
+        UserError: it is another data set at a URL, which shows only later what it holds.
+    """
     if {"val_split", "val_data"} & config.given:
         return True
-    if "data_dir" not in config.given or config.data_dir is None or store_url(config.data_dir):
+    if "data_dir" not in config.given or config.data_dir is None:
         return False
-    source = find_source(dataclasses.replace(config, **values), ())
+    if store_url(config.data_dir):
+        if not _is_other_data(config, before):
+            return False
+        raise UserError(
+            f"--data-dir {config.data_dir}: the run of the checkpoint held out a part of its images; add --val-split "
+            f"val for the validation images there, or --val-fraction {before.val_fraction:g} for such a part"
+        )
+    patterns = {} if not _is_other_data(config, before) else {"train_data": None, "val_data": None}
+    source = find_source(dataclasses.replace(config, **(values | patterns)), ())
     if source.has_class_folders:
         return os.path.isdir(source.data_dir / values["val_split"])
     return "val" in source.shards or lists_validation(source.label_files)
