@@ -31,7 +31,7 @@ import typer
 
 from utils.data.formats.folder import file_listing, list_images
 from utils.data.formats.refused import refuse_unreadable
-from utils.data.formats.sources import Source, find_source
+from utils.data.formats.sources import LabelFileError, Source, find_source
 from utils.data.images.manifest import FileEntry, Listing, describe_counts
 from utils.distributed.signals import REPEAT_SECONDS
 from utils.errors import EXIT_DONE, EXIT_FAILED, Stopped, UserError, escape_control_chars
@@ -119,15 +119,17 @@ def list_tree(config: TrainConfig, stopped_by: Callable[[], str]) -> tuple[Sourc
     refusal = None
     try:
         source = find_source(config, ())
-    except UserError as error:
+    except LabelFileError as error:
         source, refusal = Source(None, config.data_dir), error
     if not source.has_class_folders:
         return source, [], {}
     entries, others = list_images(config.data_dir, stopped_by)
+    if not entries and refusal:
+        raise refusal
     if not entries:
         refuse_unreadable(config.data_dir)
         found = f"no images in it ({describe_counts(others)})" if others else "no images in it"
-        raise refusal or UserError(f"{config.data_dir}: {found}; give a data set, or any folder of images")
+        raise UserError(f"{config.data_dir}: {found}; give a data set, or any folder of images")
     if refusal:
         print(f"{ALL_IMAGES}: {refusal}")
     return source, entries, others

@@ -82,6 +82,10 @@ def test_label_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     (root / "train.tsv").touch()
     assert check_dataset.main([str(root), "--output-dir", str(out)]) == 1
     assert "holds train.csv and train.tsv; name one " in capsys.readouterr().out
+    for name in ("train-00000-of-00002.tfrecord", "train.csv", "train.tsv"):  # shards are refused as ever
+        (root / name).touch()
+    assert check_dataset.main([str(root), "--output-dir", str(out)]) == 2
+    assert "train-00001-of-00002.tfrecord" in capsys.readouterr().err
 
 
 def test_any_tree_with_bad_and_suspicious_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

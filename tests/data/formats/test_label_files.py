@@ -142,11 +142,35 @@ def test_rows_of_val_come_before_a_test_file(tmp_path: Path) -> None:
     assert found_in(read(tmp_path)["val"], tmp_path) == VAL
     (waiting,) = read(tmp_path, evaluate=True, val_split="test").values()
     assert found_in(waiting, tmp_path) == {"x.jpg": "red"}
+    files({"labels.csv": SPLIT + "y.jpg,red,test\n", "y.jpg": JPEG})(tmp_path)
+    with pytest.raises(
+        UserError, match=r"holds labels\.csv with a column split and test\.csv; name one of them by --val"
+    ):
+        read(tmp_path, evaluate=True, val_split="test")
+    files({"test.csv": "id\nx\n"})(tmp_path)
+    (waiting,) = read(tmp_path, evaluate=True, val_split="test").values()
+    assert found_in(waiting, tmp_path) == {"y.jpg": "red"}
     with pytest.raises(UserError, match=r"labels\.csv lists validation images, which would not be used"):
         read(tmp_path, val_fraction=0.5)
     files({"valid.csv": text_of(VAL)})(tmp_path)
     with pytest.raises(UserError, match=r"holds labels\.csv with a column split and valid\.csv; name one of "):
         read(tmp_path)
+
+
+def test_a_table_of_another_program_does_no_harm(tmp_path: Path) -> None:
+    """Where val has its own; and a row without a label is named, not the table passed over."""
+    files({**dict.fromkeys([*ROWS, *VAL], JPEG), "val.csv": text_of(VAL), "metadata.csv": b"\xe9"})(tmp_path)
+    (val,) = read(tmp_path, evaluate=True).values()
+    assert found_in(val, tmp_path) == VAL
+    with Feed(tmp_path, "val", batch_size=1, image_size=32, device="cpu", workers=1) as feed:
+        assert len(feed) == len(VAL)
+    (tmp_path / "val.csv").unlink()
+    files({"metadata.csv": text_of({"a.jpg": "", "b.png": "red"})})(tmp_path)
+    with pytest.raises(UserError, match=r"line 2 has no label for a\.jpg"):
+        read(tmp_path, val_fraction=0.5)
+    files({"metadata.csv": "file,label,split\n" + "".join(f"{n},{c},train\n" for n, c in ROWS.items())})(tmp_path)
+    files({"test.csv": text_of(VAL)})(tmp_path)
+    assert found_in(read(tmp_path)["val"], tmp_path) == VAL
 
 
 def test_an_evaluation_of_other_data_takes_nothing_of_the_runs(tmp_path: Path) -> None:
@@ -164,6 +188,11 @@ def test_an_evaluation_of_other_data_takes_nothing_of_the_runs(tmp_path: Path) -
             config, _ = settings_of_checkpoint(asked, before, "best.pt", alone)
             listed = read_data(dataclasses.replace(config, output_dir=tmp_path), alone)
             assert listed["val"].names() == [f"blue/{expected}", f"red/{expected}"], (train_data, given)
+    # With a fraction, which may be of the run's own file at another place; other names are not looked for there.
+    asked = TrainConfig(evaluate=True, data_dir=old, val_fraction=0.5, given=frozenset({"data_dir", "val_fraction"}))
+    before = TrainConfig(data_dir=new, train_data="part.csv", val_data=str(old / "all.csv"), val_fraction=0.5)
+    config, _ = settings_of_checkpoint(asked, before, "best.pt", alone)
+    assert (config.train_data, config.val_data) == ("part.csv", None)
     url = TrainConfig(evaluate=True, data_dir=Path("s3://new/data"), stage_dir=tmp_path, given=frozenset({"data_dir"}))
     with pytest.raises(UserError, match="held out a part of its images; add --val-split val for the"):
         settings_of_checkpoint(url, TrainConfig(data_dir=old, val_fraction=0.2), "best.pt", alone)

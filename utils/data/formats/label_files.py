@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from utils.data.formats.folder import SCAN_THREADS, FileTable
-from utils.data.formats.label_rows import TRAIN_WORDS, Labels, has_labels, has_splits
+from utils.data.formats.label_rows import TRAIN_WORDS, Labels, has_labels, has_rows_of, has_splits
 from utils.data.formats.naming import VAL_NAMES, is_hidden
 from utils.data.formats.tables import is_table
 from utils.data.images.codecs import is_image
@@ -44,7 +44,9 @@ def find_label_files(
     found = dict(named)
     if "train" in named and has_splits(named["train"]):
         found.setdefault("val", named["train"])
+    has_val = "val" in found
     of_stem = _tables(data_dir)
+    whole = next((data_dir / of_stem[word][0] for word in _WHOLE if word in of_stem), None)
     val_names = VAL_NAMES if val_split == "val" else (val_split.lower(),)
     for split, words in {"train": TRAIN_WORDS, "val": val_names}.items():
         files = next((of_stem[word] for word in words if word in of_stem), [])
@@ -52,23 +54,34 @@ def find_label_files(
             continue
         if len(files) > 1 and split in needed:
             raise UserError(_two(data_dir, files[0], files[1], split))
-        if (
-            split == "train"
-            or val_split != "val"
-            or _stem(files[0]) != VAL_NAMES[-1]
-            or _may_judge(data_dir / files[0])
-        ):
+        if split == "train" or not _may_wait(files[0]) or _has_answers(data_dir / files[0]):
             found[split] = data_dir / files[0]
-    whole = next((data_dir / of_stem[word][0] for word in _WHOLE if word in of_stem), None)
-    if "train" in found or whole is None or not needed - named.keys() or not has_labels(whole):
+    if "train" in found or whole is None:
         return found
-    if has_splits(whole) and "val" not in named and val_split == "val":  # test.csv waits, as its rows of test do
-        if "val" in found and _stem(found["val"].name) != VAL_NAMES[-1]:
-            raise UserError(_two(data_dir, f"{whole.name} with a column split", found["val"].name, "val"))
-        found["val"] = whole
-    elif has_splits(whole):
-        found.setdefault("val", whole)
+    doubtful = "val" in needed and not has_val and (val_split != "val" or _may_wait(found.get("val", whole).name))
+    if not (needed - found.keys() or doubtful) or not has_labels(whole):
+        return found
+    if not has_val and has_splits(whole):
+        found["val"] = _val_of(data_dir, whole, found.get("val"), val_split)
     return found | {"train": whole}
+
+
+def _val_of(data_dir: Path, whole: Path, other: Path | None, val_split: str) -> Path:
+    """The validation images' file, of a file of all splits and another one by name.
+
+    Raises:
+        UserError: both have them. A test.csv waits, as rows of the split `test` do.
+    """
+    if other is None or not has_rows_of(whole, val_split):
+        return other or whole
+    if val_split == "val" and _may_wait(other.name):
+        return whole
+    raise UserError(_two(data_dir, f"{whole.name} with a column split", other.name, "val"))
+
+
+def _may_wait(name: str) -> bool:
+    """Whether a file is that of images which may be for the end of all experiments, or a competition's."""
+    return _stem(name) == VAL_NAMES[-1]
 
 
 def _tables(folder: Path) -> dict[str, list[str]]:
@@ -81,10 +94,10 @@ def _tables(folder: Path) -> dict[str, list[str]]:
     return dict(of_stem)
 
 
-def _may_judge(path: Path) -> bool:
+def _has_answers(path: Path) -> bool:
     """Whether a test.csv has labels; one that cannot be read is another program's."""
     with contextlib.suppress(UserError):
-        return has_labels(path)
+        return has_labels(path, rows=1)
     return False
 
 

@@ -46,25 +46,29 @@ def has_splits(path: Path) -> bool:
     return _heading(path).column("split") is not None
 
 
-def has_labels(path: Path) -> bool:
-    """Whether a table has columns of files and of labels; without a heading, whether its first row has a label."""
-    table = read_table(path, _WITHOUT_HEADING, rows=1)
-    label_at = table.column(*_LABEL)
-    return (
-        table.column(*_FILE) is not None and label_at is not None and (not table.rows or bool(table.rows[0][label_at]))
-    )
+def has_labels(path: Path, rows: int = 0) -> bool:
+    """Whether a table has columns of files and of labels, and a label in each of its first `rows`."""
+    table = read_table(path, _WITHOUT_HEADING, rows=rows)
+    at = table.column(*_LABEL)
+    return table.column(*_FILE) is not None and at is not None and all(row[at] for row in table.rows)
 
 
-def has_rows_of(path: Path, val_split: str) -> bool:
-    """Whether a label file has a column `split` with rows of val, which `val_split` names as `read_labels` does."""
-    return bool(_words(path) & set(VAL_NAMES if val_split == "val" else (val_split.lower(),)))
+def has_rows_of(path: Path, val_split: str, may_wait: bool = True) -> bool:
+    """Whether a label file has a column `split` with rows of val, which `val_split` names as `read_labels` does.
+
+    Args:
+        may_wait: whether rows of `test` count as val, where there is nothing else.
+    """
+    names = VAL_NAMES if may_wait else VAL_NAMES[:-1]
+    return bool(_words(path) & set(names if val_split == "val" else (val_split.lower(),)))
 
 
 def _words(path: Path) -> set[str]:
     """What the column `split` of a label file has, in lower case."""
     table = read_table(path, _WITHOUT_HEADING)
     at = table.column("split")
-    return set() if at is None else {row[at].lower() for row in table.rows}
+    words = set() if at is None else {row[at].lower() for row in table.rows}
+    return {"train" if word in TRAIN_WORDS else word for word in words}
 
 
 def _heading(path: Path) -> Table:

@@ -26,6 +26,10 @@ _READ_EARLY = 4_000_000  # bytes of a label file, which take a moment
 GLOBS = {"train": "train_data", "val": "val_data"}  # the fields that name a split's shards
 
 
+class LabelFileError(UserError):
+    """A label file cannot be read, or there are two for the same images."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Source:
     """The data of a run: class folders, shards, or files with the labels of images.
@@ -93,6 +97,14 @@ def find_source(config: TrainConfig, splits: Sequence[str]) -> Source:
         )
     _require_splits(found[0], config, splits)
     return found[0]
+
+
+def find_val_source(config: TrainConfig) -> Source:
+    """As `find_source`, with train beside val where that can be found, too."""
+    try:
+        return find_source(config, ())
+    except LabelFileError:  # perhaps of train, which is not needed
+        return find_source(config, ("val",))
 
 
 def check_source(config: TrainConfig) -> None:
@@ -176,9 +188,12 @@ def _find_label_files(config: TrainConfig, given: Mapping[str, str], splits: Seq
         )
     found = {split: config.data_dir / pattern for split, pattern in named.items()}
     for split, path in found.items():
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise UserError(f"--{split}-data {named[split]}: no such label file in {config.data_dir}; give its path")
-    found = find_label_files(config.data_dir, config.val_split, found, splits)
+    try:
+        found = find_label_files(config.data_dir, config.val_split, found, splits)
+    except UserError as error:
+        raise LabelFileError(str(error)) from None
     return Source(None, config.data_dir, label_files=found) if found else None
 
 
@@ -189,9 +204,13 @@ def _has_val(config: TrainConfig, name: str) -> bool:
     """
     assert config.data_dir is not None, "given"
     path = config.data_dir / name
-    return (
-        is_table(name) and path.is_file() and ("val_split" not in config.given or has_rows_of(path, config.val_split))
-    )
+    if not is_table(name) or not os.path.isfile(path):
+        return False
+    if "val_split" not in config.given or not has_class_folders(config.data_dir, config.val_split):
+        return True
+    with contextlib.suppress(UserError):  # which its reading explains, if it is read
+        return has_rows_of(path, config.val_split, may_wait=False)
+    return False
 
 
 def _find_shards(data_dir: Path, given: Mapping[str, str]) -> list[Source]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import glob
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ from torch import nn
 
 import models
 from utils.data.formats.label_rows import lists_validation
-from utils.data.formats.sources import find_source
+from utils.data.formats.sources import find_val_source
 from utils.data.loaders.sampler import Sampler
 from utils.data.loaders.scheduled_loader import config_of_epoch, schedules_agree
 from utils.distributed.collective import collective
@@ -108,8 +109,10 @@ def settings_of_checkpoint(
         values = {name: value for name, value in values.items() if name not in ("val_split", "val_data")}
     elif values.get("val_fraction") and _names_val_images(config, before, values):
         del values["val_fraction"]
-    if _is_other_data(config, before) and not (values.get("val_fraction") and _is_inside(values.get("train_data"))):
-        values.pop("train_data", None)  # a name of the run's own data
+    if _is_other_data(config, before):  # what the run's own data are called may name other files there, or none
+        for name in ("train_data", "val_data"):
+            if not _is_there(config.data_dir, values.get(name)):
+                values.pop(name, None)
     if values.get("loader") == "synthetic" and "data_dir" in config.given:
         del values["loader"]
     if values.get("amp") == "fp16" and env.device.type == "cpu":
@@ -140,9 +143,11 @@ def _is_other_data(config: TrainConfig, before: TrainConfig) -> bool:
     )
 
 
-def _is_inside(pattern: str | None) -> bool:
-    """Whether a pattern names files below any data set."""
-    return pattern is not None and not os.path.isabs(pattern) and not os.path.normpath(pattern).startswith("..")
+def _is_there(data_dir: Path | None, pattern: str | None) -> bool:
+    """Whether a pattern of another data set names files below this one; of a URL that is not known yet."""
+    if data_dir is None or pattern is None or os.path.isabs(pattern) or os.path.normpath(pattern).startswith(".."):
+        return False
+    return bool(store_url(data_dir)) or next(glob.iglob(pattern, root_dir=data_dir), None) is not None
 
 
 def _names_val_images(config: TrainConfig, before: TrainConfig, values: dict[str, Any]) -> bool:
@@ -163,7 +168,7 @@ def _names_val_images(config: TrainConfig, before: TrainConfig, values: dict[str
             f"val for the validation images there, or --val-fraction {before.val_fraction:g} for such a part"
         )
     patterns = {} if not _is_other_data(config, before) else {"train_data": None, "val_data": None}
-    source = find_source(dataclasses.replace(config, **(values | patterns)), ())
+    source = find_val_source(dataclasses.replace(config, **(values | patterns)))
     if source.has_class_folders:
         return os.path.isdir(source.data_dir / values["val_split"])
     return "val" in source.shards or lists_validation(source.label_files)
