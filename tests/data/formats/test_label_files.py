@@ -162,8 +162,6 @@ def test_a_table_of_another_program_does_no_harm(tmp_path: Path) -> None:
     files({**dict.fromkeys([*ROWS, *VAL], JPEG), "val.csv": text_of(VAL), "metadata.csv": b"\xe9"})(tmp_path)
     (val,) = read(tmp_path, evaluate=True).values()
     assert found_in(val, tmp_path) == VAL
-    with Feed(tmp_path, "val", batch_size=1, image_size=32, device="cpu", workers=1) as feed:
-        assert len(feed) == len(VAL)
     (tmp_path / "val.csv").unlink()
     files({"metadata.csv": text_of({"a.jpg": "", "b.png": "red"})})(tmp_path)
     with pytest.raises(UserError, match=r"line 2 has no label for a\.jpg"):
@@ -188,6 +186,20 @@ def test_an_evaluation_of_other_data_takes_nothing_of_the_runs(tmp_path: Path) -
             config, _ = settings_of_checkpoint(asked, before, "best.pt", alone)
             listed = read_data(dataclasses.replace(config, output_dir=tmp_path), alone)
             assert listed["val"].names() == [f"blue/{expected}", f"red/{expected}"], (train_data, given)
+    # A copy: class folders come before a table without val; a name that leads out of it is another file there.
+    files({"part.csv": text_of(ROWS)})(new)
+    files({"lists.csv": text_of(VAL)})(tmp_path)
+    (tmp_path / "copy").mkdir()
+    files({"lists.csv": text_of(VAL), "data/val/red/n.jpg": JPEG})(tmp_path / "copy")
+    asked = TrainConfig(evaluate=True, data_dir=new, given=frozenset({"data_dir"}))
+    before = TrainConfig(data_dir=old, train_data="part.csv", val_fraction=0.5)
+    config, _ = settings_of_checkpoint(asked, before, "best.pt", alone)
+    listed = read_data(dataclasses.replace(config, output_dir=tmp_path), alone)
+    assert listed["val"].names() == ["blue/n.jpg", "red/n.jpg"]
+    for folder, pattern in {tmp_path / "copy" / "data": "../lists.csv", new: None}.items():
+        asked = TrainConfig(evaluate=True, data_dir=folder, given=frozenset({"data_dir"}))
+        before = TrainConfig(data_dir=old, val_data="../lists.csv")
+        assert settings_of_checkpoint(asked, before, "best.pt", alone)[0].val_data == pattern
     # With a fraction, which may be of the run's own file at another place; other names are not looked for there.
     asked = TrainConfig(evaluate=True, data_dir=old, val_fraction=0.5, given=frozenset({"data_dir", "val_fraction"}))
     before = TrainConfig(data_dir=new, train_data="part.csv", val_data=str(old / "all.csv"), val_fraction=0.5)
@@ -196,6 +208,20 @@ def test_an_evaluation_of_other_data_takes_nothing_of_the_runs(tmp_path: Path) -
     url = TrainConfig(evaluate=True, data_dir=Path("s3://new/data"), stage_dir=tmp_path, given=frozenset({"data_dir"}))
     with pytest.raises(UserError, match="held out a part of its images; add --val-split val for the"):
         settings_of_checkpoint(url, TrainConfig(data_dir=old, val_fraction=0.2), "best.pt", alone)
+
+
+def test_an_evaluation_of_another_split_is_not_of_val(tmp_path: Path) -> None:
+    """Where the run has named its label files; with a column `split`, too, that the other split is not in."""
+    files({**dict.fromkeys([*ROWS, *VAL, "x.jpg"], JPEG), "test.csv": text_of({"x.jpg": "red"})})(tmp_path)
+    files({"one.csv": text_of(ROWS), "two.csv": text_of(VAL), "all.csv": SPLIT})(tmp_path)
+    alone = DistEnv.single(torch.device("cpu"))
+    for names in ({"train_data": "one.csv", "val_data": "two.csv"}, {"train_data": "all.csv"}):
+        before = TrainConfig(data_dir=tmp_path, **names)  # type: ignore[arg-type]
+        for val_split, expected in (("test", {"x.jpg": "red"}), ("val", VAL)):
+            asked = TrainConfig(evaluate=True, val_split=val_split, given=frozenset({"val_split"}))
+            config, _ = settings_of_checkpoint(asked, before, "best.pt", alone)
+            (val,) = read_data(dataclasses.replace(config, output_dir=tmp_path / "out"), alone).values()
+            assert found_in(val, tmp_path) == expected, names
 
 
 def test_a_feed_of_val_has_the_labels_of_the_training_file(tmp_path: Path) -> None:

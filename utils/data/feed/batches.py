@@ -23,7 +23,7 @@ from utils.data.feed.options import (
     state_identity,
 )
 from utils.data.formats.folder import class_folders
-from utils.data.formats.sources import find_val_source
+from utils.data.formats.sources import find_source
 from utils.data.images.batch import Batch, TrainLoader, ValLoader
 from utils.data.images.manifest import Manifest
 from utils.data.loaders.sampler import create_sampler, shard
@@ -276,7 +276,7 @@ def _list_images(config: TrainConfig, split: str, classes: Sequence[str] | None)
     """The images of one split, also if the other one is missing."""
     names, expected, whose = [split], classes, "given"
     if classes is None and split == "val":  # else labels could count other classes than those of the training feed
-        source = find_val_source(config)
+        source = find_source(config, ())
         names = ["train", "val"] if "train" in source.splits else ["val"]
         expected, whose = class_folders(source.data_dir / "train") if source.has_class_folders else (), "of train"
     manifest = read_data(config, DistEnv.single(torch.device("cpu")), names)[split]

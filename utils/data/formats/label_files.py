@@ -42,9 +42,6 @@ def find_label_files(
     """
     needed = set(splits or ("train", "val"))
     found = dict(named)
-    if "train" in named and has_splits(named["train"]):
-        found.setdefault("val", named["train"])
-    has_val = "val" in found
     of_stem = _tables(data_dir)
     whole = next((data_dir / of_stem[word][0] for word in _WHOLE if word in of_stem), None)
     val_names = VAL_NAMES if val_split == "val" else (val_split.lower(),)
@@ -56,6 +53,9 @@ def find_label_files(
             raise UserError(_two(data_dir, files[0], files[1], split))
         if split == "train" or not _may_wait(files[0]) or _has_answers(data_dir / files[0]):
             found[split] = data_dir / files[0]
+    has_val, train = "val" in named, named.get("train")
+    if train and not has_val and has_splits(train) and ("val" not in found or has_rows_of(train, val_split)):
+        found["val"] = train
     if "train" in found or whole is None:
         return found
     doubtful = "val" in needed and not has_val and (val_split != "val" or _may_wait(found.get("val", whole).name))
@@ -72,7 +72,7 @@ def _val_of(data_dir: Path, whole: Path, other: Path | None, val_split: str) -> 
     Raises:
         UserError: both have them. A test.csv waits, as rows of the split `test` do.
     """
-    if other is None or not has_rows_of(whole, val_split):
+    if other is None or not has_rows_of(whole, val_split, may_wait=_may_wait(other.name)):
         return other or whole
     if val_split == "val" and _may_wait(other.name):
         return whole

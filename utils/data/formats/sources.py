@@ -71,7 +71,7 @@ def find_source(config: TrainConfig, splits: Sequence[str]) -> Source:
     require_folder(config.data_dir)
     class_folders = Source(None, find_cls_loc(config.data_dir) or config.data_dir)
     given = {split: pattern for split in splits or GLOBS if (pattern := getattr(config, GLOBS[split]))}
-    if not given and config.train_data and _has_val(config, config.train_data):
+    if not given and config.train_data and _has_val(config, class_folders.data_dir, config.train_data):
         given = {"train": config.train_data}
     if not given and has_class_folders(class_folders.data_dir, config.val_split):
         return class_folders
@@ -97,14 +97,6 @@ def find_source(config: TrainConfig, splits: Sequence[str]) -> Source:
         )
     _require_splits(found[0], config, splits)
     return found[0]
-
-
-def find_val_source(config: TrainConfig) -> Source:
-    """As `find_source`, with train beside val where that can be found, too."""
-    try:
-        return find_source(config, ())
-    except LabelFileError:  # perhaps of train, which is not needed
-        return find_source(config, ("val",))
 
 
 def check_source(config: TrainConfig) -> None:
@@ -197,19 +189,21 @@ def _find_label_files(config: TrainConfig, given: Mapping[str, str], splits: Seq
     return Source(None, config.data_dir, label_files=found) if found else None
 
 
-def _has_val(config: TrainConfig, name: str) -> bool:
-    """Whether the label file `name` of the training images is the one of an evaluation's, too.
+def _has_val(config: TrainConfig, folders: Path, name: str) -> bool:
+    """Whether an evaluation's images are those of the label file `name` of the training images, or of one beside it.
 
-    Where the user names a split that it lacks, a folder may be meant.
+    Class folders in `folders` come first, unless a label file has rows of val.
     """
     assert config.data_dir is not None, "given"
     path = config.data_dir / name
     if not is_table(name) or not os.path.isfile(path):
         return False
-    if "val_split" not in config.given or not has_class_folders(config.data_dir, config.val_split):
+    if not has_class_folders(folders, config.val_split):
         return True
     with contextlib.suppress(UserError):  # which its reading explains, if it is read
-        return has_rows_of(path, config.val_split, may_wait=False)
+        if has_rows_of(path, config.val_split, may_wait="val_split" not in config.given):
+            return True
+        return find_label_files(config.data_dir, config.val_split, {"train": path}, ("val",)).get("val", path) != path
     return False
 
 

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 from torch import nn
 
 import models
-from utils.data.formats.label_rows import lists_validation
-from utils.data.formats.sources import find_val_source
+from utils.data.formats.label_rows import has_rows_of, lists_validation
+from utils.data.formats.sources import LabelFileError, find_source
+from utils.data.formats.tables import is_table
 from utils.data.loaders.sampler import Sampler
 from utils.data.loaders.scheduled_loader import config_of_epoch, schedules_agree
 from utils.distributed.collective import collective
@@ -109,10 +110,7 @@ def settings_of_checkpoint(
         values = {name: value for name, value in values.items() if name not in ("val_split", "val_data")}
     elif values.get("val_fraction") and _names_val_images(config, before, values):
         del values["val_fraction"]
-    if _is_other_data(config, before):  # what the run's own data are called may name other files there, or none
-        for name in ("train_data", "val_data"):
-            if not _is_there(config.data_dir, values.get(name)):
-                values.pop(name, None)
+    _drop_names(config, before, values)
     if values.get("loader") == "synthetic" and "data_dir" in config.given:
         del values["loader"]
     if values.get("amp") == "fp16" and env.device.type == "cpu":
@@ -134,6 +132,18 @@ def settings_of_checkpoint(
     return config, notes
 
 
+def _drop_names(config: TrainConfig, before: TrainConfig, values: dict[str, Any]) -> None:
+    """Remove the names of a run's label files and shards that the user's flags leave without a meaning."""
+    if _is_other_data(config, before):  # what the run's own data are called may name other files there, or none
+        for name in ("train_data", "val_data"):
+            if not _is_there(config, before, values.get(name)):
+                values.pop(name, None)
+    if "val_split" in config.given and config.val_split != before.val_split:
+        folder = config.data_dir or before.data_dir
+        if _lacks(folder, values.get("val_data"), config.val_split):
+            values.pop("val_data", None)
+
+
 def _is_other_data(config: TrainConfig, before: TrainConfig) -> bool:
     """Whether the user has named another data set than that of the run."""
     if "data_dir" not in config.given or config.data_dir == before.data_dir:
@@ -143,11 +153,21 @@ def _is_other_data(config: TrainConfig, before: TrainConfig) -> bool:
     )
 
 
-def _is_there(data_dir: Path | None, pattern: str | None) -> bool:
-    """Whether a pattern of another data set names files below this one; of a URL that is not known yet."""
-    if data_dir is None or pattern is None or os.path.isabs(pattern) or os.path.normpath(pattern).startswith(".."):
+def _is_there(config: TrainConfig, before: TrainConfig, pattern: str | None) -> bool:
+    """Whether a pattern of a run's data names other files in another data set; of a URL that is not known yet."""
+    if pattern is None or config.data_dir is None or before.data_dir is None:
         return False
-    return bool(store_url(data_dir)) or next(glob.iglob(pattern, root_dir=data_dir), None) is not None
+    if store_url(config.data_dir):
+        return not os.path.isabs(pattern)
+    here, there = (os.path.realpath(os.path.join(folder, pattern)) for folder in (before.data_dir, config.data_dir))
+    return here != there and next(glob.iglob(pattern, root_dir=config.data_dir), None) is not None
+
+
+def _lacks(folder: Path | None, val_data: str | None, val_split: str) -> bool:
+    """Whether a run's label file of val has none of the split that the user names."""
+    if folder is None or val_data is None or not is_table(val_data) or not os.path.isfile(folder / val_data):
+        return False
+    return not has_rows_of(folder / val_data, val_split, may_wait=False)
 
 
 def _names_val_images(config: TrainConfig, before: TrainConfig, values: dict[str, Any]) -> bool:
@@ -168,7 +188,11 @@ def _names_val_images(config: TrainConfig, before: TrainConfig, values: dict[str
             f"val for the validation images there, or --val-fraction {before.val_fraction:g} for such a part"
         )
     patterns = {} if not _is_other_data(config, before) else {"train_data": None, "val_data": None}
-    source = find_val_source(dataclasses.replace(config, **(values | patterns)))
+    config = dataclasses.replace(config, **(values | patterns))
+    try:
+        source = find_source(config, ())
+    except LabelFileError:  # perhaps of train, which is not needed
+        source = find_source(config, ("val",))
     if source.has_class_folders:
         return os.path.isdir(source.data_dir / values["val_split"])
     return "val" in source.shards or lists_validation(source.label_files)
