@@ -32,7 +32,7 @@ def find_label_files(
     """The label file of each split, train and val: those that are `named`, else by the names of the files; {} for none.
 
     A file of all splits, and test.csv, which may be the list of a competition's images, count where they have columns
-    of files and labels; only their headings are read.
+    of files and labels. More than a heading is read only where two files may have val's images.
 
     Args:
         splits: that are needed; () for those that there are.
