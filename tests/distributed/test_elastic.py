@@ -61,6 +61,7 @@ def stopped(number: signal.Signals, *words: object) -> Finished:
     return done
 
 
+@pytest.mark.slow
 def test_a_mistake_that_its_processes_find_is_one_line(tmp_path: Path) -> None:
     done = launch_forked(
         "--processes", 2, "--max-restarts", 1, "--loader", "synthetic", "--arch", "no_such_network",

@@ -101,7 +101,8 @@ def two_classes(data: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.dist
-def test_the_best_epoch_by_another_figure(two_classes: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("numbers", [(2,), pytest.param((3,), marks=pytest.mark.slow)], ids=["2", "3"])
+def test_the_best_epoch_by_another_figure(two_classes: Path, tmp_path: Path, numbers: tuple[int, ...]) -> None:
     """best.pt, the network that is evaluated, the lines and the files follow it, also over a resume."""
     out = tmp_path / "run"
     flags = ("--data-dir", two_classes, *TINY, "--lr", 0.1, "--batch-size", 6, "--ema-decay", 0.7, "--output-dir", out)
@@ -131,7 +132,7 @@ def test_the_best_epoch_by_another_figure(two_classes: Path, tmp_path: Path) -> 
     shown = json.loads((out / "report.json").read_text())["source"]
     assert (shown["network"], shown["AUC"]) == (better, f"{max(result['auc'], result['ema_auc']):.2f} %")
 
-    for processes in (2, 3):
+    for processes in numbers:
         ranks = launch_ranks(*flags, "--evaluate", processes=processes)
         assert {done.status for done in ranks} == {0}, ranks
         same = json.loads((out / "evaluation.json").read_text())
