@@ -23,12 +23,15 @@ STEMS = [(3, 8, 12), (3, 9, 16), (5, 8, 8), (7, 8, 16), (7, 16, 10)]  # kernel, 
 TORCH_WARNING = "ignore::DeprecationWarning"
 
 
-def outcome(module: nn.Module, x: Tensor, amp: bool = False) -> dict[str, Tensor]:
-    """Output, gradients of the input and of all parameters, and buffers, after a training step on x."""
+def outcome(module: nn.Module, x: Tensor, amp: bool = False, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    """Output, gradients of the input and of all parameters, and buffers, after a training step on x.
+
+    `amp`: in mixed precision of `dtype`.
+    """
     module.train()
     module.zero_grad()
     x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
-    with torch.autocast(x.device.type, torch.bfloat16, enabled=amp):
+    with torch.autocast(x.device.type, dtype, enabled=amp):
         y = module(x)
     torch.manual_seed(7)
     y.backward(torch.randn(y.shape, dtype=torch.float64).to(y))
@@ -227,6 +230,15 @@ def test_activations_move_into_the_norms_of_residual_blocks() -> None:
     assert [getattr(block, f"bn{index}").activation for index in (1, 2, 3)] == ["relu", "relu", "identity"]
     assert [type(getattr(block, f"act{index}")) for index in (1, 2, 3)] == [nn.Identity, nn.Identity, nn.ReLU]
     assert model.bn1.activation == "relu"
+    deep: Any = swap_fused_layers(timm.create_model("resnet26d"))
+    assert [type(layer).__name__ for layer in deep.conv1[1:6]] == [
+        "BatchNorm2d",
+        "Identity",
+        "Conv2d",
+        "BatchNorm2d",
+        "Identity",
+    ]
+    assert [deep.conv1[at].activation for at in (1, 4)] == ["relu", "relu"]
     dropping: Any = swap_fused_layers(timm.create_model("resnet18", drop_block_rate=0.1))
     unchanged = dropping.layer4[0]
     assert (unchanged.bn1.activation, type(unchanged.act1)) == ("identity", nn.ReLU)
@@ -275,12 +287,17 @@ def test_a_compiled_residual_network() -> None:
 @pytest.mark.gpu
 @pytest.mark.filterwarnings(TORCH_WARNING)
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # from a thread that torch starts, the first to need it
-@pytest.mark.parametrize("arch", ["resnet50", "efficientnet_b0"])
-def test_compiled_bf16_step_is_as_exact_as_the_plain_one(arch: str) -> None:
+@pytest.mark.parametrize(
+    ("arch", "dtype"),
+    [(name, torch.bfloat16) for name in ("resnet50", "efficientnet_b0")]
+    + [(name, torch.float16) for name in ("resnet50", "resnet50d", "resnet18", "efficientnet_b0")],
+    ids=str,
+)
+def test_a_compiled_step_is_as_exact_as_the_plain_one(arch: str, dtype: torch.dtype) -> None:
     made = create(arch)
     with torch.no_grad():  # branches that add little, as in training: deep ones of weight 1 amplify rounding to chaos
         for name, weight in made.named_parameters():
-            if "bn3" in name:
+            if "bn3" in name or (arch == "resnet18" and "bn2" in name):
                 weight.mul_(0.2)
     x = draw(32, 3, 128, 128).cuda().contiguous(memory_format=torch.channels_last)
     reference = outcome(copy.deepcopy(made).cuda(), x.double())
@@ -291,7 +308,7 @@ def test_compiled_bf16_step_is_as_exact_as_the_plain_one(arch: str) -> None:
     errors = []
     for model in (copy.deepcopy(made).float().cuda(), swap_fused_layers(made.float().cuda())):
         torch.compiler.reset()
-        found = outcome(compile_network(model), x, amp=True)
+        found = outcome(compile_network(model), x, amp=True, dtype=dtype)
         gradients = {name.replace("_orig_mod.", ""): value for name, value in found.items()}
         errors.append([error(gradients[name], reference[name]) for name in names])
     plain, fast = (sum(each) / len(each) for each in errors)

@@ -4,7 +4,7 @@ import hashlib
 import logging
 import os
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch._inductor import config
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from utils.network import fused_ops
+from utils.network.folding import FoldNorms
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -25,13 +26,15 @@ def compile_network(net: nn.Module) -> nn.Module:
     Each image size is compiled for itself: a batch of a run has one shape for whole epochs.
 
     torch leaves networks with functions that it does not know out of its cache, as its key need not change with their
-    source. Those of utils.network.fused_ops are named to it, with a digest of that file, which it adds to the key.
+    source. Those of utils.network.fused_ops are named to it, with a digest of that file, which it adds to the key. The
+    pass over the graph (`FoldNorms`) has a part of the key of its own.
     """
     # Without a GPU, torch logs the folder of a CUDA toolkit that is not used.
     logging.getLogger("torch.utils.cpp_extension").addFilter(_is_of_use)
     digest = hashlib.sha256(Path(fused_ops.__file__).read_bytes()).hexdigest()
     config.unsafe_marked_cacheable_functions.update(dict.fromkeys(fused_ops.ALLOWED_IN_GRAPH, digest))
-    return cast(nn.Module, torch.compile(net, dynamic=False, options={"combo_kernels": True}))
+    options: dict[str, Any] = {"combo_kernels": True, "joint_custom_pre_pass": FoldNorms()}
+    return cast(nn.Module, torch.compile(net, dynamic=False, options=options))
 
 
 def _is_of_use(record: logging.LogRecord) -> bool:

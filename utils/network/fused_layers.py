@@ -1,6 +1,7 @@
 """Fused layers: batch norm, max pool and convolutions that compute what torch's do, in fewer passes over memory."""
 
 import contextlib
+import itertools
 from collections.abc import Collection, Iterator
 from typing import Literal, cast
 
@@ -169,13 +170,16 @@ def _join_activations(module: nn.Module) -> None:
     """Move the activations of a residual block into the batch norms before them."""
     if not isinstance(getattr(module, "drop_block", None), nn.Identity | None):
         return
-    for norm_name, act_name in _PAIRS.get(type(module), ()):
-        norm, act = getattr(module, norm_name), getattr(module, act_name)
+    pairs = [(module, *names) for names in _PAIRS.get(type(module), ())]
+    if type(module) is resnet.ResNet and isinstance(stem := module.conv1, nn.Sequential):  # of the -D networks
+        pairs += [(stem, *names) for names in itertools.pairwise(dict(stem.named_children()))]
+    for parent, norm_name, act_name in pairs:
+        norm, act = getattr(parent, norm_name), getattr(parent, act_name)
         _swap_norm(norm)
         activation = _activation(act)
         if type(norm) is BatchNorm2d and norm.activation == "identity" and activation is not None:
             norm.activation = activation
-            setattr(module, act_name, nn.Identity())
+            setattr(parent, act_name, nn.Identity())
 
 
 def _is_stem_pool(pool: nn.MaxPool2d) -> bool:

@@ -21,6 +21,7 @@ from utils.errors import RunFailed
 from utils.figures import better_value, describe_figure, describe_figures, figure, figures_of
 from utils.files import write_json
 from utils.log import SUMMARY
+from utils.network.folding import sums_in_cudnn
 from utils.options.flags import flag
 from utils.options.resolved import ResolvedConfig
 from utils.report.output_folder import DATA_WAIT_WARNING, read_run
@@ -169,6 +170,7 @@ def _describe_model(run: Run) -> str:
         "gradient checkpointing": config.grad_checkpointing,
         "compiled": config.compile,
         "fused layers": config.fused_layers,
+        "batch norm's sums in cuDNN's convolutions": _folds(run),
         "as a CUDA graph": config.cuda_graph,
     }
     compiled = "".join(f", {way}" for way, used in ways.items() if used)
@@ -177,6 +179,11 @@ def _describe_model(run: Run) -> str:
     epochs = f"{config.freeze_epochs} epochs" if config.freeze_epochs > 1 else "epoch"
     head = f", only the head in the first {epochs}" if config.freeze_epochs else ""
     return f"{config.arch}, {parameters / 1e6:.2f} M parameters, {count(config.num_classes, 'class')}{head}{compiled}"
+
+
+def _folds(run: Run) -> bool:
+    config = run.config
+    return config.compile and config.fused_layers and sums_in_cudnn(run.amp_dtype, run.env.device)
 
 
 def _describe_device(run: Run) -> str:

@@ -128,7 +128,7 @@ def _merge_sums(a_ptr, b_ptr, out_a_ptr, out_b_ptr, partials, channels, R: tl.co
     tl.store(out_b_ptr + channel, tl.sum(b, 0), channel < channels)
 
 
-class _Split:
+class Split:
     """How the (N*H*W, C) matrix of `x` is divided among programs, and the room for their partial results."""
 
     def __init__(self, x: Tensor, tile_rows: int) -> None:
@@ -154,8 +154,8 @@ def batch_norm_stats(x: Tensor) -> tuple[Tensor, Tensor]:
     Welford's update and the pairwise formula of Chan, Golub and LeVeque (1979): no difference of large sums.
     """
     x = channels_last(x)
-    split = _Split(x, ROWS)
-    mean, var = _per_channel(split.channels, x), _per_channel(split.channels, x)
+    split = Split(x, ROWS)
+    mean, var = per_channel(split.channels, x), per_channel(split.channels, x)
     with on_device_of(x):
         _moments[split.grid](
             x, split.first, split.second, split.rows, split.width, split.rows_each, R=ROWS, B=COLUMNS, num_warps=WARPS
@@ -182,21 +182,24 @@ def batch_norm_backward_sums(
     """
     dz, x = channels_last(dz), channels_last(x)
     tile_rows = SILU_ROWS if activation == "silu" else ROWS
-    split = _Split(x, tile_rows)
-    total, dot = _per_channel(split.channels, x), _per_channel(split.channels, x)
+    split = Split(x, tile_rows)
+    total, dot = per_channel(split.channels, x), per_channel(split.channels, x)
     with on_device_of(x):
         _gradient_sums[split.grid](
             dz, x, mean.contiguous(), scale.contiguous(), bias.contiguous(), split.first, split.second,
             split.rows, split.width, split.channels, split.rows_each,
             ACTIVATION=activation, R=tile_rows, B=COLUMNS, num_warps=WARPS,
         )  # fmt: skip
-        _merge_sums[split.merge_grid](
-            split.first, split.second, total, dot, split.partials, split.channels, **split.merge
-        )
+        merge_sums(split, split.first, split.second, total, dot)
     return total, dot
 
 
-def _per_channel(channels: int, like: Tensor) -> Tensor:
+def merge_sums(split: Split, first: Tensor, second: Tensor, out_first: Tensor, out_second: Tensor) -> None:
+    """Second stage of two sums: the rows of partial results of each, added."""
+    _merge_sums[split.merge_grid](first, second, out_first, out_second, split.partials, split.channels, **split.merge)
+
+
+def per_channel(channels: int, like: Tensor) -> Tensor:
     """A float32 number for each channel; results of one operator must not share their memory."""
     return torch.empty(channels, dtype=torch.float32, device=like.device)
 

@@ -1,6 +1,7 @@
 """Image tensors for the Triton kernels: memory layout, results, device, and the bounds of an image."""
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,11 @@ def empty_images(images: int, channels: int, height: int, width: int, like: Tens
     return torch.empty(
         (images, channels, height, width), dtype=like.dtype, device=like.device, memory_format=torch.channels_last
     )
+
+
+def images_like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """`empty_images` of a shape (N, C, H, W)."""
+    return torch.empty(shape, dtype=tensor.dtype, device=tensor.device, memory_format=torch.channels_last)
 
 
 def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:

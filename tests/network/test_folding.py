@@ -1,0 +1,217 @@
+"""The pass over a compiled step: what it replaces, that nothing it computes changes, and cuDNN's kernels on a GPU."""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+
+from tests.network.tensors import draw, error
+from utils.network import folded_ops
+from utils.network.folding import FoldNorms, has_cudnn_kernel
+from utils.network.fused_layers import BatchNorm2d, swap_fused_layers
+
+pytestmark = pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd is returning a function")
+Choice = Callable[[Any, tuple[Any, ...]], bool]
+OPERATORS = ("convolution_sums", "masked_input_grad", "residual_grad", "batch_norm_stats", "batch_norm_backward_sums")
+
+
+def everything(target: Any, arguments: tuple[Any, ...]) -> bool:
+    return True
+
+
+def residuals(target: Any, arguments: tuple[Any, ...]) -> bool:
+    return "residual_grad" in str(target)
+
+
+def step(net: nn.Module, x: Tensor, choice: Choice | None) -> tuple[Counter[str], dict[str, Tensor]]:
+    """Operators of a training step after the pass, and all that the step computes. It runs without a compiler."""
+    torch.compiler.reset()
+    found: Counter[str] = Counter()
+
+    def partition(joint: torch.fx.GraphModule, inputs: Any, **others: Any) -> Any:
+        if choice is not None:
+            FoldNorms(choice)(joint.graph)
+            joint.graph.lint()
+            joint.recompile()
+        names = [str(node.target).removeprefix("brisk.").removesuffix(".default") for node in joint.graph.nodes]
+        found.update(name for name in names if name in OPERATORS)
+        return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **others)
+
+    def run(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        return module.forward
+
+    backend = aot_autograd(
+        fw_compiler=run, bw_compiler=run, partition_fn=partition, decompositions=select_decomp_table
+    )
+    x = x.clone().requires_grad_()
+    y = cast(nn.Module, torch.compile(net, backend=backend, fullgraph=True))(x)
+    (y * torch.arange(y.numel()).reshape(y.shape)).sum().backward()
+    assert x.grad is not None
+    results = {"y": y.detach(), "x": x.grad} | dict(net.named_buffers())
+    return found, results | {name: cast(Tensor, weight.grad) for name, weight in net.named_parameters()}
+
+
+def network(arch: str, **options: Any) -> nn.Module:
+    torch.manual_seed(3)
+    model: nn.Module = timm.create_model(arch, num_classes=5, **options).double()
+    for weight in model.parameters():
+        if weight.ndim == 1:  # the last norm of a block may be zero at first
+            nn.init.normal_(weight, mean=1, std=0.2)
+    return swap_fused_layers(model.to(memory_format=torch.channels_last))
+
+
+def check(make: Callable[[], nn.Module], choice: Choice) -> Counter[str]:
+    """A step with and without the pass; returns the operators with it."""
+    x = draw(4, 3, 32, 32).double().contiguous(memory_format=torch.channels_last)
+    _, expected = step(make(), x, None)
+    found, results = step(make(), x, choice)
+    assert results.keys() == expected.keys()
+    for name, value in results.items():
+        assert error(value, expected[name]) < 1e-9 or float(expected[name].double().norm()) < 1e-9, name
+    return found
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("arch", "choice", "expected"),
+    [  # of the norms' sums in the backward pass those stay that no convolution of one ReLU alone follows
+        ("test_resnet", everything, (15, 8, 2, 0, 3)),
+        pytest.param("test_resnet", residuals, (0, 0, 3, 15, 10), marks=SLOW),
+        pytest.param("resnet18", everything, (20, 12, 3, 0, 2), marks=SLOW),
+        pytest.param("resnet26", everything, (29, 23, 0, 0, 2), marks=SLOW),
+        pytest.param("resnet26", residuals, (0, 0, 7, 29, 18), marks=SLOW),
+        pytest.param("resnet26d", everything, (31, 25, 0, 0, 2), marks=SLOW),
+        pytest.param("seresnext26d_32x4d", everything, (23, 14, 0, 8, 17), marks=SLOW),
+        pytest.param("regnety_002", everything, (31, 12, 0, 13, 28), marks=SLOW),
+        pytest.param("efficientnet_b0", everything, (33, 0, 0, 16, 49), marks=SLOW),
+    ],
+)
+def test_what_is_replaced(arch: str, choice: Choice, expected: tuple[int, ...]) -> None:
+    found = check(lambda: network(arch), choice)
+    assert tuple(found[name] for name in OPERATORS) == expected
+
+
+class Block(nn.Module):
+    """A batch norm with a ReLU, a convolution of it, and `after`, which sees more of them than the pass may assume."""
+
+    def __init__(self, after: Callable[["Block", Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.stem, self.conv = nn.Conv2d(3, 8, 3, bias=False), nn.Conv2d(8, 8, 1, bias=False)
+        self.norm, self.last = BatchNorm2d(8), BatchNorm2d(8)
+        self.norm.activation = "relu"
+        self.after = after
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.norm(self.stem(x))
+        return self.after(self, z, self.last(self.conv(z))).mean((2, 3))
+
+
+@pytest.mark.parametrize(
+    ("after", "expected"),
+    [
+        (lambda block, z, y: y.relu(), (2, 1, 0, 0, 1)),
+        (lambda block, z, y: (y + z).relu(), (2, 0, 0, 0, 2)),  # the ReLU's result has a second use
+        (lambda block, z, y: (y + 2 * z).relu(), (2, 0, 0, 0, 2)),
+        (lambda block, z, y: block.conv((y + z).relu()), (2, 0, 0, 0, 2)),
+        (lambda block, z, y: block.conv(w := (y + z).relu()) + w, (2, 1, 0, 0, 1)),
+        (lambda block, z, y: block.conv(w := (y + z + 1).relu()) + w, (2, 0, 1, 0, 1)),  # not a sum of two
+        (lambda block, z, y: block.conv(w := (y - z).relu()) + w, (2, 0, 1, 0, 1)),
+        (lambda block, z, y: block.conv(w := (y + y).relu()) + w, (2, 1, 0, 0, 1)),
+        (lambda block, z, y: block.conv(w := (y + z.sigmoid()).relu()) + w, (2, 1, 0, 0, 1)),
+        (lambda block, z, y: block.conv(w := (y + z[:1]).relu()) + w, (2, 0, 1, 0, 1)),
+    ],
+)
+def test_patterns_that_look_alike(after: Callable[[Block, Tensor, Tensor], Tensor], expected: tuple[int, ...]) -> None:
+    """Gradients stay what they are wherever the pass takes a pattern for one of its own."""
+    found = check(lambda: block(after), everything)
+    assert tuple(found[name] for name in OPERATORS) == expected
+
+
+def block(after: Callable[[Block, Tensor, Tensor], Tensor]) -> nn.Module:
+    torch.manual_seed(7)
+    return Block(after).double().to(memory_format=torch.channels_last)
+
+
+def test_nothing_is_replaced_without_a_kernel() -> None:
+    found = check(lambda: block(lambda block, z, y: y.relu()), has_cudnn_kernel)
+    assert tuple(found[name] for name in OPERATORS) == (0, 0, 0, 2, 2)
+
+
+def operands(shape: tuple[int, ...], kernel: int, stride: int, filters: int, dtype: torch.dtype) -> list[Any]:
+    """Input, weight, stride and padding of a convolution."""
+    x = draw(*shape).to("cuda", dtype).contiguous(memory_format=torch.channels_last)
+    weight = (draw(filters, shape[1], kernel, kernel) / shape[1]).to("cuda", dtype)
+    return [x, weight.contiguous(memory_format=torch.channels_last), [stride] * 2, [kernel // 2] * 2]
+
+
+def exact(arguments: list[Any]) -> list[Any]:
+    """The same in float64, on the CPU."""
+    return [each.double().cpu() if isinstance(each, Tensor) else each for each in arguments]
+
+
+CASES = [(64, 1, 1, 256), (256, 1, 1, 64), (64, 3, 1, 64), (128, 3, 2, 128)]  # channels, kernel, stride, filters
+
+
+def check_operator(name: str, arguments: list[Any]) -> None:
+    """On the GPU as in float64, by one kernel if that is fp16."""
+    operator = getattr(torch.ops.brisk, name).default
+    is_fp16 = arguments[0].dtype == torch.float16
+    assert has_cudnn_kernel(operator, tuple(arguments)) is (is_fp16 or name == "residual_grad")
+    results, expected = operator(*arguments), operator(*exact(arguments))
+    for index, (result, reference) in enumerate(zip(results, expected, strict=True)):
+        bound = 1e-2 if index == 0 and arguments[0].dtype != torch.float32 else 1e-3
+        assert error(result.cpu(), reference) < bound, (name, index)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("channels", "kernel", "stride", "filters"), CASES)
+def test_sums_of_a_convolution_on_the_gpu(
+    channels: int, kernel: int, stride: int, filters: int, dtype: torch.dtype
+) -> None:
+    check_operator("convolution_sums", operands((8, channels, 28, 28), kernel, stride, filters, dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", ["relu", "residual", "two norms"])
+@pytest.mark.parametrize(("channels", "kernel", "stride", "filters"), CASES)
+def test_masked_input_grad_on_the_gpu(
+    channels: int, kernel: int, stride: int, filters: int, form: str, dtype: torch.dtype
+) -> None:
+    shape = (8, channels, 28, 28)
+    x, weight, *geometry = operands(shape, kernel, stride, filters, dtype)
+    images = [draw(*shape).to(x).roll(shift, 0).contiguous(memory_format=torch.channels_last) for shift in (1, 2, 3)]
+    vectors = [draw(channels).cuda().roll(shift) for shift in range(6)]
+    dy = draw(8, filters, 28 // stride, 28 // stride).to(x).contiguous(memory_format=torch.channels_last)
+    second: list[Tensor | None] = [images[2], *vectors[3:]]
+    branch, shortcut = (None, None) if form == "relu" else (images[0], images[1] if form == "residual" else None)
+    if form != "two norms":
+        second = [None] * 4
+    check_operator("masked_input_grad", [dy, weight, *geometry, branch, shortcut, x, *vectors[:3], *second])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "norms"), list(itertools.product([(8, 256, 28, 28), (3, 24, 9, 5)], (1, 2))), ids=str
+)
+def test_residual_grad_on_the_gpu(shape: tuple[int, ...], norms: int, dtype: torch.dtype) -> None:
+    images = [draw(*shape).to("cuda", dtype).roll(shift, 0) for shift in range(5)]
+    a, b, z, *inputs = (image.contiguous(memory_format=torch.channels_last) for image in images)
+    means = [draw(shape[1]).cuda(), draw(shape[1]).cuda().roll(1)]
+    pairs = [each for pair in zip(inputs, means, strict=True) for each in pair]
+    arguments: list[Any] = [a, b, z.relu(), *pairs[: 2 * norms], *[None] * (4 - 2 * norms)]
+    check_operator("residual_grad", arguments)
+    once, again = (folded_ops.residual_grad(*arguments) for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(once, again, strict=True))
