@@ -142,7 +142,9 @@ def test_every_flag_has_its_place() -> None:
 @pytest.mark.parametrize("text", ON_A_GPU)
 def test_on_a_gpu(images: Path, train_alone: Path, weights: Path, tmp_path: Path, text: str) -> None:
     data = train_alone if "--val-fraction" in text else images
-    check(run_train(*flags_for(data, text, weights), "--output-dir", tmp_path), tmp_path)
+    done = run_train(*flags_for(data, text, weights), "--output-dir", tmp_path)
+    check(done, tmp_path)
+    assert ("batch norm's sums in cuDNN's convolutions" in done.out) is ("fp16 --compile --fused-layers" in text)
 
 
 @pytest.mark.gpu
