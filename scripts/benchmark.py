@@ -59,6 +59,7 @@ class Options(Comparison):
     train_flag("augment", help="Policy after crop and flip."),
     train_flag("workers", help="CPU threads per loader.", shown="the cores"),
     train_flag("amp"),
+    train_flag("optimizer"),
     train_flag("compile", help="torch.compile the step.", shown="on CUDA"),
     train_flag("fused_layers", help="Brisk's own kernels.", shown="where compiled"),
     train_flag("cuda_graph", help="Launch the step as one CUDA graph."),

@@ -56,6 +56,7 @@ def describe(run: Run, images: Manifest, generated: bool, windows: int, window_s
         "image_size": config.image_size,
         "augment": config.augment,
         "amp": config.amp,
+        "optimizer": config.optimizer,
         "compile": config.compile,
         "fused_layers": config.fused_layers,
         "cuda_graph": config.cuda_graph,
