@@ -184,7 +184,9 @@ RECIPES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("loader", ["dali", pytest.param("stock", marks=pytest.mark.slow), "torch"])
+@pytest.mark.parametrize(
+    "loader", ["dali", *(pytest.param(each, marks=pytest.mark.slow) for each in ("stock", "torch"))]
+)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: str(recipe["augment"]))
 def test_augmentation_of_recipes_continues_bit_for_bit(
     data: Path, cpu: DistEnv, loader: str, recipe: dict[str, Any]
@@ -293,8 +295,7 @@ def kinds_of(images: torch.Tensor) -> list[str]:
         ("dali", "full"),
         ("stock", "fused"),
         ("stock", "full"),
-        ("torch", "full"),
-        pytest.param("proxy", "full", marks=pytest.mark.slow),
+        *(pytest.param(loader, "full", marks=pytest.mark.slow) for loader in ("torch", "proxy")),
     ],
 )
 def test_interpolation(tmp_path: Path, cpu: DistEnv, loader: str, decode: str) -> None:

@@ -21,7 +21,7 @@ import typer
 from utils.errors import UserError
 from utils.options.cli import Program
 
-NAMES = ("caches", "formats", "launch", "recipes", "scaling", "series", "starts")
+NAMES = ("caches", "formats", "launch", "networks", "recipes", "scaling", "series", "starts")
 
 
 def read_options(name: Annotated[str, typer.Argument(metavar="NAME", help="The comparison; its flags follow.")]) -> str:

@@ -72,10 +72,10 @@ def quantities(crops: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
     ("loader", "flags"),
     [
         ("dali", {"decode": "fused"}),
-        ("dali", {"decode": "full"}),
+        pytest.param("dali", {"decode": "full"}, marks=pytest.mark.slow),
         pytest.param("dali", {"decode": "full", "cache": "host"}, marks=pytest.mark.slow),
         pytest.param("stock", {"decode": "fused"}, marks=pytest.mark.slow),
-        ("torch", {}),
+        pytest.param("torch", {}, marks=pytest.mark.slow),
     ],
 )
 def test_crops_and_flips(ramps: Manifest, cpu: DistEnv, loader: Any, flags: dict[str, Any]) -> None:

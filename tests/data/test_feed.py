@@ -52,7 +52,7 @@ def test_batches_have_the_promised_form(data: Path) -> None:
         assert (targets.shape, targets.dtype) == ((8,), torch.int64)
 
 
-@pytest.mark.parametrize("cache", ["none", "host"])
+@pytest.mark.parametrize("cache", ["none", pytest.param("host", marks=pytest.mark.slow)])
 def test_training_batches_are_those_of_a_run(data: Path, cpu: DistEnv, cache: Any) -> None:
     options: dict[str, Any] = {"image_size": 32, "seed": 3, "augment": "trivialaugment", "crop_scale": 0.5}
     config = resolved(**options, cache=cache, decode="fused" if cache == "none" else "full")
@@ -389,8 +389,9 @@ if dist.is_initialized():
 """
 
 
+@pytest.mark.slow  # tests/distributed/test_launcher.py has what the variables mean
 @pytest.mark.dist
-@pytest.mark.parametrize("group", [pytest.param("group", marks=pytest.mark.slow), "launcher"])
+@pytest.mark.parametrize("group", ["group", "launcher"])
 def test_ranks_are_those_of_torchrun(data: Path, tmp_path: Path, group: str) -> None:
     assert [done.status for done in launch_ranks(data, group, tmp_path, program=RANKS)] == [0, 0]
     manifest = scan(data, "train")

@@ -38,6 +38,7 @@ from utils.data.dali import remove_generated_files
 
 MIN_CHANCE = 1e-3  # of statistics as far from what is expected; seeds are fixed
 LOADERS = {"dali": by_dali, "torch": by_torchvision}
+ONE_QUICK = ["dali", pytest.param("torch", marks=pytest.mark.slow)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -60,7 +61,7 @@ def noisy_steps(magnitude: int, std: float) -> dict[tuple[Step, ...], float]:
 
 
 @pytest.mark.parametrize(("magnitude", "std"), [pytest.param(21, 1.5, marks=pytest.mark.slow), (29, 2.0)])
-@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("loader", ONE_QUICK)
 def test_strength_and_noise_of_randaugment(loader: str, magnitude: int, std: float) -> None:
     """The one of 29 often reaches the largest magnitude."""
     image = info(40)
@@ -71,7 +72,7 @@ def test_strength_and_noise_of_randaugment(loader: str, magnitude: int, std: flo
     assert chance_of(drawn, expected) > MIN_CHANCE
 
 
-@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("loader", ONE_QUICK)
 @pytest.mark.parametrize("std", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_number_of_operations(loader: str, std: float) -> None:
     """Of three operations all are the identity once in 14 ** 3; of one, once in 14."""
@@ -124,7 +125,7 @@ def kind_of(image: ImageInfo, original: ImageInfo) -> str:
     return "solarize" if np.array_equal(image, solarized) else "blur"
 
 
-@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("loader", ONE_QUICK)
 def test_three_augment_draws_each_equally_and_sigma_uniformly(loader: str) -> None:
     original = waves()
     drawn = LOADERS[loader]([original] * 3072, "three-augment")
@@ -200,7 +201,7 @@ def test_color_jitter_does_what_torchvisions_does() -> None:
         assert np.abs(found.astype(int) - wanted).mean() < 1.5, order
 
 
-@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("loader", ONE_QUICK)
 def test_color_jitter_draws_uniformly(loader: str) -> None:
     """Of a gray picture with a lighter, a darker and a colored part, whose mean shows the brightness."""
     image = np.full((24, 24, 3), 90, dtype=np.uint8)

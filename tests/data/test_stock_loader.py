@@ -225,8 +225,9 @@ def test_a_bad_file_is_named(tmp_path: Path, cpu: DistEnv, content: bytes) -> No
 FLAGS = (*TINY, "--loader", "stock", "--epochs", 2, "--deterministic")
 
 
+@pytest.mark.slow  # the loader itself resumes in the tests above
 @pytest.mark.dist
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", [1, 2])
 def test_a_stopped_run_ends_as_the_uninterrupted_one(data: Path, tmp_path: Path, processes: int) -> None:
     """And on another number of processes it is refused, but goes on with another loader."""
     flags = ("--data-dir", data, *FLAGS, "--batch-size", 8 // processes)

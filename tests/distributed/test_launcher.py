@@ -145,6 +145,7 @@ def test_a_restart_goes_on_after_a_death_on_another_machine(data: Path, tmp_path
     assert starts == ["from scratch", "resumed at epoch 2, step 6"]
 
 
+@pytest.mark.slow  # tests/distributed/test_stop.py has the limit of one process
 @pytest.mark.dist
 def test_the_time_limit_ends_torchrun_too(data: Path, tmp_path: Path) -> None:
     """Otherwise torchrun would start the processes again: a run ends it, and what ends it does."""

@@ -101,7 +101,7 @@ def two_classes(data: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("numbers", [(2,), pytest.param((3,), marks=pytest.mark.slow)], ids=["2", "3"])
+@pytest.mark.parametrize("numbers", [(), pytest.param((2, 3), marks=pytest.mark.slow)], ids=["alone", "several"])
 def test_the_best_epoch_by_another_figure(two_classes: Path, tmp_path: Path, numbers: tuple[int, ...]) -> None:
     """best.pt, the network that is evaluated, the lines and the files follow it, also over a resume."""
     out = tmp_path / "run"

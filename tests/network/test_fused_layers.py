@@ -199,9 +199,11 @@ def assert_close(out: dict[str, Tensor], reference: dict[str, Tensor], bound: fl
     ("arch", "swapped"),
     [
         ("test_resnet", {"BatchNorm2d": 15, "StemConv2d": 1, "MaxPool2d": 1}),
-        ("resnet18", {"BatchNorm2d": 20, "StemConv2d": 1, "MaxPool2d": 1}),
+        pytest.param("resnet18", {"BatchNorm2d": 20, "StemConv2d": 1, "MaxPool2d": 1}, marks=pytest.mark.slow),
         ("test_efficientnet", {"BatchNormAct2d": 13, "StemConv2d": 1, "DepthwiseConv2d": 2}),
-        ("efficientnet_b0", {"BatchNormAct2d": 49, "StemConv2d": 1, "DepthwiseConv2d": 16}),
+        pytest.param(
+            "efficientnet_b0", {"BatchNormAct2d": 49, "StemConv2d": 1, "DepthwiseConv2d": 16}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_whole_networks(arch: str, swapped: dict[str, int]) -> None:

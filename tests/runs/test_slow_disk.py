@@ -112,10 +112,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(data: Path, whole: Path,
         assert_same_run(fast, run, name)
 
 
-@pytest.mark.parametrize(
-    "point",
-    ["written in part", *(pytest.param(each, marks=pytest.mark.slow) for each in ("copied", "renamed in part"))],
-)
+@pytest.mark.slow  # a save that is held up, and a stop within it, follow; tests/runs/test_kill.py kills at any moment
+@pytest.mark.parametrize("point", ["written in part", "copied", "renamed in part"])
 def test_killed_within_a_write(data: Path, whole: Path, tmp_path: Path, point: str) -> None:
     """The checkpoint before it is complete, and the resumed run drops the steps that were trained meanwhile."""
     run = tmp_path / "run"

@@ -52,6 +52,10 @@ REFUSED = [
     ("launch", "--limit 5", "Missing argument 'command'"),
     ("launch", "--limit 5 true --never", "No such option: --never"),
     ("launch", "--limit 5 -- /nowhere/program", "/nowhere/program: cannot be started (no such program)"),
+    ("networks", "", "Missing argument 'ARCH...'"),
+    ("networks", "resnet18 --windows 4", "--windows 4: a median needs 5 or more"),
+    ("networks", "resnet18 --data-dir {tmp}/none", "{tmp}/none: no such folder"),
+    ("networks", "no_such_network --output-dir {tmp}/out --device cpu", "--arch no_such_network: "),
     ("recipes", f"{OUT} a --seeds 0", "--seeds 0"),
     ("recipes", f"{OUT} a --jobs 0", "--jobs 0"),
     ("recipes", f"{OUT} a 'a: --lr 1'", "a: --lr 1: a recipe needs a name of its own"),
@@ -130,6 +134,40 @@ def test_every_form_is_measured(data: Path, tmp_path: Path) -> None:
     forms = [f"{data}: class folders", f"{data}: class folders, --loader stock"]
     forms += [f"{tars}: WebDataset tars", f"{records}: TFRecord files"]
     check(done, tmp_path / "out" / "formats.json", "windows", forms)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# networks
+
+
+def check_networks(done: Finished, output_dir: Path, steps: list[str], has_peak: bool) -> None:
+    """Two networks have every step, with five windows, and a row."""
+    assert done.status == 0, done.err
+    found = json.loads((output_dir / "networks.json").read_text())
+    assert list(found) == ["test_resnet", "test_vit"]
+    for network in found.values():
+        assert network["batch_size"] == 4
+        assert list(network["steps"]) == steps
+        for step in network["steps"].values():
+            assert len(step["images_per_second"]) == 5
+            assert min(step["images_per_second"]) > 0
+            assert (step["peak_bytes"] > 0) is has_peak
+    rows = [line.split("|")[1:-1] for line in done.out.splitlines() if line.startswith("| ")]
+    assert [row[0].strip() for row in rows] == ["network", "test_resnet", "test_vit"]
+
+
+@pytest.mark.slow  # four cases of six windows
+def test_steps_of_networks(tmp_path: Path) -> None:
+    flags = ("--image-size", 32, "--batch-size", 4, "--workers", 1, "--device", "cpu", "--window-seconds", 0.05)
+    done = launch("networks", "test_resnet", "test_vit", *flags, "--output-dir", tmp_path, program=BENCH)
+    check_networks(done, tmp_path, ["Brisk", "timm"], has_peak=False)
+
+
+@pytest.mark.gpu
+def test_steps_of_networks_on_the_gpu(data: Path, tmp_path: Path) -> None:
+    flags = ("--image-size", 32, "--batch-size", 4, "--workers", 1, "--window-seconds", 0.1, "--data-dir", data)
+    done = launch("networks", "test_resnet", "test_vit", *flags, "--output-dir", tmp_path / "out", program=BENCH)
+    check_networks(done, tmp_path / "out", ["Brisk", "Brisk, fed by DALI", "timm"], has_peak=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     ("seconds", "kind", "limit", "signals", "status"),
     [
         (0, "willing", 60, (), 0),
-        (600, "willing", 5, (), 124),
+        pytest.param(600, "willing", 5, (), 124, marks=pytest.mark.slow),
         (600, "stubborn", 5, (), 124),
         (600, "willing", 60, (signal.SIGINT,), 130),
         (600, "willing", 60, (signal.SIGTERM,), 143),

@@ -68,7 +68,9 @@ def test_formats_of_one_network_share_a_folder(
     assert json.loads((out / "config.json").read_text())["label_names"] == ["one", "two"]
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "name", ["pt2", *(pytest.param(name, marks=pytest.mark.slow) for name in FORMATS if name != "pt2")]
+)
 def test_a_full_disk(best: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     """A limit of the size of files stands for it."""
     out = tmp_path / "out"

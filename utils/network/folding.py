@@ -52,7 +52,8 @@ class FoldNorms(CustomGraphPass):
     def uuid(self) -> Any:
         """What the result depends on beside the graph, so that torch can keep it."""
         files = [__file__, fused_ops.__file__, folded_ops.__file__]
-        return get_hash_for_files(tuple(files)), torch.are_deterministic_algorithms_enabled()
+        cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        return get_hash_for_files(tuple(files)), cudnn, torch.are_deterministic_algorithms_enabled()
 
     def __call__(self, graph: Graph) -> None:
         """Replace all patterns in place."""
@@ -92,7 +93,7 @@ class FoldNorms(CustomGraphPass):
         if activation != "relu" or backward is None or not _is_masked_elsewhere(gradient, sums):
             return
         arguments = _arguments(backward, None, None, [Norm(*norm)])
-        if not self._fits(brisk.masked_input_grad.default, arguments):
+        if not _are_alike(norm[0], gradient) or not self._fits(brisk.masked_input_grad.default, arguments):
             return
         with graph.inserting_before(backward):
             masked, *results = _Builder(graph, backward).results(brisk.masked_input_grad.default, arguments, 3)
@@ -108,6 +109,8 @@ class FoldNorms(CustomGraphPass):
         if z is None or not _is_zero(zero) or not _is_sum_of_two(added, masked) or len(sums) not in (1, 2):
             return
         norms = [Norm(*each.args[1:5]) for each in sums]
+        if not all(_are_alike(each, masked) for each in (z, *(norm.x for norm in norms))):
+            return
         backward = self._convolution_of(z, added, norms)
         if backward is not None:
             (branch,) = (each for each in added.args if _input_grad_of(each) is not backward)

@@ -87,7 +87,10 @@ class Value(NamedTuple):
 @functools.cache
 def _library() -> ctypes.CDLL:
     torch.backends.cudnn.version()  # type: ignore[no-untyped-call]  # loads it
-    return ctypes.CDLL("libcudnn.so.9")
+    try:
+        return ctypes.CDLL("libcudnn.so.9")
+    except OSError as error:  # a build of torch that holds cuDNN within itself
+        raise CudnnError(str(error)) from error
 
 
 def _call(name: str, *arguments: Any) -> None:
