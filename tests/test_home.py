@@ -17,6 +17,7 @@ WORDS = {
     "bench caches": "--data-dir=~/x --output-dir=~/x",
     "bench formats": "~/x ~/y --output-dir=~/x",
     "bench launch": "--limit=1 --terminate-after=~/x -- true",
+    "bench networks": "resnet18 --data-dir=~/x --output-dir=~/x",
     "bench recipes": "a b --data-dir=~/x --output-dir=~/x",
     "bench scaling": "--data-dir=~/x --output-dir=~/x",
     "bench series": "--data-dir=~/x --output-dir=~/x",

@@ -389,9 +389,8 @@ if dist.is_initialized():
 """
 
 
-@pytest.mark.slow  # tests/distributed/test_launcher.py has what the variables mean
 @pytest.mark.dist
-@pytest.mark.parametrize("group", ["group", "launcher"])
+@pytest.mark.parametrize("group", [pytest.param(each, marks=pytest.mark.slow) for each in ("group", "launcher")])
 def test_ranks_are_those_of_torchrun(data: Path, tmp_path: Path, group: str) -> None:
     assert [done.status for done in launch_ranks(data, group, tmp_path, program=RANKS)] == [0, 0]
     manifest = scan(data, "train")

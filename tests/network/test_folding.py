@@ -1,6 +1,5 @@
 """The pass over a compiled step: what it replaces, that nothing it computes changes, and cuDNN's kernels on a GPU."""
 
-import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, cast
@@ -14,7 +13,6 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
 from tests.network.tensors import draw, error
-from utils.network import folded_ops
 from utils.network.folding import FoldNorms, has_cudnn_kernel
 from utils.network.fused_layers import BatchNorm2d, swap_fused_layers
 
@@ -83,7 +81,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "choice", "expected"),
     [  # of the norms' sums in the backward pass those stay that no convolution of one ReLU alone follows
-        ("test_resnet", everything, (15, 8, 2, 0, 3)),
+        pytest.param("test_resnet", everything, (15, 8, 2, 0, 3), marks=SLOW),
         pytest.param("test_resnet", residuals, (0, 0, 3, 15, 10), marks=SLOW),
         pytest.param("resnet18", everything, (20, 12, 3, 0, 2), marks=SLOW),
         pytest.param("resnet26", everything, (29, 23, 0, 0, 2), marks=SLOW),
@@ -231,19 +229,3 @@ def test_masked_input_grad_on_the_gpu(
     has_kernel = dtype == torch.float16 and (stride == 1 or form == "relu")
     arguments = [dy, weight, *geometry, branch, shortcut, x, *vectors[:3], *second]
     check_operator("masked_input_grad", arguments, has_kernel)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize(
-    ("shape", "norms"), list(itertools.product([(8, 256, 28, 28), (3, 24, 9, 5)], (1, 2))), ids=str
-)
-def test_residual_grad_on_the_gpu(shape: tuple[int, ...], norms: int, dtype: torch.dtype) -> None:
-    images = [draw(*shape).to("cuda", dtype).roll(shift, 0) for shift in range(5)]
-    a, b, z, *inputs = (image.contiguous(memory_format=torch.channels_last) for image in images)
-    means = [draw(shape[1]).cuda(), draw(shape[1]).cuda().roll(1)]
-    pairs = [each for pair in zip(inputs, means, strict=True) for each in pair]
-    arguments: list[Any] = [a, b, z.relu(), *pairs[: 2 * norms], *[None] * (4 - 2 * norms)]
-    check_operator("residual_grad", arguments, has_kernel=True)
-    once, again = (folded_ops.residual_grad(*arguments) for _ in range(2))
-    assert all(torch.equal(one, other) for one, other in zip(once, again, strict=True))

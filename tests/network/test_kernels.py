@@ -13,7 +13,7 @@ from torch import Tensor
 from models import create_model
 from tests.harness import launch
 from tests.network.tensors import FILTERS, NORMS, draw, error
-from utils.network import fused_ops
+from utils.network import folded_ops, fused_ops
 from utils.network.fused_layers import depthwise_shapes, swap_fused_layers
 from utils.network.input_check import check_input
 
@@ -24,6 +24,7 @@ from utils.network.kernels import batch_norm
 
 batch_norm.ROWS, batch_norm.PARTIALS = 4, 4  # several blocks of small tensors
 tests.check_norm_kernels("cpu", [(2, 24, 4, 4), (1, 40, 3, 7)], torch.float32)
+tests.check_residual_kernels("cpu", [(2, 24, 4, 4)], torch.float32)
 tests.check_pool_kernels("cpu", [(2, 8, 6, 6), (1, 3, 5, 8)], torch.float32)
 filters = [(16, 3, 1, 5, 6), (3, 5, 1, 3, 3), (16, 3, 2, 5, 4), (3, 5, 2, 4, 5)]
 tests.check_depthwise_kernels("cpu", filters, torch.float32)
@@ -38,9 +39,12 @@ def test_kernels_in_the_interpreter() -> None:
 
 
 def twice(function: Callable[..., Any], *arguments: Any) -> tuple[Tensor, ...]:
-    """The results of a function, the same to the last bit in two runs."""
-    first, second = function(*arguments), function(*arguments)
+    """The results of a function, on a GPU the same to the last bit in two runs."""
+    first = function(*arguments)
     tensors = (first,) if isinstance(first, Tensor) else tuple(first)
+    if not tensors[0].is_cuda:  # Triton's interpreter has one order
+        return tensors
+    second = function(*arguments)
     for one, other in zip(tensors, (second,) if isinstance(second, Tensor) else second, strict=True):
         assert torch.equal(one.nan_to_num(7), other.nan_to_num(7))
     return tensors
@@ -62,6 +66,19 @@ def check_norm_kernels(device: str, shapes: list[tuple[int, ...]], dtype: torch.
             )
             for out, reference in zip(sums, references, strict=True):
                 assert error(out, reference) < 1e-4, (shape, act)
+
+
+def check_residual_kernels(device: str, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> None:
+    from utils.network.kernels.residual import residual_grad
+
+    for shape in shapes:
+        a, b, z, x, x2 = (draw(*shape).roll(shift, 0).to(device, dtype) for shift in range(5))
+        mean, mean2 = draw(shape[1]).to(device), draw(shape[1]).to(device).roll(1)
+        for second in ((x2, mean2), (None, None)):
+            results = twice(residual_grad, a, b, z.relu(), x, mean, *second)
+            exact = (None if each is None else each.double() for each in (a, b, z.relu(), x, mean, *second))
+            for out, reference in zip(results, folded_ops.residual_grad(*exact), strict=True):
+                assert error(out, reference) < (1e-4 if dtype == torch.float32 else 1e-2), (shape, second)
 
 
 def check_pool_kernels(device: str, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> None:
@@ -106,6 +123,12 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def test_norm_kernels_on_the_gpu(dtype: torch.dtype) -> None:
     wide = [(32, channels, 14, 14) for channels in (16, 24, 40, 112, 320, 1152, 2048)]
     check_norm_kernels("cuda", [*NORMS, (64, 64, 56, 56), (5, 96, 31, 33), *wide], dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_residual_kernels_on_the_gpu(dtype: torch.dtype) -> None:
+    check_residual_kernels("cuda", [(8, 256, 28, 28), (3, 24, 9, 5), (2, 2048, 7, 7)], dtype)
 
 
 @pytest.mark.gpu
