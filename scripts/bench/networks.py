@@ -4,9 +4,8 @@
     python scripts/bench networks resnet50 --data-dir DIR      # also fed by DALI
 
 Brisk's step is that of train.py. timm's is that of its `benchmark.py --bench train`, with --channels-last, --amp and,
-where Brisk compiles, --torchcompile. Both train on one batch of random images, in windows that alternate. A batch that
-does not fit beside the other step is halved for both. The peak of memory is that of weights, optimizer and step. Writes
-networks.json after each network.
+where Brisk compiles, --torchcompile. Both train on one batch of random images, in windows that alternate, and must fit
+beside each other. The peak of memory is that of weights, optimizer and step. Writes networks.json after each network.
 """
 
 import dataclasses

@@ -20,9 +20,9 @@ from train import train_step
 from utils.benchmark.images import read_images
 from utils.benchmark.loaders import open_loader
 from utils.benchmark.measure import Case, measure, synchronize
-from utils.benchmark.run import open_run
+from utils.benchmark.run import MIN_BATCHES, open_run
 from utils.benchmark.verdict import Rate
-from utils.data.splits.selection import read_data
+from utils.data.images.manifest import synthetic
 from utils.distributed.group import DistEnv, process_group
 from utils.distributed.ownership import own_process
 from utils.files import write_json
@@ -32,6 +32,7 @@ from utils.options.resolved import ResolvedConfig
 from utils.training.build import build
 from utils.training.state.output import prepare_output
 
+NUM_CLASSES = 1000  # of random images
 TRIED_STEPS = 3  # before a peak is read
 BRISK, FED, TIMM = "Brisk", "Brisk, fed by DALI", "timm"
 
@@ -55,38 +56,26 @@ def compare_networks(options: Networks) -> None:
     for arch in options.archs:
         models.check_arch(arch)
     device = own_process(config.device, deterministic=False)
-    found: dict[str, tuple[int, dict[str, Measured]]] = {}
+    batch_size = config.batch_size or (256 if device.type == "cuda" else 32)
+    found: dict[str, dict[str, Measured]] = {}
     with process_group(device, config.timeout) as env:
         prepare_output(config.output_dir, env)
         for arch in options.archs:
-            batch_size = config.batch_size or (256 if device.type == "cuda" else 32)
-            found[arch] = measure_network(options, dataclasses.replace(config, arch=arch), batch_size, env)
-            write_json(config.output_dir / "networks.json", {name: to_json(*each) for name, each in found.items()})
-    print(table(found))
-
-
-def measure_network(
-    options: Networks, config: TrainConfig, batch_size: int, env: DistEnv
-) -> tuple[int, dict[str, Measured]]:
-    """The batch size that fits, and the results by step."""
-    while True:
-        try:
-            return batch_size, _measure(options, dataclasses.replace(config, batch_size=batch_size), env)
-        except torch.OutOfMemoryError:
-            if batch_size == 1:
-                raise
-        batch_size //= 2
-        print(f"{config.arch}: out of memory; now with batches of {batch_size}", flush=True)
-        _release(env.device)
+            found[arch] = _measure(options, dataclasses.replace(config, arch=arch, batch_size=batch_size), env)
+            _release(device)
+            write_json(config.output_dir / "networks.json", to_json(batch_size, found))
+    print(table(batch_size, found))
 
 
 def _measure(options: Networks, config: TrainConfig, env: DistEnv) -> dict[str, Measured]:
     with contextlib.ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="networks-")))
-        stack.callback(_release, env.device)
-        listed = read_data(config, env)["train"] if config.data_dir is None else read_images(config.data_dir, work, env)
+        if config.data_dir is None:
+            images = synthetic(MIN_BATCHES * (config.batch_size or 1), NUM_CLASSES)
+        else:
+            images = read_images(config.data_dir, work, env)
         with _peak(env.device) as peak:
-            run, repeated = open_run(config, listed, env, work / "run", stack, build)
+            run, repeated = open_run(config, images, env, work / "run", stack, build)
             run.state.model.train()
             _try(lambda: train_step(run), env.device)
         cases, peaks = {BRISK: Case(BRISK, lambda: train_step(run), meter=run.state.meter)}, {BRISK: peak}
@@ -109,7 +98,7 @@ def open_timm_step(config: ResolvedConfig, device: torch.device) -> Iterator[Cal
     """A training step as in timm's benchmark.py, on a batch of random images."""
     arguments = models.create_model_arguments(config.arch, config.num_classes, config.image_size, {})
     model: nn.Module = timm.create_model(**arguments)
-    model = model.to(device, memory_format=torch.channels_last).train()
+    model = model.to(device).to(memory_format=torch.channels_last).train()
     optimizer = create_optimizer_v2(model, opt=config.optimizer, lr=1e-4)
     net: Any = torch.compile(model, backend="inductor") if config.compile else model
     images = torch.randn(config.batch_size, 3, config.image_size, config.image_size, device=device)
@@ -121,7 +110,7 @@ def open_timm_step(config: ResolvedConfig, device: torch.device) -> Iterator[Cal
         optimizer.zero_grad()
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             logits = net(images)
-        nn.functional.cross_entropy(logits, targets).backward()
+        nn.functional.cross_entropy(logits, targets).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
     yield step
@@ -156,22 +145,24 @@ def _release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def to_json(batch_size: int, steps: dict[str, Measured]) -> dict[str, Any]:
-    """Of one network in networks.json."""
-    measured = {name: {"images_per_second": each.rate.windows, "peak_bytes": each.peak} for name, each in steps.items()}
-    return {"batch_size": batch_size, "steps": measured}
+def to_json(batch_size: int, found: dict[str, dict[str, Measured]]) -> dict[str, Any]:
+    """networks.json."""
+    networks = {
+        arch: {name: {"images_per_second": each.rate.windows, "peak_bytes": each.peak} for name, each in steps.items()}
+        for arch, steps in found.items()
+    }
+    return {"batch_size": batch_size, "networks": networks}
 
 
-def table(found: dict[str, tuple[int, dict[str, Measured]]]) -> str:
+def table(batch_size: int, found: dict[str, dict[str, Measured]]) -> str:
     """Images/s, median and range; Brisk's speed as a part of timm's; GiB."""
-    is_fed = any(FED in steps for _, steps in found.values())
-    rows = [
-        ["network", "batch", BRISK, *([FED, "of Brisk's"] if is_fed else []), TIMM, "Brisk / timm", "GiB", "GiB, timm"]
-    ]
-    for arch, (batch_size, steps) in found.items():
+    is_fed = any(FED in steps for steps in found.values())
+    head = [f"network, batch {batch_size}", BRISK, *([FED, "of Brisk's"] if is_fed else []), TIMM, "Brisk / timm"]
+    rows = [[*head, "GiB", "GiB, timm"]]
+    for arch, steps in found.items():
         ours, theirs = steps[BRISK], steps[TIMM]
         fed = [str(steps[FED].rate), f"{steps[FED].rate.median / ours.rate.median:.3f}"] if is_fed else []
         ratio = f"{ours.rate.median / theirs.rate.median:.2f}"
         peaks = [f"{each.peak / 2**30:.1f}" for each in (ours, theirs)]
-        rows.append([arch, str(batch_size), str(ours.rate), *fed, str(theirs.rate), ratio, *peaks])
+        rows.append([arch, str(ours.rate), *fed, str(theirs.rate), ratio, *peaks])
     return markdown(*rows)

@@ -72,11 +72,11 @@ def check_residual_kernels(device: str, shapes: list[tuple[int, ...]], dtype: to
     from utils.network.kernels.residual import residual_grad
 
     for shape in shapes:
-        a, b, z, x, x2 = (draw(*shape).roll(shift, 0).to(device, dtype) for shift in range(5))
+        a, b, z, x, x2 = (image.to(device, dtype) for image in draw(5, *shape))
         mean, mean2 = draw(shape[1]).to(device), draw(shape[1]).to(device).roll(1)
         for second in ((x2, mean2), (None, None)):
             results = twice(residual_grad, a, b, z.relu(), x, mean, *second)
-            exact = (None if each is None else each.double() for each in (a, b, z.relu(), x, mean, *second))
+            exact: list[Any] = [None if each is None else each.double() for each in (a, b, z.relu(), x, mean, *second)]
             for out, reference in zip(results, folded_ops.residual_grad(*exact), strict=True):
                 assert error(out, reference) < (1e-4 if dtype == torch.float32 else 1e-2), (shape, second)
 

@@ -144,16 +144,16 @@ def check_networks(done: Finished, output_dir: Path, steps: list[str], has_peak:
     """Two networks have every step, with five windows, and a row."""
     assert done.status == 0, done.err
     found = json.loads((output_dir / "networks.json").read_text())
-    assert list(found) == ["test_resnet", "test_vit"]
-    for network in found.values():
-        assert network["batch_size"] == 4
-        assert list(network["steps"]) == steps
-        for step in network["steps"].values():
+    assert found["batch_size"] == 4
+    assert list(found["networks"]) == ["test_resnet", "test_vit"]
+    for network in found["networks"].values():
+        assert list(network) == steps
+        for step in network.values():
             assert len(step["images_per_second"]) == 5
             assert min(step["images_per_second"]) > 0
             assert (step["peak_bytes"] > 0) is has_peak
     rows = [line.split("|")[1:-1] for line in done.out.splitlines() if line.startswith("| ")]
-    assert [row[0].strip() for row in rows] == ["network", "test_resnet", "test_vit"]
+    assert [row[0].strip() for row in rows] == ["network, batch 4", "test_resnet", "test_vit"]
 
 
 @pytest.mark.slow  # four cases of six windows

@@ -42,6 +42,8 @@ def read_images(data_dir: Path, output_dir: Path, env: DistEnv, stage_dir: Path 
 def repeat(manifest: Manifest, min_images: int) -> Manifest:
     """All files of the manifest as many times as it takes to have `min_images` or more."""
     times = math.ceil(min_images / len(manifest))
+    if times == 1:
+        return manifest
     return manifest.select(np.tile(np.arange(len(manifest)), times))
 
 

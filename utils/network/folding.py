@@ -8,16 +8,18 @@ whole of it:
 - the end of a residual block: two gradients are added, masked by the ReLU, and summed by the batch norms before it.
 
 The first two need a kernel of cuDNN (fp16). So does the third in one kernel with the convolution whose gradient it is;
-otherwise it is one pass over memory instead of two. cuDNN's sums differ in the last bits from run to run: not with
-`torch.use_deterministic_algorithms`.
+otherwise it is one pass over memory instead of two. cuDNN's sums differ in the last bits from run to run, so its
+kernels are left out with `torch.use_deterministic_algorithms`. With gradient checkpointing nothing is replaced.
 """
 
 import operator
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch._guards import detect_fake_mode
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
@@ -27,6 +29,7 @@ from utils.network import folded_ops, fused_ops
 
 AnyNode = Any  # a node of the graph; torch types its arguments as the union of 16 types
 aten, prims, brisk = torch.ops.aten, torch.ops.prims, torch.ops.brisk
+MEASURED = ((9, 0),)  # compute capabilities on which cuDNN's kernels are known to be faster
 MASK, WEIGHT_ALONE = 10, [False, True, False]  # argument of convolution_backward: the gradients that are wanted
 
 
@@ -43,20 +46,24 @@ class FoldNorms(CustomGraphPass):
     """See the module.
 
     Args:
-        has_kernel: whether an operator with such arguments, whose tensors are fake, is faster than what it replaces.
+        has_kernel: whether there is one kernel for an operator with such arguments, whose tensors are fake.
     """
 
     def __init__(self, has_kernel: Callable[[Any, tuple[Any, ...]], bool] | None = None) -> None:
-        self._has_kernel = has_kernel or has_cudnn_kernel
+        self._has_kernel = has_kernel or has_one_kernel
 
     def uuid(self) -> Any:
         """What the result depends on beside the graph, so that torch can keep it."""
-        files = [__file__, fused_ops.__file__, folded_ops.__file__]
+        kernels = Path(__file__).parent / "kernels"
+        files = [__file__, fused_ops.__file__, folded_ops.__file__, *map(str, sorted(kernels.glob("*.py")))]
         cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
-        return get_hash_for_files(tuple(files)), cudnn, torch.are_deterministic_algorithms_enabled()
+        gpu = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+        return get_hash_for_files(tuple(files)), cudnn, gpu is not None and sums_in_cudnn(torch.float16, gpu)
 
     def __call__(self, graph: Graph) -> None:
         """Replace all patterns in place."""
+        if any("recompute" in node.meta for node in graph.nodes):
+            return  # gradient checkpointing says by node what is computed again
         for node in list(graph.nodes):
             if node.target == aten.where.self:
                 self._fold_residual(graph, node)
@@ -111,9 +118,8 @@ class FoldNorms(CustomGraphPass):
         norms = [Norm(*each.args[1:5]) for each in sums]
         if not all(_are_alike(each, masked) for each in (z, *(norm.x for norm in norms))):
             return
-        backward = self._convolution_of(z, added, norms)
+        backward, branch = self._convolution_of(z, added, norms)
         if backward is not None:
-            (branch,) = (each for each in added.args if _input_grad_of(each) is not backward)
             target, arguments = (
                 brisk.masked_input_grad.default,
                 _arguments(backward, branch, _shortcut(z, norms), norms),
@@ -123,7 +129,7 @@ class FoldNorms(CustomGraphPass):
             target, arguments = brisk.residual_grad.default, (*added.args, z, *pairs, *[None] * (4 - len(pairs)))
             if not self._fits(target, arguments):
                 return
-        with graph.inserting_before(added):
+        with graph.inserting_before(masked):
             g, total, *dots = _Builder(graph, masked).results(target, arguments, 2 + len(norms))
         masked.replace_all_uses_with(g)
         for each, dot in zip(sums, dots, strict=True):
@@ -133,44 +139,46 @@ class FoldNorms(CustomGraphPass):
         if backward is not None:
             _leave_weight_grad(graph, backward)
 
-    def _convolution_of(self, z: AnyNode, added: AnyNode, norms: list[Norm]) -> AnyNode | None:
-        """The backward pass of a convolution whose kernel can take the end of a block along."""
+    def _convolution_of(self, z: AnyNode, added: AnyNode, norms: list[Norm]) -> tuple[AnyNode | None, AnyNode | None]:
+        """The backward pass of a convolution whose kernel can take the end of a block along; the other gradient."""
         if not _is_relu_of(z, norms):
-            return None
+            return None, None
         for gradient, branch in (added.args, added.args[::-1]):
             backward = _input_grad_of(gradient)
-            if backward is None or len(gradient.users) != 1 or list(backward.args[4]) != [1, 1]:
+            if backward is None or gradient is branch or len(gradient.users) != 1 or list(backward.args[4]) != [1, 1]:
                 continue
             arguments = _arguments(backward, branch, _shortcut(z, norms), norms)
             if self._fits(brisk.masked_input_grad.default, arguments):
-                return backward
-        return None
+                return backward, branch
+        return None, None
 
     def _fits(self, target: Any, arguments: tuple[Any, ...]) -> bool:
         return self._has_kernel(target, map_arg(arguments, lambda node: node.meta["val"]))
 
 
-def has_cudnn_kernel(target: Any, arguments: tuple[Any, ...]) -> bool:
-    """Whether an operator is one kernel on the GPU of its arguments; the passes over the residual always are."""
+def has_one_kernel(target: Any, arguments: tuple[Any, ...]) -> bool:
+    """Whether an operator is one kernel on the GPU of its arguments: cuDNN's, or for `residual_grad` Triton's."""
     first: Tensor = arguments[0]
     if target == brisk.residual_grad.default:
         return first.is_cuda and first.dtype in fused_ops.KERNEL_DTYPES
     if not first.is_cuda or first.dtype != torch.float16 or torch.are_deterministic_algorithms_enabled():
         return False
+    if torch.cuda.get_device_capability(first.device) not in MEASURED:
+        return False
     from utils.network.kernels.folded_convolutions import Convolution, input_grad_plan, sums_plan
 
     if target == brisk.convolution_sums.default:
         x, weight, stride, padding = arguments
-        return sums_plan(Convolution.of(x, weight, stride, padding), x.get_device()) is not None
-    dy, weight, stride, padding, branch, shortcut, x, _, _, _, x2, *_ = arguments
+        return sums_plan(x.get_device(), Convolution.of(x, weight, stride, padding)) is not None
+    _, weight, stride, padding, branch, shortcut, x, _, _, _, x2, *_ = arguments
     conv, norms = Convolution.of(x, weight, stride, padding), 1 if x2 is None else 2
-    return input_grad_plan(conv, norms, shortcut is not None, branch is not None, dy.get_device()) is not None
+    return input_grad_plan(x.get_device(), conv, norms, shortcut is not None, branch is not None) is not None
 
 
 def sums_in_cudnn(amp_dtype: torch.dtype, device: torch.device) -> bool:
     """Whether cuDNN has kernels of convolutions with batch norm's sums for a run's precision and device."""
     x, weight = (torch.empty(shape, dtype=amp_dtype, device=device) for shape in ((8, 64, 8, 8), (64, 64, 1, 1)))
-    return has_cudnn_kernel(brisk.convolution_sums.default, (x, weight, (1, 1), (0, 0)))
+    return has_one_kernel(brisk.convolution_sums.default, (x, weight, (1, 1), (0, 0)))
 
 
 # Building.
@@ -186,6 +194,7 @@ class _Builder:
 
     def __call__(self, target: Any, arguments: tuple[Any, ...]) -> AnyNode:
         node = self._graph.call_function(target, arguments)
+        counters["brisk"][str(target)] += 1
         values = map_arg(arguments, lambda each: each.meta["val"])
         mode = detect_fake_mode([value for value in values if isinstance(value, Tensor)] or list(values[0]))
         assert mode is not None, "values of a traced graph are fake"

@@ -22,6 +22,7 @@ from utils.figures import better_value, describe_figure, describe_figures, figur
 from utils.files import write_json
 from utils.log import SUMMARY
 from utils.network.folding import sums_in_cudnn
+from utils.network.fused_layers import BatchNorm2d
 from utils.options.flags import flag
 from utils.options.resolved import ResolvedConfig
 from utils.report.output_folder import DATA_WAIT_WARNING, read_run
@@ -183,7 +184,8 @@ def _describe_model(run: Run) -> str:
 
 def _folds(run: Run) -> bool:
     config = run.config
-    return config.compile and config.fused_layers and sums_in_cudnn(run.amp_dtype, run.env.device)
+    has_norms = any(isinstance(module, BatchNorm2d) for module in run.state.model.modules())
+    return config.compile and has_norms and sums_in_cudnn(run.amp_dtype, run.env.device)
 
 
 def _describe_device(run: Run) -> str:

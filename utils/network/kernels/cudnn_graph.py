@@ -19,6 +19,7 @@ ALIGNMENT = 16  # bytes, of a tensor's first element
 _CROSS_CORRELATION = 1
 _HEURISTIC_A = 3  # NVIDIA's advice; no engine is tried
 _STATUS_TEXT = 400  # bytes
+_REFUSALS = range(2000, 4000)  # CUDNN_STATUS_BAD_PARAM and _NOT_SUPPORTED, and their kinds
 
 
 class _Kind(IntEnum):
@@ -74,7 +75,12 @@ class Pointwise(IntEnum):
 
 
 class CudnnError(RuntimeError):
-    """A call of cuDNN failed; for a plan that means: there is no such engine for these operations."""
+    """A call of cuDNN failed."""
+
+    def __init__(self, text: str, is_refusal: bool) -> None:
+        """`is_refusal`: cuDNN has no engine for the operations, or is not there; it will not have one later."""
+        super().__init__(text)
+        self.is_refusal = is_refusal
 
 
 class Value(NamedTuple):
@@ -90,7 +96,7 @@ def _library() -> ctypes.CDLL:
     try:
         return ctypes.CDLL("libcudnn.so.9")
     except OSError as error:  # a build of torch that holds cuDNN within itself
-        raise CudnnError(str(error)) from error
+        raise CudnnError(str(error), is_refusal=True) from error
 
 
 def _call(name: str, *arguments: Any) -> None:
@@ -98,7 +104,8 @@ def _call(name: str, *arguments: Any) -> None:
     if status:
         text = ctypes.create_string_buffer(_STATUS_TEXT)
         _library().cudnnGetLastErrorString(text, ctypes.c_size_t(_STATUS_TEXT))
-        raise CudnnError(f"{name}: status {status}: {text.value.decode(errors='replace')}")
+        message = f"{name}: status {status}: {text.value.decode(errors='replace')}"
+        raise CudnnError(message, is_refusal=status in _REFUSALS)
 
 
 def _descriptor(kind: _Kind, *attributes: tuple[int, _Type, Sequence[Any]]) -> int:
@@ -116,9 +123,9 @@ def _descriptor(kind: _Kind, *attributes: tuple[int, _Type, Sequence[Any]]) -> i
 
 @functools.cache
 def _handle(device: int) -> int:
-    with torch.cuda.device(device):
-        made = ctypes.c_void_p()
-        _call("cudnnCreate", ctypes.byref(made))
+    """Of the current device, which is number `device`."""
+    made = ctypes.c_void_p()
+    _call("cudnnCreate", ctypes.byref(made))
     assert made.value is not None
     return made.value
 
@@ -217,7 +224,10 @@ class Graph:
         Raises:
             CudnnError: it has none.
         """
-        handle = _handle(device)
+        with torch.cuda.device(device):
+            return self._plan(_handle(device))
+
+    def _plan(self, handle: int) -> "Plan":
         graph = _descriptor(_Kind.GRAPH, (800, _Type.HANDLE, [handle]), (801, _Type.DESCRIPTOR, self._operations))
         heuristic = _descriptor(
             _Kind.HEURISTIC, (201, _Type.DESCRIPTOR, [graph]), (200, _Type.HEURISTIC_MODE, [_HEURISTIC_A])
@@ -226,7 +236,7 @@ class Graph:
         _call("cudnnBackendCreateDescriptor", ctypes.c_int(_Kind.ENGINE_CONFIG), ctypes.byref(config))
         found = _read(heuristic, 202, _Type.DESCRIPTOR, config)
         if not found:
-            raise CudnnError("no engine has these operations")
+            raise CudnnError("no engine has these operations", is_refusal=True)
         plan = _descriptor(_Kind.PLAN, (400, _Type.HANDLE, [handle]), (401, _Type.DESCRIPTOR, [config.value]))
         return Plan(handle, plan, self._uids)
 
@@ -261,12 +271,16 @@ class Plan:
         self._handle, self._descriptor, self._uids = handle, descriptor, uids
         size = ctypes.c_int64()
         _read(descriptor, 402, _Type.INT64, size)
-        self._workspace_bytes = size.value
+        self.workspace_bytes = size.value
 
     def __call__(self, *tensors: Tensor) -> None:
         """Run on the current stream. `tensors`: arguments in the order of their declaration, results among them."""
-        stream = torch.cuda.current_stream(tensors[0].device).cuda_stream
-        workspace = torch.empty(self._workspace_bytes, dtype=torch.uint8, device=tensors[0].device)
+        with torch.cuda.device(tensors[0].device):
+            self._run(tensors)
+
+    def _run(self, tensors: Sequence[Tensor]) -> None:
+        stream = torch.cuda.current_stream().cuda_stream
+        workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=tensors[0].device)
         pack = _descriptor(
             _Kind.VARIANT_PACK,
             (1000, _Type.INT64, self._uids),

@@ -5,8 +5,8 @@ last bits of the sums differ from run to run.
 """
 
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from utils.network.kernels.cudnn_graph import ALIGNMENT, CudnnError, Graph, Plan
 from utils.network.kernels.tensors import channels_last, images_like
 
 Shape = tuple[int, ...]
+MAX_WORKSPACE = 2**27  # bytes; ResNet-50's kernels need 37 MiB at most, at batch 256
 
 
 class Convolution(NamedTuple):
@@ -37,24 +38,46 @@ class Convolution(NamedTuple):
         return (self.input[0], self.weight[0], *((n + 2 * pad - k) // step + 1 for n, k, step, pad in sides))
 
 
-@functools.cache
-def sums_plan(conv: Convolution, device: int) -> Plan | None:
-    """Arguments: x, weight, result, sums of the result, sums of its squares. None: cuDNN has no such kernel."""
+def _planned(build: Callable[..., Graph]) -> Callable[..., Plan | None]:
+    """The plan on a device, the new first argument, of the graph that `build` makes of the others; made once.
+
+    None if cuDNN has no such kernel, or one that needs much memory.
+    """
+    plans: dict[tuple[Any, ...], Plan | None] = {}
+
+    def find(device: int, *arguments: Any) -> Plan | None:
+        key = (device, *arguments)
+        if key not in plans:
+            try:
+                plan = build(*arguments).plan(device)
+            except CudnnError as error:
+                if not error.is_refusal:  # such as a GPU without free memory, which may have some later
+                    return None
+                plans[key] = None
+            else:
+                plans[key] = plan if plan.workspace_bytes <= MAX_WORKSPACE else None
+        return plans[key]
+
+    return find
+
+
+@_planned
+def sums_plan(conv: Convolution) -> Graph:
+    """Arguments: x, weight, result, sums of the result, sums of its squares."""
     graph = Graph(torch.float16)
     x, weight, y = (graph.images(shape) for shape in (conv.input, conv.weight, conv.result))
     graph.convolution(x, weight, y, conv.stride, conv.padding)
     graph.sums(y, graph.vector(y.shape[1]), graph.vector(y.shape[1]))
-    return _plan(graph, device)
+    return graph
 
 
-@functools.cache
-def input_grad_plan(conv: Convolution, norms: int, has_shortcut: bool, has_branch: bool, device: int) -> Plan | None:
+@_planned
+def input_grad_plan(conv: Convolution, norms: int, has_shortcut: bool, has_branch: bool) -> Graph:
     """Gradient of a convolution's input z, masked where z is 0, and the sums of the batch norms behind z.
 
     z = relu(norm(x) + norm(x2) + shortcut), where the last two may be absent. Arguments: gradient of the convolution's
     result, weight; of each norm x, mean, 1, scale, bias; `has_branch`: a gradient that is added; `has_shortcut`: the
     shortcut; the masked gradient; of each norm the sums of it times (x - mean), its sums, three vectors.
-    None: cuDNN has no such kernel.
     """
     graph = Graph(torch.float16)
     dy, weight = graph.images(conv.result), graph.images(conv.weight)
@@ -71,7 +94,7 @@ def input_grad_plan(conv: Convolution, norms: int, has_shortcut: bool, has_branc
     graph.pointwise(Pointwise.RELU_BACKWARD, gradient, z, masked)
     for x, mean, ones, scale, _ in inputs:
         graph.norm_grads(masked, x, mean, ones, scale, [graph.vector(conv.input[1]) for _ in range(5)])
-    return _plan(graph, device)
+    return graph
 
 
 def _combined(graph: Graph, mode: Pointwise, a: Value, b: Value) -> Value:
@@ -86,13 +109,6 @@ def _normalized(graph: Graph, x: Value, mean: Value, ones: Value, scale: Value, 
     graph.pointwise(Pointwise.ADD, x, mean, centered, factor=-1.0)
     scaled = _combined(graph, Pointwise.MUL, _combined(graph, Pointwise.MUL, centered, ones), scale)
     return _combined(graph, Pointwise.ADD, scaled, bias)
-
-
-def _plan(graph: Graph, device: int) -> Plan | None:
-    try:
-        return graph.plan(device)
-    except CudnnError:
-        return None
 
 
 @functools.cache
@@ -113,7 +129,7 @@ def convolution_sums(
         The result (N, K, H', W'); sums over N, H', W', float32 (K,).
     """
     conv = Convolution.of(x, weight, stride, padding)
-    plan = sums_plan(conv, x.get_device())
+    plan = sums_plan(x.get_device(), conv)
     x, weight = channels_last(x), channels_last(weight)
     if plan is None or not _are_aligned(x, weight):
         return None
@@ -143,15 +159,15 @@ def masked_input_grad(
     """
     like = norms[0][0]
     conv = Convolution.of(like, weight, stride, padding)
-    plan = input_grad_plan(conv, len(norms), shortcut is not None, branch is not None, like.get_device())
+    plan = input_grad_plan(like.get_device(), conv, len(norms), shortcut is not None, branch is not None)
     images = [channels_last(each) for each in (branch, shortcut) if each is not None]
     dy, weight, *inputs = (channels_last(each) for each in (dy, weight, *(norm[0] for norm in norms)))
-    if plan is None or not _are_aligned(dy, weight, *inputs, *images):
-        return None
     channels, ones = like.shape[1], _ones(like.shape[1], like.device)
     arguments = [dy, weight]
     for x, (_, mean, scale, bias) in zip(inputs, norms, strict=True):
         arguments += [x, mean.contiguous(), ones, scale.contiguous(), bias.contiguous()]
+    if plan is None or not _are_aligned(*arguments, *images):
+        return None
     masked = images_like(like, like.shape)
     results = [_vectors(5, channels, like.device) for _ in norms]
     plan(*arguments, *images, masked, *(vector for vectors in results for vector in vectors))
