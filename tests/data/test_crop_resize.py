@@ -21,7 +21,7 @@ import tests.data.test_crop_resize as tests
 from utils.data.augmentation import crop_kernel
 
 crop_kernel.ROWS, crop_kernel.COLUMNS = 4, 4  # several tiles of an image, which it does not fill
-tests.check_kernel("cpu", size=6, count=4, longest=15)
+tests.check_kernel("cpu", size=5, count=3, longest=11)
 print("all agree")
 """
 Size = tuple[int, int]
