@@ -21,7 +21,6 @@ from tests.harness import (
     Finished,
     assert_refused,
     launch,
-    launch_and_end,
     read_checkpoint,
     read_losses,
     read_metrics,
@@ -29,7 +28,7 @@ from tests.harness import (
 )
 from tests.held import hold_and_end
 from tests.processes import free_port
-from tests.training.test_resume import EVERYTHING, PLAIN, flags_for, steps_logged
+from tests.training.test_resume import EVERYTHING, PLAIN, flags_for
 from utils.training.state.train_state import mean_buffers
 
 
@@ -128,9 +127,9 @@ def test_stop_through_torchrun(data: Path, tmp_path: Path, loader: str) -> None:
     """torchrun signals the workers of a DataLoader too; the checkpoint is written nevertheless."""
     endless = ("--loader", loader, "--epochs", 100000, "--batch-size", 4)
     flags = ("--data-dir", data, *TINY, *endless, "--output-dir", tmp_path)
-    launch_and_end(*flags, when=steps_logged(tmp_path, 7), number=signal.SIGTERM, processes=2)
+    hold_and_end(*flags, at=7, number=signal.SIGTERM, processes=2)
     step = read_checkpoint(tmp_path)["step"]
-    assert step >= 7
+    assert step == 9
     mean = mean_buffers([rank["buffers"]["model"] for rank in read_checkpoint(tmp_path)["ranks"]])
     saved = read_checkpoint(tmp_path)["model"]
     assert_same({name: saved[name] for name in mean}, mean)
@@ -147,7 +146,7 @@ def test_resume_is_exact_on_three_ranks(data: Path, tmp_path: Path, exchange: st
     flags = (*flags_for(data, 2, PLAIN), "--arch", "resnet18", "--epochs", 2, "--grad-exchange", exchange)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert launch(*flags, "--output-dir", whole, processes=3).status == 0
-    hold_and_end(*flags, "--output-dir", cut, "--checkpoint-steps", 2, at=2, when=(cut / "last.pt").exists, processes=3)
+    hold_and_end(*flags, "--output-dir", cut, "--checkpoint-steps", 2, at=2, processes=3)
     assert read_checkpoint(cut)["step"] == 2
     assert launch(*flags, "--output-dir", cut, processes=3).status == 0
     assert_same(read_checkpoint(whole)["model"], read_checkpoint(cut)["model"])
@@ -237,7 +236,7 @@ def test_a_killed_run_leaves_no_generated_files(
     with tempfile.TemporaryDirectory() as folder:  # not tmp_path, which is too long for the sockets of proxy's workers
         monkeypatch.setenv("TMPDIR", folder)
         # far from the next epoch, for which proxy builds another pipeline
-        hold_and_end(*flags, "--batch-size", 2, "--checkpoint-steps", 1, at=1, when=(tmp_path / "last.pt").exists)
+        hold_and_end(*flags, "--batch-size", 2, "--checkpoint-steps", 1, at=1)
         assert not list(Path(folder).rglob("*autograph*"))
 
 
