@@ -52,7 +52,7 @@ OMP_NUM_THREADS=$threads "$PYTHON" -m torch.distributed.run --standalone --nproc
     --data-dir "$data_dir" --output-dir "$output_dir" --resume none --seed 0 --device auto \
     --arch resnet10t --image-size 32 --val-resize 32 --workers "$((threads < 4 ? threads : 4))" \
     --augment none --hflip 0 --crop-scale 0.6 \
-    --epochs 7 --batch-size "$batch_size" --optimizer sgd --lr 0.5 --warmup-epochs 1 \
+    --epochs 5 --batch-size "$batch_size" --optimizer sgd --lr 0.5 --warmup-epochs 1 \
     --weight-decay 1e-4 --label-smoothing 0.1
 
 "$PYTHON" - "$output_dir" <<'PYTHON'

@@ -69,6 +69,7 @@ def test_images_that_fill_no_batch_are_not_kept(
     assert describe(run, images, False, windows=5, window_seconds=1.0)["kept"] == expected
 
 
+@pytest.mark.slow
 def test_jpeg_engines_count_where_they_decode(opened: Callable[..., tuple[Run, Manifest]]) -> None:
     small, manifest = opened()
     large = dataclasses.replace(small, config=dataclasses.replace(small.config, hw_decoder_load=0.9))

@@ -12,18 +12,9 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2 import functional
 
-from tests.harness import launch
 from utils.data.augmentation import crop_resize
 from utils.data.augmentation.crop_resize import resize_crops
 
-INTERPRETED = """
-import tests.data.test_crop_resize as tests
-from utils.data.augmentation import crop_kernel
-
-crop_kernel.ROWS, crop_kernel.COLUMNS = 4, 4  # several tiles of an image, which it does not fill
-tests.check_kernel("cpu", size=5, count=3, longest=11)
-print("all agree")
-"""
 Size = tuple[int, int]
 Box = tuple[int, int, int, int]  # top, left, height, width
 
@@ -97,7 +88,7 @@ def test_pixels_do_not_depend_on_the_batch() -> None:
 
 
 def check_kernel(device: str, size: int, count: int, longest: int) -> None:
-    """The kernel against plain torch."""
+    """The kernel against plain torch; tests/network/test_kernels.py has that in Triton's interpreter."""
     from utils.data.augmentation.crop_kernel import launch_resize
 
     images = Images(random_crops(count, longest, seed=size))
@@ -124,12 +115,6 @@ def test_a_kernel_needs_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         found.append(crop_resize.can_compile_kernels())
     crop_resize.can_compile_kernels.cache_clear()
     assert found == [False, True]
-
-
-def test_the_kernel_in_the_interpreter() -> None:
-    env = {"TRITON_INTERPRET": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    done = launch(program=INTERPRETED, env=env)
-    assert (done.status, done.out) == (0, "all agree\n"), done.err
 
 
 @pytest.mark.gpu

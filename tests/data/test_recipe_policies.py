@@ -72,8 +72,9 @@ def test_strength_and_noise_of_randaugment(loader: str, magnitude: int, std: flo
     assert chance_of(drawn, expected) > MIN_CHANCE
 
 
-@pytest.mark.parametrize("loader", ONE_QUICK)
-@pytest.mark.parametrize("std", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("std", [0.0, 1.0])
 def test_number_of_operations(loader: str, std: float) -> None:
     """Of three operations all are the identity once in 14 ** 3; of one, once in 14."""
     image = info(24)

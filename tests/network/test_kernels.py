@@ -18,10 +18,14 @@ from utils.network.fused_layers import depthwise_shapes, swap_fused_layers
 from utils.network.input_check import check_input
 
 INTERPRETED = """
-import torch
+import tests.data.test_crop_resize as crops
 import tests.network.test_kernels as tests
+import torch
+from utils.data.augmentation import crop_kernel
 from utils.network.kernels import batch_norm
 
+crop_kernel.ROWS, crop_kernel.COLUMNS = 4, 4  # several tiles of an image, which it does not fill
+crops.check_kernel("cpu", size=5, count=3, longest=11)
 batch_norm.ROWS, batch_norm.PARTIALS = 4, 4  # several blocks of small tensors
 tests.check_norm_kernels("cpu", [(2, 24, 4, 4), (1, 40, 3, 7)], torch.float32)
 tests.check_residual_kernels("cpu", [(2, 24, 4, 4)], torch.float32)

@@ -37,9 +37,7 @@ TWO_EPOCHS = {"freeze_epochs", "resize_schedule"}  # which these need
 QUICK = {
     "efficientnetv2_s",
     "finetune_convnext",
-    "imagenette_5epochs",
     "resnet50_a3",
-    "resnet50_ffcv16",
     "vit_small",
 }
 

@@ -40,9 +40,8 @@ def weights_for(data: Path, folder: Path, flags: tuple[Any, ...]) -> tuple[Any, 
     return ("--pretrained", folder / "weights" / "last.pt", "--pretrained-head", "new")
 
 
-@pytest.mark.parametrize(
-    "name", ["resnet", *(pytest.param(name, marks=pytest.mark.slow) for name in FLAGS if name != "resnet")]
-)
+@pytest.mark.slow  # quick: tests/training/test_resume.py
+@pytest.mark.parametrize("name", FLAGS)
 def test_a_stopped_run_ends_as_the_uninterrupted_one(data: Path, tmp_path: Path, name: str) -> None:
     """After the first step, and from the first step of the last epoch."""
     flags = ("--data-dir", data, *SHORT, *FLAGS[name], *weights_for(data, tmp_path, FLAGS[name]))
