@@ -10,6 +10,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 if __name__ == "__main__":  # before the imports that take seconds
     from utils.data.formats.sources import check_source
@@ -85,11 +86,11 @@ def train_step(run: Run) -> None:
 def evaluate_epoch(run: Run) -> None:
     """Evaluate the model and its moving average over all ranks, where that is due, and save: the end of an epoch."""
     run.begin_evaluation()
-    result: dict[str, float | int] = {}
+    result: dict[str, Any] = {}
     for name, network in run.state.networks().items() if run.is_evaluation_due else ():
         average_buffers(network, run.env)
-        batches, num_classes = run.val_batches(), run.config.num_classes
-        found = evaluate(network, batches, run.augment.normalize, run.num_val, num_classes, run.env, run.amp_dtype)
+        batches, normalize = run.val_batches(), run.augment.normalize
+        found = evaluate(network, batches, normalize, run.num_val, run.val_targets, run.env, run.amp_dtype)
         prefix = "val/" if name == "model" else "val/ema_"
         result |= {prefix + key: value for key, value in found.items()}
     run.end_epoch(result)

@@ -269,6 +269,11 @@ def write_splits(options: Options, config: TrainConfig, has_fingerprint: bool, s
     for manifest in listed.values():
         if manifest.bad:
             raise UserError(f"{manifest.root}: {describe(manifest.bad)}; replace or remove what is bad")
+        if manifest.label_sets is not None:
+            raise UserError(
+                f"{config.data_dir}: its images have several labels, and tars and folders have a place for one; train "
+                "from the label file"
+            )
     classes = listed[splits[0]].classes
     check_classes(classes, is_tar)
     if has_fingerprint:

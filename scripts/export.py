@@ -77,7 +77,7 @@ def export(options: Options) -> None:
     labels = label_lines(trained.classes)
     check_output(options.output_dir, files, labels, options.overwrite)
     weights = "EMA weights" if trained.weights == EMA else "weights"
-    accuracy = "not evaluated" if trained.top1 is None else f"top-1 {trained.top1:.2f} %"
+    accuracy = trained.accuracy or "not evaluated"
     with staged(options.output_dir, (LABELS, *files)) as folder:
         emit(
             f"{trained.path}: {trained.config.arch}, {count(trained.config.num_classes, 'class')}, {weights}, "

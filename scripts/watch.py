@@ -23,7 +23,7 @@ from utils.errors import UserError
 from utils.options.cli import Program
 from utils.options.readers import number_option
 from utils.progress import is_terminal
-from utils.report.output_folder import RunInfo, open_run
+from utils.report.output_folder import RunInfo, is_evaluation, open_run
 from utils.report.terminal import headline, record_line, screen
 
 
@@ -82,7 +82,7 @@ class _Lines:
 
     def __call__(self, run: RunInfo) -> None:
         for record in run.metrics:
-            position = (record["step"], record["epoch"], "val/top1" in record)
+            position = (record["step"], record["epoch"], is_evaluation(record))
             if position > self._printed:
                 print(record_line(record, run.best_by), flush=True)
                 self._printed = position

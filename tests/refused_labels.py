@@ -41,6 +41,8 @@ def column(name: str, values: Sequence[str]) -> str:
     return f"file,label,{name}\n" + "\n".join(f"{row},{value}" for row, value in zip(ROWS, values, strict=True))
 
 
+SEVERAL = rows("images/red-1.jpg,red|blue", kept=5)
+NO_LABELS = "file,label\n" + "".join(f"{name},\n" for name in NAMES)
 LABELS = [
     Case(FORM, "empty", labeled("")),
     Case(FORM, "only a heading", labeled("file,label\n")),
@@ -56,7 +58,17 @@ LABELS = [
     Case(FORM, "a row without a file", labeled(rows(",red"))),
     Case(FORM, "a label with a slash", labeled(rows("images/red-1.jpg,red/dark", kept=5))),
     Case(FORM, "a label with a line break", labeled(rows('images/red-1.jpg,"red\ndark"', kept=5))),
-    Case(FORM, "several labels", labeled(rows("images/red-1.jpg,red|dark", kept=5))),
+    Case(FORM, "several labels", labeled(rows("images/red-1.jpg,red|dark", kept=5)), "--task multiclass"),
+    Case(FORM, "several labels, one only in val", labeled(SEVERAL, val_csv=VAL.replace(",red", ",red|pink"))),
+    Case(FORM, "several labels, one with a slash", labeled(rows("images/red-1.jpg,red|a/b", kept=5))),
+    Case(FORM, "several labels, a row twice", labeled(SEVERAL + "images/red-1.jpg,blue\n")),
+    Case(FORM, "several labels, none in train", labeled(NO_LABELS), "--task multilabel"),
+    Case(FORM, "several labels, none in val", labeled(SEVERAL, val_csv=NO_LABELS.replace("images/", "images/val-"))),
+    Case(FORM, "several labels, cross entropy", labeled(SEVERAL), "--loss cross-entropy"),
+    Case(FORM, "several labels, a flag of cross entropy", labeled(SEVERAL), "--focal 2"),
+    Case(FORM, "several labels, the figure of one", labeled(SEVERAL), "--best-by top1"),
+    Case(FORM, "one label, the loss of several", labeled(rows()), "--loss asymmetric"),
+    Case(FORM, "one label, the figure of several", labeled(rows()), "--best-by map"),
     Case(FORM, "a file that is missing", labeled(rows("images/gone.jpg,red"))),
     Case(FORM, "all files of another folder", labeled(rows().replace("images/", "pictures/"))),
     Case(FORM, "a folder as a file", labeled(rows("images,red"))),

@@ -19,6 +19,7 @@ from utils.data.loaders.sampler import RandomSampler
 from utils.distributed.group import DistEnv
 from utils.network.augment import BatchAugment, Normalize
 from utils.seed import Stream, derive_seed, random_state, seed_all, seed_process, seed_weights, set_random_state
+from utils.targets import Targets
 
 CPU = torch.device("cpu")
 SIDE = 64  # pixels of the images whose colors show the crop
@@ -80,7 +81,7 @@ def test_draws_of_seeds_ranks_and_steps_are_independent() -> None:
     """Mixup's, of 2 seeds x 2 ranks x 2 steps of the run, and the weights'."""
     streams = {}
     images, targets = torch.zeros(2, 3, 4, 4, dtype=torch.uint8), torch.arange(2)
-    augment = BatchAugment(resolved(mixup=1.0), Normalize((0, 0, 0), (1, 1, 1), torch.float32, CPU), 2, CPU)
+    augment = BatchAugment(resolved(mixup=1.0), Normalize((0, 0, 0), (1, 1, 1), torch.float32, CPU), Targets(2), CPU)
     for seed, rank, step in itertools.product(range(2), range(2), (0, 1)):
         seed_process(seed, rank, step)
         shares = [float(augment(images, targets)[1][0, 0]) for _ in range(500)]

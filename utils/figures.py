@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+Task = Literal["multiclass", "multilabel"]  # an image has one class, or any number
 
 
 class Figure(NamedTuple):
@@ -13,29 +15,35 @@ class Figure(NamedTuple):
         show: its format.
         higher_is_better: otherwise lower values are.
         in_lines: whether lines have it; otherwise only those of a run with `--best-by` for it.
+        tasks: whose evaluations have it.
     """
 
     title: str
     show: str = "{:.2f} %"
     higher_is_better: bool = True
     in_lines: bool = True
+    tasks: tuple[Task, ...] = ("multiclass", "multilabel")
 
 
 # By the name in evaluation.json. Figures of other classes in `EVAL_METRICS` are percent under their own name.
 FIGURES = {
-    "top1": Figure("top-1"),
-    "top5": Figure("top-5"),
+    "top1": Figure("top-1", tasks=("multiclass",)),
+    "top5": Figure("top-5", tasks=("multiclass",)),
     "loss": Figure("loss", "{:.4f}", higher_is_better=False),
     "macro_recall": Figure("macro recall", in_lines=False),
     "macro_precision": Figure("macro precision", in_lines=False),
     "macro_f1": Figure("macro F1", in_lines=False),
-    "auc": Figure("AUC", in_lines=False),
-    "average_precision": Figure("average precision", in_lines=False),
+    "auc": Figure("AUC", in_lines=False, tasks=("multiclass",)),
+    "average_precision": Figure("average precision", in_lines=False, tasks=("multiclass",)),
+    "map": Figure("mAP", tasks=("multilabel",)),
+    "micro_f1": Figure("micro F1", tasks=("multilabel",)),
 }
 OF_TWO_CLASSES = ("auc", "average_precision")  # of images of both
 _IN_ALL_TABLES = ("top1", "top5", "loss")
 _OF_VAL, _OF_EMA = "val/", "val/ema_"  # how keys of metrics.jsonl begin
-_NO_FIGURES = ("count", "seconds")
+THRESHOLDS = "thresholds"  # of the classes, beside the figures of an evaluation: a list
+_NO_FIGURES = ("count", "seconds", THRESHOLDS)
+MAIN_FIGURE: dict[Task, str] = {"multiclass": "top1", "multilabel": "map"}
 
 
 def figure(name: str) -> Figure:

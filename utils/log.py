@@ -228,7 +228,7 @@ class Log:
         """Write an evaluation to the files, and as a line, which has the figure `best_by` in any case."""
         self._evaluation_seconds = time.monotonic() - self._trained_at
         self._close_bar()
-        self.record(values)
+        self.record({name: value for name, value in values.items() if not isinstance(value, list)})
         first, *others = describe_figures(values, best_by)
         facts = [f"epoch {values['epoch']}/{self._epochs}", f"val {first}", *others]
         names = ("top1",) if best_by in ("top1", "top5", "loss") else ("top1", best_by)
@@ -265,4 +265,4 @@ def _is_before(line: str, epoch: int, step: int) -> bool:
         record = json.loads(line)
     except json.JSONDecodeError:
         return False  # cut off by a crash
-    return bool(record["epoch"] <= epoch if "val/top1" in record else record["step"] <= step)
+    return bool(record["epoch"] <= epoch if any(name.startswith("val/") for name in record) else record["step"] <= step)

@@ -59,6 +59,7 @@ from utils.distributed.stop import StopRequest
 from utils.network.augment import BatchAugment, Normalize
 from utils.network.compiler import compile_network
 from utils.network.gradients import ForwardBackward
+from utils.targets import Targets
 
 def is_interrupted():
     try:
@@ -81,7 +82,7 @@ with process_group(choose_device("cpu", read_launch()), timeout=60) as env:
         config = resolved(loader=loader, image_size=32, val_resize=36)
         batches = pipelines.create_train_loader(config, manifest, RandomSampler(len(manifest), 8), env)
         with contextlib.closing(batches):
-            images, targets = BatchAugment(config, normalize, 3, env.device)(*next(batches))
+            images, targets = BatchAugment(config, normalize, Targets(3), env.device)(*next(batches))
             losses.append(compute(images, targets, 0).item())
             interrupts.append(is_interrupted())
         for images, targets in pipelines.create_val_loader(config, manifest, env):

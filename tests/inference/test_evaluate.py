@@ -17,6 +17,7 @@ from utils.data.formats.folder import scan_splits
 from utils.distributed.group import DistEnv
 from utils.inference.evaluate import FlipAverage, _shown, compute_logits, evaluate
 from utils.inference.mistakes import Mistakes
+from utils.targets import Targets
 from utils.training.optimization.optim import create_ema
 
 CONFIG = resolved(batch_size=4, image_size=32, val_resize=36, workers=1, hw_decoder_load=0.65, prefetch=2)
@@ -77,9 +78,11 @@ def test_counts_are_right(data: Path, cpu: DistEnv, loader: str) -> None:
     _, val = scan_splits(data)
     config = dataclasses.replace(CONFIG, loader=loader)  # type: ignore[arg-type]
     batches = pipelines.create_val_loader(config, val, cpu)
-    result = evaluate(Brightest(), batches, lambda images: images.float() / 255, 41, 3, cpu, torch.float32)
+    result = evaluate(Brightest(), batches, lambda images: images.float() / 255, 41, Targets(3), cpu, torch.float32)
     assert result["top1"] == 100.0
-    wrong = evaluate(nn.Sequential(Brightest(), Shift()), batches, lambda x: x.float() / 255, 41, 3, cpu, torch.float32)
+    wrong = evaluate(
+        nn.Sequential(Brightest(), Shift()), batches, lambda x: x.float() / 255, 41, Targets(3), cpu, torch.float32
+    )
     assert wrong["top1"] == 0.0
     assert wrong["top5"] == 100.0  # of three classes, all are among the top five
     assert wrong["count"] == 41
@@ -103,7 +106,9 @@ def test_mistakes_are_those_of_top1(data: Path, cpu: DistEnv) -> None:
     _, val = scan_splits(data)
     batches = pipelines.create_val_loader(CONFIG, val, cpu)
     mistakes = Mistakes(CONFIG, val, cpu)
-    top1 = evaluate(Rounded(), batches, lambda images: images.float(), 41, 3, cpu, torch.float32, mistakes)["top1"]
+    top1 = evaluate(Rounded(), batches, lambda images: images.float(), 41, Targets(3), cpu, torch.float32, mistakes)[
+        "top1"
+    ]
     pictures = mistakes.pictures({}, None)
     assert pictures is not None
     assert sum(each["correct"] for each in pictures.classes) == round(top1 * 41 / 100)
@@ -135,7 +140,9 @@ def copying_network() -> nn.Module:
 def test_known_logits_of_twelve_classes(cpu: DistEnv, batch_sizes: list[int]) -> None:
     images, targets = known_images(0)
     batches = zip(torch.split(images, batch_sizes), torch.split(targets, batch_sizes), strict=True)
-    result = evaluate(copying_network(), batches, lambda images: images.float() / 4, 10, CLASSES, cpu, torch.float32)
+    result = evaluate(
+        copying_network(), batches, lambda images: images.float() / 4, 10, Targets(CLASSES), cpu, torch.float32
+    )
     all_exps = sum(math.exp(number / 4) for number in range(CLASSES))
     loss = sum(math.log(all_exps) - (CLASSES - rank) / 4 for rank in RANKS) / len(RANKS)
     shown = {name: value for name, value in result.items() if not name.startswith("macro_")}
@@ -146,7 +153,9 @@ def test_known_logits_of_twelve_classes(cpu: DistEnv, batch_sizes: list[int]) ->
 def test_precision_of_the_forward_pass(cpu: DistEnv, dtype: torch.dtype, spacing: int) -> None:
     """Logits from 2 to 2 + 11 / 512, which bf16 rounds to 2 and 2 + 1 / 64."""
     images, targets = known_images(1)
-    result = evaluate(copying_network(), [(images, targets)], lambda x: 2 + x.float() / 512, 10, CLASSES, cpu, dtype)
+    result = evaluate(
+        copying_network(), [(images, targets)], lambda x: 2 + x.float() / 512, 10, Targets(CLASSES), cpu, dtype
+    )
     logits = [2 + round(number / 512 * spacing) / spacing for number in range(CLASSES - 1, -1, -1)]
     loss = math.log(sum(map(math.exp, logits))) - sum(logits[rank - 1] for rank in RANKS) / len(RANKS)
     assert result["loss"] == pytest.approx(loss, rel=1e-6)
@@ -158,7 +167,9 @@ def test_logits_of_mirror_images_are_averaged(cpu: DistEnv) -> None:
     network = copying_network().eval()
     mirrored = images.flip(3)
     logits = (network(images.float()) + network(mirrored.float())) / 2
-    found = evaluate(FlipAverage(network), [(images, targets)], torch.Tensor.float, 10, CLASSES, cpu, torch.float32)
+    found = evaluate(
+        FlipAverage(network), [(images, targets)], torch.Tensor.float, 10, Targets(CLASSES), cpu, torch.float32
+    )
     assert found["loss"] == pytest.approx(float(nn.functional.cross_entropy(logits, targets)))
     assert found["top1"] == 100 * float((logits.argmax(1) == targets).double().mean())
 
@@ -167,13 +178,13 @@ def test_lost_images_fail_the_run(data: Path, cpu: DistEnv) -> None:
     _, val = scan_splits(data)
     batches = list(pipelines.create_val_loader(CONFIG, val, cpu))
     with pytest.raises(RuntimeError, match="saw 37 of 41 validation images"):
-        evaluate(Brightest(), batches[1:], lambda images: images.float(), 41, 3, cpu, torch.float32)
+        evaluate(Brightest(), batches[1:], lambda images: images.float(), 41, Targets(3), cpu, torch.float32)
 
 
 def test_the_model_keeps_its_mode(data: Path, cpu: DistEnv) -> None:
     model = Brightest().train()
     images, targets = torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
-    evaluate(model, [(images, targets)], lambda images: images.float(), 2, 3, cpu, torch.float32)
+    evaluate(model, [(images, targets)], lambda images: images.float(), 2, Targets(3), cpu, torch.float32)
     assert model.training
 
 
@@ -195,10 +206,11 @@ def test_an_evaluation_depends_on_the_weights_alone(cpu: DistEnv, arch: str, siz
 
     def same_loss(one: nn.Module, other: nn.Module) -> bool:
         losses = [
-            evaluate(m, [batch], lambda x: x.float() / 255, 2, 3, cpu, torch.float32)["loss"] for m in (one, other)
+            evaluate(m, [batch], lambda x: x.float() / 255, 2, Targets(3), cpu, torch.float32)["loss"]
+            for m in (one, other)
         ]
         results.append(losses[0])
-        return losses[0] == losses[1]
+        return bool(losses[0] == losses[1])
 
     reused.eval()  # as with --evaluate, which loads one network after the other
     assert not same_loss(reused, fresh)

@@ -27,7 +27,7 @@ from utils.inference.weights import find_best_checkpoints
 def test_weights(tmp_path: Path, result: dict[str, float], ema: bool | None, weights: str, top1: float | None) -> None:
     path = write_checkpoint(tmp_path / "best.pt", result=result, with_ema=True)
     trained = load_trained(path, ema)
-    assert (trained.weights, trained.top1) == (weights, top1)
+    assert (trained.weights, trained.figure) == (weights, top1 and ("top1", top1))
     assert_same(dict(trained.model.state_dict()), dict(read_checkpoint(tmp_path, "best.pt")[weights]))
     assert (trained.classes, trained.normalization) == (CLASSES, (MEAN, STD))
     assert not trained.model.training
@@ -41,8 +41,8 @@ def test_an_evaluation_of_other_weights(
     result = {"val/top1": 50.0, "val/ema_top1": 60.0} | position
     path = write_checkpoint(tmp_path / "last.pt", result=result, with_ema=True)
     trained = load_trained(path)
-    assert (trained.weights, trained.top1, trained.metadata["top1"]) == ("model_ema", None, None)
-    assert "Top-1" not in model_card(trained)
+    assert (trained.weights, trained.figure, trained.metadata["top1"]) == ("model_ema", None, None)
+    assert "top-1" not in model_card(trained)
     arguments = (path, "--format", "timm", "--output-dir", tmp_path / "out", "--no-check")
     assert export.main([str(word) for word in arguments]) == 0
     assert capsys.readouterr().out.startswith(f"{path}: test_resnet, 3 classes, EMA weights, not evaluated\n")

@@ -12,6 +12,7 @@ from torchvision.transforms import v2
 
 from tests.conftest import resolved
 from utils.network.augment import BatchAugment, Normalize
+from utils.targets import Targets
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CPU = torch.device("cpu")
@@ -25,7 +26,7 @@ def batch(size: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
 
 def augment(dtype: torch.dtype = torch.float32, **values: Any) -> BatchAugment:
     config = resolved(**values)
-    return BatchAugment(config, Normalize(MEAN, STD, dtype, CPU), 5, CPU)
+    return BatchAugment(config, Normalize(MEAN, STD, dtype, CPU), Targets(5), CPU)
 
 
 def test_normalize_is_torchvisions() -> None:

@@ -45,6 +45,29 @@ def test_binary_cross_entropy_is_computed_in_float32() -> None:
     assert torch.equal(criterion(low, targets), criterion(low.float(), targets))
 
 
+def test_the_asymmetric_loss_is_timms() -> None:
+    """But for the mean in place of a sum, which releases of timm take over other things."""
+    logits, targets = batch()
+    hot = one_hot(targets, CLASSES).float()
+    ours = create_criterion(resolved(loss="asymmetric", task="multilabel"), CPU)
+    found = [ours(scale * logits, each) for scale in (1, 30) for each in (hot, 0.7 * hot + 0.3 * hot.flip(0))]
+    plain = timm.loss.AsymmetricLossMultiLabel()
+    expected = [plain(scale * logits, each) for scale in (1, 30) for each in (hot, 0.7 * hot + 0.3 * hot.flip(0))]
+    ratios = torch.stack(expected) / torch.stack(found)
+    torch.testing.assert_close(ratios, ratios[:1].expand(4), rtol=1e-5, atol=0)
+    assert ratios[0].item() == pytest.approx(CLASSES) or ratios[0].item() == pytest.approx(8 * CLASSES)
+
+
+def test_class_weights_of_the_asymmetric_loss() -> None:
+    logits, targets = batch()
+    hot = one_hot(targets, CLASSES).float()
+    config = resolved(loss="asymmetric", task="multilabel")
+    of_class = [create_criterion(config, CPU)(logits[:, [at]], hot[:, [at]]) for at in range(CLASSES)]
+    weighted = create_criterion(config, CPU, (1, 2, 3, 4, 5))(logits, hot)
+    expected = sum((at + 1) * loss for at, loss in enumerate(of_class)) / CLASSES
+    torch.testing.assert_close(weighted, expected)
+
+
 def test_cross_entropy_without_it() -> None:
     logits, targets = batch()
     expected = nn.CrossEntropyLoss(label_smoothing=0.1)(logits, targets)

@@ -25,6 +25,7 @@ from utils.errors import UserError
 from utils.network.augment import BatchAugment, Normalize
 from utils.options.policies import POLICIES
 from utils.options.resolved import ResolvedConfig
+from utils.targets import Targets
 
 pytestmark = pytest.mark.gpu
 
@@ -108,7 +109,7 @@ def test_mixed_batches_stay_in_channels_last(gpu: DistEnv, mix: dict[str, float]
     config = config_for("synthetic", **mix)
     normalize = Normalize((0.5,) * 3, (0.5,) * 3, torch.bfloat16, gpu.device)
     batch = next(pipelines.create_train_loader(config, synthetic(64, 10), RandomSampler(64, 8), gpu))
-    images, targets = BatchAugment(config, normalize, 10, gpu.device)(*batch)
+    images, targets = BatchAugment(config, normalize, Targets(10), gpu.device)(*batch)
     assert images.dtype == torch.bfloat16
     assert images.is_contiguous(memory_format=torch.channels_last)
     assert targets.shape == (8, 10)

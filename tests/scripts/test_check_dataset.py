@@ -73,7 +73,7 @@ def test_label_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         "images/gone.jpg": "cannot be read (No such file or directory)",
     }
     (root / "train.csv").rename(root / "metadata.csv")
-    (root / "metadata.csv").write_text(rows.replace("red", "red|dark"))
+    (root / "metadata.csv").write_text(rows.replace("red", "red/dark"))
     capsys.readouterr()
     assert check_dataset.main([str(root), "--output-dir", str(out)]) == 1
     assert "as train.py refuses its label file: " in (printed := capsys.readouterr().out)

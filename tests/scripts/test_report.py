@@ -51,13 +51,13 @@ def test_the_page_in_a_browser(folders: list[Path], page: Path, tmp_path: Path) 
             for width in (400, 1600):
                 for scheme in ("light", "dark"):
                     browser.open(path, width, scheme)
+                    assert browser.evaluate(SHIFTS) == 0  # before the test itself moves what is painted
                     browser.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
                     assert browser.evaluate("document.documentElement.scrollWidth") <= width, (path, width)
                     papers.add((scheme, browser.evaluate("getComputedStyle(document.body).backgroundColor")))
                     images = "[...document.images].every(each => each.complete && each.naturalWidth > 0)"
                     assert browser.evaluate(images), "a picture cannot be shown"
                     assert browser.evaluate("document.scripts.length") == 0
-                    assert browser.evaluate(SHIFTS) == 0
                     assert browser.problems() == []
                     assert browser.requests() == [path.as_uri()]
         assert browser.evaluate("document.title") == f"{hostile.name}, diverged: Brisk report"

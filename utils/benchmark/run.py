@@ -127,7 +127,8 @@ def open_run(
     """
     manifest = repeat(images, MIN_BATCHES * (config.batch_size or BATCH_SIZE))
     choice = choose_loader_settings(config, inspect_machine(env), 0, mean_decoded_bytes(images))
-    resolved = resolve(dataclasses.replace(config, output_dir=work), manifest.classes, env, choice)
+    given = dataclasses.replace(config, output_dir=work)
+    resolved = resolve(given, manifest.classes, env, choice, task=manifest.task)
     prepare_output(work, env)
     stop = StopRequest()
     stack.enter_context(stop.handling_signals())

@@ -14,7 +14,7 @@ import models
 import pipelines
 from utils.data.images.manifest import Manifest
 from utils.data.loaders.settings import with_val_batch
-from utils.data.splits.selection import check_files, describe_exclusions, read_data, select_images
+from utils.data.splits.selection import check_files, create_targets, describe_exclusions, read_data, select_images
 from utils.data.staging.stage import stage
 from utils.distributed.collective import collective
 from utils.distributed.collectives import all_gather_object, all_reduce_sum, sync_errors
@@ -25,6 +25,8 @@ from utils.figures import better_network, figure
 from utils.files import write_json
 from utils.inference.metrics import EVAL_METRICS, EvalMetric
 from utils.inference.mistakes import Mistakes, check_report, val_indices, write_page
+from utils.inference.multilabel import MULTILABEL_METRICS
+from utils.inference.multilabel_mistakes import create_mistakes
 from utils.inference.real_labels import RealAccuracy, read_real_labels
 from utils.log import emit
 from utils.network.augment import Normalize
@@ -35,6 +37,7 @@ from utils.options.flags import flag
 from utils.options.resolved import ResolvedConfig
 from utils.options.validation import require_data
 from utils.progress import show_status, with_bar
+from utils.targets import Targets
 from utils.text import count, describe_alike
 from utils.training.resume.restore import open_checkpoint, settings_of_checkpoint
 from utils.training.run import Run
@@ -107,51 +110,56 @@ def evaluate(
     batches: Iterable[tuple[Tensor, Tensor]],
     normalize: Callable[[Tensor], Tensor],
     num_images: int,
-    num_classes: int,
+    targets: Targets,
     env: DistEnv,
     amp_dtype: torch.dtype,
     mistakes: Mistakes | None = None,
     own: Sequence[EvalMetric] = (),
-) -> dict[str, float | int]:
-    """The figures of `EVAL_METRICS`, and of those in `own`, of `model` over all ranks' `batches`.
+) -> dict[str, Any]:
+    """The figures of the task's metrics, and of those in `own`, of `model` over all ranks' `batches`.
 
     A figure follows from the images of all ranks, as a mean of means weighs images unequally. A rank may have none.
 
     Args:
         model: maps images (N, 3, H, W) to logits (N, num_classes); neither compiled nor wrapped, as batches differ
             in size and a rank may have none.
-        batches: this rank's uint8 images (N, 3, H, W) and int64 targets (N,) on `env.device`.
+        batches: this rank's uint8 images (N, 3, H, W) and int64 labels (N,) on `env.device`.
         normalize: uint8 images to floating point.
         num_images: validation images over all ranks.
-        num_classes: outputs of `model`.
+        targets: what the labels stand for; has the number of outputs of `model`.
         amp_dtype: of the forward pass; float32 is full precision.
         mistakes: gets all predictions.
 
     Returns:
-        The figures by name, and `count`, the images.
+        The figures by name, and `count`, the images; of any number of classes also `THRESHOLDS`, fitted on them.
 
     Raises:
         RuntimeError: images were lost or counted twice.
     """
     was_training = model.training
     start_evaluation(model)
-    metrics, seen = [*(metric(num_classes, env.device) for metric in EVAL_METRICS), *own], 0
-    for images, targets in batches:
-        if len(targets) == 0:
+    metrics, seen = [*_create_metrics(targets, env), *own], 0
+    for images, labels in batches:
+        if len(labels) == 0:
             continue
         logits = compute_logits(model, images, normalize, env, amp_dtype)
         predicted = logits.topk(min(5, logits.shape[1]), dim=1).indices
         for metric in metrics:
-            metric.update(logits, predicted, targets)
-        seen += len(targets)
+            metric.update(logits, predicted, targets(labels))
+        seen += len(labels)
         if mistakes is not None:
-            mistakes.add(images, logits, predicted[:, 0], targets)
+            mistakes.add(images, logits, predicted[:, 0], labels)
     model.train(was_training)
     count, states = _combine(seen, metrics, env)
     if count != num_images:
         raise RuntimeError(f"evaluation saw {count} of {num_images} validation images; its result would be wrong")
     found = [metric.compute(state, num_images) for metric, state in zip(metrics, states, strict=True)]
     return {name: value for each in found for name, value in each.items()} | {"count": num_images}
+
+
+def _create_metrics(targets: Targets, env: DistEnv) -> list[EvalMetric]:
+    kinds = EVAL_METRICS if targets.task == "multiclass" else MULTILABEL_METRICS
+    return [kind(targets.num_classes, env.device) for kind in kinds]
 
 
 @collective
@@ -195,7 +203,7 @@ def evaluate_checkpoint(config: TrainConfig, env: DistEnv) -> None:
     }
     manifest = next(iter(listed.values()))  # of train, if `--val-fraction` divides it
     settings = choose_common_loader_settings(config, env, saved, manifest)
-    resolved = resolve(config, manifest.classes, env, settings, saved)
+    resolved = resolve(config, manifest.classes, env, settings, saved, task=manifest.task)
     check_files(listed, resolved.data_dir, env)
     prepare_output(resolved.output_dir, env)
     check_report(resolved, manifest, env)
@@ -233,7 +241,7 @@ def _settings_of_weights(config: TrainConfig, env: DistEnv) -> tuple[TrainConfig
 
 def describe_result(result: Mapping[str, Any]) -> str:
     """One line of an evaluation's keys and values."""
-    return "  ".join(f"{key} {_shown(key, value)}" for key, value in result.items())
+    return "  ".join(f"{key} {_shown(key, value)}" for key, value in result.items() if not isinstance(value, list))
 
 
 def _shown(key: str, value: Any) -> str:
@@ -268,6 +276,7 @@ def _evaluate_networks(
     if config.eval_classes == "present":
         model = PresentClasses(model, val.labels, config.num_classes, env.device)
         result["eval_classes"] = int(torch.count_nonzero(~model.absent))
+    targets = create_targets(config, val, env)
     own = None if answers is None else torch.from_numpy(answers[val_indices(config, len(val), env)])
     mistakes: dict[str, Mistakes] = {}
     for name in saved.state.networks if saved else NETWORKS[:1]:
@@ -275,11 +284,9 @@ def _evaluate_networks(
             load_network(network.model, saved, name, config)
         batches = with_bar(loader, "evaluating", -(-len(val) // (env.world_size * config.batch_size)), env.is_main)
         if config.report:
-            mistakes[name] = Mistakes(config, val, env)
+            mistakes[name] = create_mistakes(config, val, env)
         real = [] if own is None else [RealAccuracy(own, env.device)]
-        found = evaluate(
-            model, batches, normalize, len(val), config.num_classes, env, amp_dtype, mistakes.get(name), real
-        )
+        found = evaluate(model, batches, normalize, len(val), targets, env, amp_dtype, mistakes.get(name), real)
         result |= {("" if name == "model" else "ema_") + key: value for key, value in found.items()}
     return result, network.note, mistakes.get(better_network(result, config.best_by, prefix=""))
 
@@ -310,7 +317,8 @@ def _source(result: dict[str, Any], saved: Checkpoint | None, best_by: str) -> d
     """What report.json says of an evaluation with this `result`."""
     network = better_network(result, best_by, prefix="")
     of_network = "" if network == "model" else "ema_"
-    there = [name for name in ("top1", best_by) if of_network + name in result]  # one class has no AUC
+    names = dict.fromkeys(("top1", best_by))
+    there = [name for name in names if of_network + name in result]  # one class has no AUC
     found = {figure(name).title: figure(name).show.format(result[of_network + name]) for name in there}
     of_epoch = {"epoch": saved.state.epoch} if saved else {}
     return {"checkpoint": result["checkpoint"]} | of_epoch | {"network": network} | found
@@ -330,11 +338,11 @@ def report_best(run: Run, val: Manifest) -> None:
     result = {key.removeprefix("val/"): value for key, value in saved.state.result.items()}
     name = better_network(result, config.best_by, prefix="")
     run.state.model.load_state_dict(saved.state.networks[name])
-    mistakes = Mistakes(config, val, env)
+    mistakes = create_mistakes(config, val, env)
     batch_size = with_val_batch(config).batch_size
     batches = with_bar(run.val_loader, "evaluating", -(-len(val) // (env.world_size * batch_size)), env.is_main)
-    num_classes = config.num_classes
-    evaluate(run.state.model, batches, run.augment.normalize, run.num_val, num_classes, env, run.amp_dtype, mistakes)
+    normalize, targets = run.augment.normalize, run.val_targets
+    evaluate(run.state.model, batches, normalize, run.num_val, targets, env, run.amp_dtype, mistakes)
     source = _source(result | {"checkpoint": str(saved.path)}, saved, config.best_by)
     pictures = mistakes.pictures(source, run.augment.samples)
     if pictures is not None:

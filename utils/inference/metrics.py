@@ -1,7 +1,8 @@
 """Figures of an evaluation, exact on any number of ranks: a class each."""
 
 import abc
-from typing import ClassVar, Literal
+import random
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -14,14 +15,14 @@ from utils.inference.per_class import class_figures
 class EvalMetric(abc.ABC):
     """Figures that follow from all evaluated images.
 
-    Another figure is another class in `EVAL_METRICS`. It is then in metrics.jsonl, evaluation.json, summary.json,
-    the lines of evaluations, TensorBoard, trackers, watch.py and the report. A figure is in percent unless
-    `utils.figures.FIGURES` has its name.
+    Another figure is another class in `EVAL_METRICS`, or in `MULTILABEL_METRICS` of `utils.inference.multilabel`. It is
+    then in metrics.jsonl, evaluation.json, summary.json, the lines of evaluations, TensorBoard, trackers, watch.py and
+    the report. A figure is in percent unless `utils.figures.FIGURES` has its name.
 
     Attributes:
         reduce: how the states of all ranks become one: their sum, or their rows, in any order.
-        state: float64, on the device; (N, columns) with N images of this rank, or of any shape where it is summed up.
-            Counts are exact up to 2**53.
+        state: float64, or float32 rows, on the device; (N, columns) with N images of this rank, or of any shape where
+            it is summed up. Counts are exact up to 2**53.
     """
 
     reduce: ClassVar[Literal["sum", "cat"]] = "sum"
@@ -37,7 +38,7 @@ class EvalMetric(abc.ABC):
         Args:
             logits: float32 (N, num_classes).
             predicted: the five likeliest classes, or all of fewer, likeliest first, int64 (N, 5).
-            targets: int64 (N,).
+            targets: int64 (N,); where images have any number of classes, float32 (N, num_classes) of 0 and 1.
         """
 
     @abc.abstractmethod
@@ -119,12 +120,23 @@ class Ranking(EvalMetric):
         scores, targets = state.numpy().T
         if len(np.unique(targets)) < 2:
             return {}
-        from sklearn.metrics import average_precision_score, roc_auc_score  # takes a second
-
+        reference = scikit_learn_metrics()
         return {
-            "auc": 100 * float(roc_auc_score(targets, scores)),
-            "average_precision": 100 * float(average_precision_score(targets, scores)),
+            "auc": 100 * float(reference.roc_auc_score(targets, scores)),
+            "average_precision": 100 * float(reference.average_precision_score(targets, scores)),
         }
+
+
+def scikit_learn_metrics() -> Any:
+    """The module, imported at its first use, as that takes a second.
+
+    The import draws from Python's generator, at another moment in a run that was stopped; so the generator is put back.
+    """
+    before = random.getstate()
+    import sklearn.metrics
+
+    random.setstate(before)
+    return sklearn.metrics
 
 
 EVAL_METRICS: tuple[type[EvalMetric], ...] = (TopK, CrossEntropy, MacroAverages, Ranking)

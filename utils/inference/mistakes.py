@@ -38,13 +38,13 @@ THUMBNAIL = 128  # longest side, pixels
 MIN_SHARE = 0.005  # of a mixed target that is named
 
 
-class _Wrong(NamedTuple):
+class Wrong(NamedTuple):
     """A validation image, with the smaller picture of it that the network saw."""
 
     loss: float
     position: int
-    target: int
-    predicted: int
+    target: str
+    predicted: str
     probability: float
     target_probability: float
     image: Tensor
@@ -69,7 +69,7 @@ class Mistakes:
         self._classes = tuple(map(readable, manifest.classes))
         self._found: list[NDArray[np.int64]] = []  # targets and predictions, (2, N)
         self._done = 0
-        self._worst: list[_Wrong] = []
+        self._worst: list[Wrong] = []
 
     def add(self, images: Tensor, logits: Tensor, predicted: Tensor, targets: Tensor) -> None:
         """The next batch, in the loader's order; waits for the device.
@@ -83,11 +83,7 @@ class Mistakes:
         Raises:
             RuntimeError: the targets are not those of the images that should come.
         """
-        indices = self._indices[self._done : self._done + len(targets)]
-        self._done += len(targets)
-        is_named = self._manifest.images is not None  # synthetic images have targets of their own
-        if is_named and not np.array_equal(self._manifest.labels[indices], targets.cpu().numpy()):
-            raise RuntimeError("validation images came in another order; their names would be wrong")
+        indices = self._next_indices(targets)
         losses = nn.functional.cross_entropy(logits, targets, reduction="none").nan_to_num(nan=math.inf)
         probabilities = logits.softmax(dim=1).nan_to_num(nan=0.0)
         self._found.append(np.stack([targets.cpu().numpy(), predicted.cpu().numpy()]))
@@ -95,11 +91,24 @@ class Mistakes:
             if int(predicted[at]) != int(targets[at]):
                 of_target = float(probabilities[at, targets[at]])
                 self._worst.append(
-                    _Wrong(
-                        float(losses[at]), int(indices[at]), int(targets[at]), int(predicted[at]),
-                        float(probabilities[at, predicted[at]]), of_target, images[at].cpu(),
+                    Wrong(
+                        float(losses[at]), int(indices[at]), self._class(int(targets[at])),
+                        self._class(int(predicted[at])), float(probabilities[at, predicted[at]]), of_target,
+                        images[at].cpu(),
                     )
                 )  # fmt: skip
+        self._keep_worst()
+
+    def _next_indices(self, targets: Tensor) -> NDArray[np.int64]:
+        """The images of the next batch, whose labels these are."""
+        indices = self._indices[self._done : self._done + len(targets)]
+        self._done += len(targets)
+        is_named = self._manifest.images is not None  # synthetic images have targets of their own
+        if is_named and not np.array_equal(self._manifest.labels[indices], targets.cpu().numpy()):
+            raise RuntimeError("validation images came in another order; their names would be wrong")
+        return indices
+
+    def _keep_worst(self) -> None:
         self._worst = sorted(self._worst, key=lambda wrong: -wrong.loss)[:NUM_WORST]
 
     @collective
@@ -113,11 +122,8 @@ class Mistakes:
         ranks = gather_to_rank0((self._found, self._worst), self._env)
         if ranks is None:
             return None
-        labels, found = np.concatenate([each for batches, _ in ranks for each in batches], axis=1)
         classes = self._classes
-        counts = np.bincount(labels, minlength=len(classes))
-        correct = np.bincount(labels[labels == found], minlength=len(classes))
-        pairs = Counter(zip(labels[labels != found].tolist(), found[labels != found].tolist(), strict=True))
+        counts, correct, pairs = self._summarize([each for batches, _ in ranks for each in batches])
         worst = sorted((wrong for _, each in ranks for wrong in each), key=lambda wrong: -wrong.loss)[:NUM_WORST]
         return Pictures(
             source=source,
@@ -126,22 +132,36 @@ class Mistakes:
                 for name, count, right in zip(classes, counts, correct, strict=True)
             ],
             confused=[
-                {"target": classes[target], "predicted": self._class(predicted), "count": count}
+                {"target": self._class(target), "predicted": self._class(predicted), "count": count}
                 for (target, predicted), count in pairs.most_common(MAX_PAIRS)
             ],
             worst=[self._describe(wrong) for wrong in worst],
             samples=self._describe_samples(samples) if samples is not None else [],
         )
 
+    def _summarize(
+        self, found: list[NDArray[np.int64]]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], Counter[tuple[int, int]]]:
+        """Images of each class, those that were recognized, and how often one class was taken for another."""
+        labels, answers = np.concatenate(found, axis=1)
+        counts = np.bincount(labels, minlength=len(self._classes))
+        correct = np.bincount(labels[labels == answers], minlength=len(self._classes))
+        wrong = labels != answers
+        return counts, correct, Counter(zip(labels[wrong].tolist(), answers[wrong].tolist(), strict=True))
+
+    def _label(self, label: int) -> str:
+        """What a target says, for people."""
+        return self._class(label)
+
     def _class(self, label: int) -> str:
         names = self._classes
         return names[label] if label < len(names) else f"output {label}"  # of a head with more of them
 
-    def _describe(self, wrong: _Wrong) -> dict[str, Any]:
+    def _describe(self, wrong: Wrong) -> dict[str, Any]:
         return {
             "path": readable(self._manifest.name(wrong.position)) if self._manifest.images is not None else "",
-            "target": self._classes[wrong.target],
-            "predicted": self._class(wrong.predicted),
+            "target": wrong.target,
+            "predicted": wrong.predicted,
             "probability": round(wrong.probability, 4),
             "target_probability": round(wrong.target_probability, 4),
             "jpeg": _encode(wrong.image),
@@ -156,7 +176,7 @@ class Mistakes:
                 {
                     "before": _encode(before),
                     "after": "" if is_same else _encode(after.round().clamp(0, 255).byte()),
-                    "target": self._class(int(target)),
+                    "target": self._label(int(target)),
                     "mixed": [(name, round(share, 3)) for name, share in shares if MIN_SHARE < share < 1 - MIN_SHARE],
                 }
             )

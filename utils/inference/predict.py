@@ -28,9 +28,18 @@ from utils.errors import UserError, first_line, readable
 from utils.files import temporary_of
 from utils.inference.evaluate import FlipAverage, compute_logits, describe_result, load_network, start_evaluation
 from utils.inference.inputs import NO_TARGET, PathTable, files_manifest, list_inputs, shards_manifest, split_shards
-from utils.inference.predictions import RESULTS, TOP, ClassCounts, Columns, PredictionsFile, PredictOptions, Rows
+from utils.inference.predictions import (
+    RESULTS,
+    TOP,
+    ClassCounts,
+    Columns,
+    MultilabelColumns,
+    PredictionsFile,
+    PredictOptions,
+    Rows,
+)
 from utils.inference.readable_batches import ReadableBatches
-from utils.inference.weights import choose_network, find_best_checkpoints
+from utils.inference.weights import choose_network, find_best_checkpoints, thresholds_of
 from utils.log import emit
 from utils.network.augment import Normalize
 from utils.network.gradients import AMP_DTYPES
@@ -140,7 +149,7 @@ def _resolve(options: PredictOptions, saved: Checkpoint, manifest: Manifest, env
     with sync_errors(env):
         config, _ = settings_of_checkpoint(config, saved.config, saved.path or "", env)
     settings = choose_common_loader_settings(config, env, saved, manifest)
-    resolved = resolve(config, saved.record.classes, env, settings, saved)
+    resolved = resolve(config, saved.record.classes, env, settings, saved, task=saved.config.task)
     check_shared_memory(resolved, len(manifest), env)
     return resolved
 
@@ -193,6 +202,9 @@ class _Predictor:
         if pixels is None:
             return _Batch(images, None, None, lambda: None)
         logits = compute_logits(self.model, pixels, self.normalize, self.env, self.amp_dtype)
+        if isinstance(self.columns, MultilabelColumns):
+            scores = logits if self.columns.output_type == "logit" else logits.sigmoid()
+            return _Batch(images, None, scores.cpu(), lambda: None)
         count = min(max(self.columns.topk, TOP), logits.shape[1])
         top, indices = logits.topk(count, dim=1)
         scores = top if self.columns.output_type == "logit" else torch.take_along_dim(logits.softmax(1), indices, dim=1)
@@ -205,6 +217,9 @@ class _Predictor:
         images, bad, topk = batch.images.tolist(), self.reader.bad, self.columns.topk
         targets = self.manifest.labels[batch.images]
         batch.wait()
+        if isinstance(self.columns, MultilabelColumns):
+            targets = np.full_like(targets, NO_TARGET)  # folders name one class at most
+            topk = self.columns.topk
         indices = np.full((len(images), topk), NO_TARGET) if batch.indices is None else batch.indices.numpy()
         scores = np.zeros((len(images), topk), np.float32) if batch.scores is None else batch.scores.numpy()
         is_good = np.array([image not in bad for image in images])
@@ -212,6 +227,28 @@ class _Predictor:
         paths = [self.manifest.record(image).name for image in images]
         errors = [bad.get(image) for image in images]
         return self.columns.encode(Rows(paths, indices[:, :topk], scores[:, :topk], targets, errors))
+
+
+def _columns(
+    config: ResolvedConfig, saved: Checkpoint, name: str, options: PredictOptions, manifest: Manifest
+) -> Columns:
+    classes = tuple(map(readable, saved.record.classes))
+    if config.task == "multiclass":
+        return Columns(
+            format=options.format,
+            classes=classes,
+            output_type=options.output_type,
+            topk=min(options.topk, config.num_classes),
+            has_targets=bool((manifest.labels != NO_TARGET).any()),
+        )
+    thresholds = thresholds_of(saved, name)
+    if options.output_type == "logit":
+        with np.errstate(divide="ignore"):
+            thresholds = (np.log(thresholds) - np.log1p(-np.array(thresholds))).tolist()
+    return MultilabelColumns(
+        format=options.format, classes=classes, output_type=options.output_type, topk=config.num_classes,
+        has_targets=False, thresholds=thresholds,
+    )  # fmt: skip
 
 
 @collective
@@ -225,13 +262,7 @@ def _create_predictor(
     amp_dtype = AMP_DTYPES[config.amp]
     starts = range(0, len(manifest), config.batch_size)
     batches = [np.arange(start, min(start + config.batch_size, len(manifest))) for start in starts]
-    columns = Columns(
-        format=options.format,
-        classes=tuple(map(readable, classes)),
-        output_type=options.output_type,
-        topk=min(options.topk, config.num_classes),
-        has_targets=bool((manifest.labels != NO_TARGET).any()),
-    )
+    columns = _columns(config, saved, name, options, manifest)
     return _Predictor(
         model=FlipAverage(network.model) if config.eval_flip else network.model,
         normalize=Normalize(*network.normalization, dtype=amp_dtype, device=env.device),

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from utils.data.images.manifest import SEVERAL
 from utils.errors import UserError, readable
 from utils.files import atomic_write_text, json_text, rename, temporary_of
 from utils.inference.inputs import NO_TARGET
@@ -169,6 +170,46 @@ def _where(known: Sequence[bool], values: Sequence[Any]) -> list[Any]:
 def _spell(values: Sequence[Any]) -> list[Any]:
     """Values as a CSV has them: true and false as JSON."""
     return [str(value).lower() if isinstance(value, bool) else value for value in values]
+
+
+@dataclasses.dataclass(frozen=True)
+class MultilabelColumns(Columns):
+    """Columns where an image has any number of classes: those that it has, then the score of each class.
+
+    `Rows` has the scores of all classes in label order, and no indices. What the score of an output without a class
+    says is left out.
+
+    Attributes:
+        thresholds: scores from which a class counts as predicted, one for each class.
+    """
+
+    thresholds: Sequence[float]
+
+    @property
+    def names(self) -> list[str]:
+        return ["path", "labels", *(f"{self.output_type}_{name}" for name in self.classes), "error"]
+
+    def _values(self, rows: Rows) -> dict[str, list[Any]]:
+        good = [error is None for error in rows.errors]
+        scores = rows.scores[:, : len(self.classes)]
+        found = [
+            [name for name, is_in in zip(self.classes, row, strict=True) if is_in] for row in scores >= self._least
+        ]
+        values: dict[str, list[Any]] = {"path": [readable(path) for path in rows.paths]}
+        values["labels"] = _where(good, [SEVERAL.join(names) for names in found])
+        for name, column in zip(self.names[2:-1], scores.T, strict=True):
+            values[name] = _where(good, [float(str(score)) for score in column])
+        return values | {"error": [error and readable(error) for error in rows.errors]}
+
+    @property
+    def _least(self) -> NDArray[np.float64]:
+        return np.array(self.thresholds[: len(self.classes)])
+
+    def schema(self) -> Any:
+        import pyarrow as pa
+
+        texts = ("path", "labels", "error")
+        return pa.schema([(name, pa.string() if name in texts else pa.float32()) for name in self.names])
 
 
 class PredictionsFile:

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from utils.errors import UserError
-from utils.figures import better_network
+from utils.figures import THRESHOLDS, better_network
 from utils.training.state.checkpoint import BEST, EARLIER, LAST, Checkpoint
 from utils.training.state.train_state import NETWORKS
 
@@ -26,6 +26,13 @@ def find_best_checkpoints(path: Path) -> list[Path]:
         raise UserError(
             f"CHECKPOINT {path}: no checkpoint in it; give the output folder of a run, or a checkpoint file"
         )
+    return found
+
+
+def thresholds_of(saved: Checkpoint, network: str) -> list[float]:
+    """The probability of each output from which a class counts as predicted; 0.5 where no evaluation has fitted it."""
+    key = f"val/{'' if network == NETWORKS[0] else 'ema_'}{THRESHOLDS}"
+    found: list[float] = saved.state.own_result.get(key) or [0.5] * saved.config.num_classes
     return found
 
 

@@ -12,6 +12,7 @@ from torchvision.transforms import v2
 from utils.distributed.group import DistEnv
 from utils.network.gradients import AMP_DTYPES
 from utils.options.resolved import ResolvedConfig
+from utils.targets import Targets
 
 
 class Normalize:
@@ -41,9 +42,9 @@ class Samples(NamedTuple):
 
     Attributes:
         images: uint8 (N, 3, H, W), as the loader gives them.
-        targets: int64 (N,).
+        targets: int64 (N,), labels.
         augmented: float32 (N, 3, H, W), 0 to 255, as the network sees them.
-        mixed: int64 (N,), or float32 (N, num_classes) in a run that mixes.
+        mixed: int64 (N,), or float32 (N, num_classes) in a run that mixes, or whose images have any number of classes.
     """
 
     images: Tensor
@@ -62,8 +63,9 @@ class BatchAugment:
         samples: the first images of the batch after `keep_samples`; None before it.
     """
 
-    def __init__(self, config: ResolvedConfig, normalize: Normalize, num_classes: int, device: torch.device) -> None:
-        self.normalize = normalize
+    def __init__(self, config: ResolvedConfig, normalize: Normalize, targets: Targets, device: torch.device) -> None:
+        self.normalize, self._targets = normalize, targets
+        num_classes = targets.num_classes
         # One pass over the batch instead of three. Evaluation stays eager: its last batch has another size.
         self._normalize = torch.compile(normalize, dynamic=False) if config.compile else normalize
         mixes: list[torch.nn.Module] = []
@@ -72,7 +74,7 @@ class BatchAugment:
         if config.cutmix > 0:
             mixes.append(v2.CutMix(alpha=config.cutmix, num_classes=num_classes))
         self.mix = v2.RandomChoice(mixes) if mixes else None
-        self._off_epoch, self._num_classes = config.mixup_off_epoch, num_classes
+        self._off_epoch = config.mixup_off_epoch
         self._mixes = True  # in the epoch under way
         self.samples: Samples | None = None
         self._num_samples = 0  # to keep of the next batch
@@ -91,15 +93,17 @@ class BatchAugment:
 
         Args:
             images: uint8 (N, 3, H, W).
-            targets: int64 (N,).
+            targets: int64 (N,), labels of the split.
 
         Returns:
-            Images as floating point (N, 3, H, W); targets int64 (N,), or float32 (N, num_classes) in a run that mixes.
+            Images as floating point (N, 3, H, W); targets int64 (N,), or float32 (N, num_classes) in a run that mixes,
+            or whose images have any number of classes.
         """
         before = images[: self._num_samples], targets[: self._num_samples]
-        images = self._normalize(images)
+        images, targets = self._normalize(images), self._targets(targets)
         if self.mix is not None and not self._mixes:
-            targets = one_hot(targets, self._num_classes).float()  # the captured step takes no other type
+            if targets.dim() == 1:
+                targets = one_hot(targets, self._targets.num_classes).float()  # the captured step takes no other type
         elif self.mix is not None:
             images, targets = self.mix(images, targets)
             images = images.contiguous(memory_format=torch.channels_last)  # which roll and lerp need not keep
@@ -113,9 +117,14 @@ class BatchAugment:
 
 
 def create_augment(
-    config: ResolvedConfig, normalization: tuple[Sequence[float], Sequence[float]], env: DistEnv
+    config: ResolvedConfig, normalization: tuple[Sequence[float], Sequence[float]], targets: Targets, env: DistEnv
 ) -> BatchAugment:
-    """The augmentation of a run; `normalization` is mean and standard deviation per channel, of images in [0, 1]."""
+    """The augmentation of a run.
+
+    Args:
+        normalization: mean and standard deviation per channel, of images in [0, 1].
+        targets: of the training images.
+    """
     mean, std = normalization
     normalize = Normalize(mean, std, AMP_DTYPES[config.amp], env.device)
-    return BatchAugment(config, normalize, config.num_classes, env.device)
+    return BatchAugment(config, normalize, targets, env.device)

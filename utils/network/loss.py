@@ -68,6 +68,33 @@ class BinaryCrossEntropy(timm.loss.BinaryCrossEntropy):  # type: ignore[misc]
         return cast(Tensor, super().forward(logits.float(), targets))
 
 
+class Asymmetric(nn.Module):
+    """The asymmetric loss of arXiv:2009.14119 with its defaults, as the mean over images and classes.
+
+    What is not in an image counts less the clearer the network is about it, and not at all below a probability of
+    `CLIP`. The paper's sum over images and classes wants a learning rate that follows their numbers.
+
+    Args:
+        weight: factor of each class's question, float32 (C,); None for 1.
+    """
+
+    GAMMA_POS, GAMMA_NEG, CLIP, EPS = 1, 4, 0.05, 1e-8
+    weight: Tensor | None
+
+    def __init__(self, weight: Tensor | None) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Logits (N, C); targets float32 (N, C) -> mean loss, a scalar."""
+        yes = logits.float().sigmoid()
+        no = (1 - yes + self.CLIP).clamp(max=1)
+        losses = -targets * yes.clamp_min(self.EPS).log() - (1 - targets) * no.clamp_min(self.EPS).log()
+        wrong = 1 - yes * targets - no * (1 - targets)
+        losses = losses * wrong ** (self.GAMMA_POS * targets + self.GAMMA_NEG * (1 - targets))
+        return (losses if self.weight is None else losses * self.weight).mean()
+
+
 def create_criterion(
     config: ResolvedConfig, device: torch.device, class_weights: Sequence[float] | None = None
 ) -> nn.Module:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from utils.figures import FIGURES
+from utils.figures import FIGURES, Task
 from utils.files import write_json
 from utils.options.data_flags import DataFlags
 from utils.options.flags import MODEL, OPTIMIZATION, PRECISION, RUN, SWITCHES, flag_info, kinds
@@ -43,6 +43,10 @@ class TrainConfig(DataFlags):
     num_classes: int | None = _flag(
         None, MODEL, "Outputs of the head.", MIN_1, shown="the folders", role="fixed", from_checkpoint=True,
         chosen=True,
+    )  # fmt: skip
+    task: Task | None = _flag(
+        None, MODEL, "One class an image, or any number.", shown="by the labels", role="fixed",
+        from_checkpoint=True, chosen=True,
     )  # fmt: skip
     model_args: str | None = _flag(
         None, MODEL, "Arguments of the architecture, such as a=1,b=[2,3].", shown=False, metavar="K=V", role="fixed",
@@ -116,7 +120,9 @@ class TrainConfig(DataFlags):
         None, OPTIMIZATION, "Factor of each decay of --schedule step.", Limit(above=0, below=1), shown="0.1",
         role="logged",
     )  # fmt: skip
-    loss: str = _flag("cross-entropy", OPTIMIZATION, "Loss of training.", names=tuple(LOSSES), role="logged")
+    loss: str | None = _flag(
+        None, OPTIMIZATION, "Loss of training.", names=tuple(LOSSES), shown="by task", role="logged", chosen=True
+    )
     bce_target_thresh: float | None = _flag(
         None, OPTIMIZATION, "With --loss bce, targets above this become 1, the others 0.", BELOW_1, shown="off",
         role="logged",
@@ -129,9 +135,10 @@ class TrainConfig(DataFlags):
         "none", OPTIMIZATION, "Weights of the classes in the loss; auto: the rarer, the larger.",
         metavar="auto|FILE", shown="none", role="fixed", is_path=True,
     )  # fmt: skip
-    label_smoothing: float = _flag(
-        0.1, OPTIMIZATION, "Share of the target that is spread over all classes.", BELOW_1, role="logged"
-    )
+    label_smoothing: float | None = _flag(
+        None, OPTIMIZATION, "Share of the target that is spread over all classes.", BELOW_1, shown="by task; 0.1 or 0",
+        role="logged", chosen=True,
+    )  # fmt: skip
     ema_decay: float = _flag(
         0.0, OPTIMIZATION, "Decay of the moving average of the weights; 0 is off.", BELOW_1, role="logged"
     )
@@ -161,9 +168,10 @@ class TrainConfig(DataFlags):
     patience: int = _flag(
         0, RUN, "Evaluations without a better one that end the run.", MIN_0, shown="0, off", role="logged"
     )
-    best_by: str = _flag(
-        "top1", RUN, "Figure that chooses best.pt.", names=tuple(FIGURES), role="logged", from_checkpoint=True
-    )
+    best_by: str | None = _flag(
+        None, RUN, "Figure that chooses best.pt.", names=tuple(FIGURES), shown="by task", role="logged",
+        from_checkpoint=True, chosen=True,
+    )  # fmt: skip
     processes: int | Literal["auto"] = _flag(
         1, RUN, "Processes to start on this machine; auto starts one for each GPU.", MIN_1, metavar="N|auto"
     )

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from utils.figures import Task
 from utils.files import write_json
 from utils.options.config import TrainConfig, flags_with
 
@@ -31,6 +32,10 @@ class ResolvedConfig(TrainConfig):
     workers: int
     processes: int
     num_classes: int
+    task: Task
+    loss: str
+    label_smoothing: float
+    best_by: str
     compile: bool
     fused_layers: bool
     cuda_graph: bool
@@ -52,6 +57,7 @@ class ResolvedConfig(TrainConfig):
         """Undo of `to_dict`; a checkpoint without one of the keys below was trained so."""
         size = values.get("image_size", TrainConfig.image_size)
         before = {"val_image_size": size, "val_crop": "center", "interpolation": "bilinear", "lr_scaling": "linear"}
+        before |= {"task": "multiclass", "loss": "cross-entropy", "label_smoothing": 0.1, "best_by": "top1"}
         return super().from_dict(before | dict(values))
 
     def save(self, path: Path) -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from utils.errors import UserError, readable
+from utils.figures import Task
 from utils.options.arguments import model_arguments, optimizer_arguments
 from utils.options.config import RUNS, TrainConfig, choices, flag_fields
 from utils.options.flags import flag, flag_info
-from utils.options.losses import LOSSES
+from utils.options.losses import LOSSES, default_loss
 from utils.options.policies import POLICIES
 from utils.options.schedules import check_lr_schedule, policies, policy_schedule, size_schedule
 from utils.options.store_url import refuse_url, require_store, store_url
@@ -64,13 +65,20 @@ def _check_schedule_and_sizes(config: TrainConfig) -> None:
             f"--warmup-epochs {config.warmup_epochs:g}: must be less than --epochs {config.epochs}; lower it"
         )
     check_lr_schedule(config)
-    of_losses = {name: loss for loss in LOSSES.values() for name in loss.arguments.values()}
-    for name in sorted(of_losses.keys() - set(LOSSES[config.loss].arguments.values())):
-        if (value := getattr(config, name)) != TrainConfig.__dataclass_fields__[name].default:
-            raise UserError(
-                f"{flag(name)} {value:g} with --loss {config.loss}: not used; leave it out, or give "
-                f"--loss {of_losses[name].name}"
-            )
+    check_loss(config, config.loss or default_loss(config.task or "multiclass"), config.task)
+
+
+def check_loss(config: TrainConfig, name: str, task: Task | None) -> None:
+    """Raise UserError where a loss is not for the task, or has not the flags that are given; `task` is None if open."""
+    loss = LOSSES[name]
+    if task is not None and task not in loss.tasks:
+        raise UserError(f"--loss {name} with --task {task}: is for another task; give --loss {default_loss(task)}")
+    of_losses = {name: each for each in LOSSES.values() for name in each.arguments.values()}
+    for field in sorted(of_losses.keys() - set(loss.arguments.values())):
+        if (value := getattr(config, field)) != TrainConfig.__dataclass_fields__[field].default:
+            other = of_losses[field]
+            remedy = f", or give --loss {other.name}" if task is None or task in other.tasks else ""
+            raise UserError(f"{flag(field)} {value:g} with --loss {name}: not used; leave it out{remedy}")
 
 
 def check_sizes(config: TrainConfig, is_final: bool) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.errors import UserError
-from utils.figures import better_network, better_value, figure, is_better
+from utils.figures import MAIN_FIGURE, better_network, better_value, figure, is_better
 from utils.log import EVENTS, METRICS, SUMMARY
 from utils.options.resolved import CHOSEN
 
@@ -76,13 +76,13 @@ class RunInfo:
     @property
     def evaluations(self) -> list[dict[str, Any]]:
         """The evaluations of metrics.jsonl."""
-        return [record for record in self.metrics if "val/top1" in record]
+        return [record for record in self.metrics if is_evaluation(record)]
 
     @property
     def epochs(self) -> int:
         """Epochs that are done."""
         # A record of training is of the epoch under way. Of an epoch without evaluation there is no other.
-        return max((record["epoch"] - ("val/top1" not in record) for record in self.metrics), default=0)
+        return max((record["epoch"] - (not is_evaluation(record)) for record in self.metrics), default=0)
 
     @functools.cached_property
     def best(self) -> dict[str, Any] | None:
@@ -100,21 +100,20 @@ class RunInfo:
             return None
         by = self.best_by
         found = [_of_evaluation(each, by) for each in self.evaluations if better_value(each, by) is not None]
-        top1 = number(self.summary, "best_top1")
-        if top1 is None:
+        top1, value = (number(self.summary, name) for name in ("best_top1", "best_value"))
+        if top1 is None and value is None:
             best = None
             for each in found:
                 if best is None or is_better(by, each["value"], best["value"]):
                     best = each
             return best
-        value = number(self.summary, "best_value")
         unknown = {"epoch": None, "step": None, "top1": top1, "by": by, "value": top1 if value is None else value}
         return next((each for each in found if each["value"] == unknown["value"]), unknown)
 
     @property
     def best_by(self) -> str:
         """The figure by which the run chooses its best epoch."""
-        return str(self.config.get("best_by") or "top1")
+        return str(self.config.get("best_by") or MAIN_FIGURE[self.config.get("task") or "multiclass"])
 
     @property
     def best_figure(self) -> tuple[str, str] | None:
@@ -205,6 +204,11 @@ class _Other(dict[Any, Any]):
 
     def __setstate__(self, state: Any) -> None:
         pass
+
+
+def is_evaluation(record: dict[str, Any]) -> bool:
+    """Whether a line of metrics.jsonl is of an evaluation, not of a log interval."""
+    return any(name.startswith("val/") for name in record)
 
 
 def number(record: dict[str, Any], key: str) -> float | None:

@@ -11,7 +11,7 @@ import models
 import pipelines
 from utils.data.loaders.sampler import create_sampler
 from utils.data.loaders.settings import LoaderSettings, keeps_val_batches, with_val_batch
-from utils.data.splits.selection import Splits, initial_manifest
+from utils.data.splits.selection import Splits, create_targets, initial_manifest
 from utils.distributed.collective import collective
 from utils.distributed.collectives import sync_errors
 from utils.distributed.group import DistEnv
@@ -83,7 +83,8 @@ def resolve_settings(
     with sync_errors(env):
         filled, by_weights = fill_preprocessing(inherited, saved)
     settings = choose_common_loader_settings(filled, env, saved, listed["train"])
-    config = resolve(filled, listed["train"].classes, env, settings, saved, len(listed["train"]))
+    train = listed["train"]
+    config = resolve(filled, train.classes, env, settings, saved, len(train), train.task)
     return config, dataclasses.replace(settings, reasons=settings.reasons | by_weights)
 
 
@@ -130,11 +131,12 @@ def build(
 
     `listed` are the `splits` with the files that `--bad-files skip` excludes; `stack` closes what is opened here.
     """
-    sampler = create_sampler(config, splits["train"], env)
+    train, val = splits["train"], splits["val"]
+    sampler = create_sampler(config, train, env)
     # What is refused is refused before the network, which takes seconds.
     replaced = files_to_replace(config, saved, env)
     identity = check_fingerprint(config, splits, env, saved)
-    network = _create_network(config, env, splits["train"].classes, saved)
+    network = _create_network(config, env, train.classes, saved)
     run_record, changed_files = create_record(config, identity, splits, listed, network.normalization, env, saved)
     state = create_state(config, network.model, env, sampler.global_batch_size)
     stream = capture_stream(env.device) if config.cuda_graph else None
@@ -142,15 +144,13 @@ def build(
     peak = peak_lr(config, sampler.global_batch_size)
     schedule = create_schedule(config, state.optimizer, peak, sampler.steps_per_epoch)
     show_startup("opening the loaders")
-    val_loader = pipelines.create_val_loader(with_val_batch(config), splits["val"], env, keeps_val_batches(config, env))
+    val_loader = pipelines.create_val_loader(with_val_batch(config), val, env, keeps_val_batches(config, env))
     with on_stream(stream):
         restored = restore(state, net, saved, config, identity, sampler, replaced)
     first_batch = state.step * config.grad_accum_steps
-    train_loader = pipelines.create_train_loader(
-        config, splits["train"], sampler, env, first_batch, restored.loader_state
-    )
+    train_loader = pipelines.create_train_loader(config, train, sampler, env, first_batch, restored.loader_state)
     stack.callback(train_loader.close)
-    criterion = create_criterion(config, env.device, class_weights(config, splits["train"]))
+    criterion = create_criterion(config, env.device, class_weights(config, train))
     step_parts = (net, state.model, criterion, state.scaler)
     forward_backward = create_forward_backward(config, *step_parts, env, stream, state.epoch)
     stack.callback(forward_backward.close)
@@ -161,8 +161,9 @@ def build(
     writer = stack.enter_context(CheckpointWriter(config.output_dir, env, log))
     return Run(
         config=config, env=env, state=state, forward_backward=forward_backward, schedule=schedule, sampler=sampler,
-        train_loader=train_loader, val_loader=val_loader, num_val=len(splits["val"]), log=log, tracker=tracker,
-        augment=create_augment(config, network.normalization, env), amp_dtype=AMP_DTYPES[config.amp], stop=stop,
+        train_loader=train_loader, val_loader=val_loader, num_val=len(val), log=log, tracker=tracker,
+        augment=create_augment(config, network.normalization, create_targets(config, train, env), env),
+        val_targets=create_targets(config, val, env), amp_dtype=AMP_DTYPES[config.amp], stop=stop,
         writer=writer, record=run_record, origin=network.origin, claim=restored.claim,
         initial={name: initial_manifest(each, run_record.excluded_files[name]) for name, each in listed.items()},
         warnings=[*changed_files, *resume_warnings(config, saved, run_record, sampler, state, splits)],

@@ -34,6 +34,10 @@ def check_start(config: ResolvedConfig, listed: Splits, env: DistEnv) -> None:
 
 def check_best_by(best_by: str, num_classes: int, val: Manifest | None) -> None:
     """Raise UserError where evaluations would not have the figure `--best-by`; `val` is None if it is not known yet."""
+    if best_by == "map" and val is not None and not val.class_counts().any():
+        raise UserError(
+            f"--best-by map: no image of {val.title} has a label; add some, or give --best-by loss", on_all_ranks=True
+        )
     if best_by not in OF_TWO_CLASSES:
         return
     if num_classes != 2:

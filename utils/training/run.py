@@ -29,6 +29,7 @@ from utils.network.freezing import AnyForwardBackward
 from utils.options.resolved import ResolvedConfig
 from utils.progress import with_bar
 from utils.report.tracking.sender import TrackerProcess
+from utils.targets import Targets
 from utils.text import count
 from utils.training.optimization.optim import learning_rate
 from utils.training.resume.restore import Claim
@@ -52,15 +53,13 @@ class Run:
         schedule: of the learning rate.
         sampler: order of the training images.
         train_loader, val_loader: batches on the device.
-        num_val: validation images over all ranks.
+        num_val, val_targets: validation images over all ranks, and what their labels stand for.
         augment: uint8 batches to normalized, mixed and erased ones.
         amp_dtype: of the forward pass.
         record: what all checkpoints of the run say.
-        log: console and metrics.jsonl.
-        tracker: sends them on.
+        log, tracker: console and metrics.jsonl, and what sends them on.
         stop: whether the ranks are asked to stop.
-        origin: where the weights of a new run are from, for the user.
-        warnings: of a resume, for the user.
+        origin, warnings: where the weights of a new run are from, and what is odd about a resume, for the user.
         claim: on the output folder, until `claim_output_dir`.
         initial: the images that the run began with.
         seconds_to_first_step: of this launch, from the start of the process; None before it.
@@ -80,6 +79,7 @@ class Run:
     train_loader: TrainLoader
     val_loader: ValLoader
     num_val: int
+    val_targets: Targets
     augment: BatchAugment
     amp_dtype: torch.dtype
     record: RunRecord
@@ -281,7 +281,7 @@ class Run:
             by, value = self.config.best_by, better_value(result, self.config.best_by)
             if is_better(by, value, state.best.value if state.best else None):
                 of_network = "" if better_network(result, by) == "model" else "ema_"
-                new_best = BestEpoch(state.epoch, state.step, result[f"val/{of_network}top1"], by, value)
+                new_best = BestEpoch(state.epoch, state.step, result.get(f"val/{of_network}top1"), by, value)
             state.evaluations_since_best = 0 if new_best else state.evaluations_since_best + 1
         else:
             self.log.epoch_without_evaluation(state.epoch)

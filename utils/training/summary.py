@@ -11,7 +11,7 @@ import torch
 from utils import __version__
 from utils.data.dali import DALI_VERSION
 from utils.data.formats.shards import ShardTable
-from utils.data.images.manifest import describe_counts
+from utils.data.images.manifest import Manifest, describe_counts
 from utils.data.loaders.cache import CACHED
 from utils.data.loaders.settings import BY_DALI, LoaderSettings, feeds_from_memory
 from utils.data.splits.holdout import describe_shares
@@ -54,7 +54,7 @@ def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: C
         "model": _describe_model(run),
         "data": _describe_data(splits),
         "images": f"{len(splits['train']):,} train, {_describe_val(splits)}, {_describe_sizes(config)}",
-        "classes": f"{len(splits['train'].classes):,}, {class_sizes(splits['train'])}{_describe_weights(run, splits)}",
+        "classes": _describe_classes(run, splits["train"]),
         "pixels": _describe_pixels(run, "the checkpoint" if saved else settings.reasons.get("pretrained", "")),
         "batch": f"{images} = {count(config.batch_size, 'image')} x {count(env.world_size, 'process')}"
         f" x {config.grad_accum_steps}; {count(run.sampler.steps_per_epoch, 'step')} per epoch",
@@ -126,9 +126,14 @@ def _describe_data(splits: Splits) -> str:
     return f"{train.source}{shards}, {count(len(train.classes), 'class')}"
 
 
-def _describe_weights(run: Run, splits: Splits) -> str:
-    factors = class_weights(run.config, splits["train"])
-    return f"; weights in the loss {min(factors):.3g} to {max(factors):.3g}" if factors else ""
+def _describe_classes(run: Run, train: Manifest) -> str:
+    """How many, their images, how many an image has, and their weights."""
+    shown = f"{len(train.classes):,}, {class_sizes(train)}"
+    if train.label_sets is not None:
+        numbers = train.label_sets.sum(axis=1)[train.labels]
+        shown += f"; {numbers.min()} to {numbers.max()} an image, {numbers.mean():.3g} on average"
+    factors = class_weights(run.config, train)
+    return shown + (f"; weights in the loss {min(factors):.3g} to {max(factors):.3g}" if factors else "")
 
 
 def _describe_val(splits: Splits) -> str:

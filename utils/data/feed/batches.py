@@ -34,6 +34,7 @@ from utils.errors import UserError
 from utils.options.config import TrainConfig
 from utils.options.data_flags import BATCH_SIZE
 from utils.options.resolved import ResolvedConfig
+from utils.targets import Targets
 from utils.text import describe_alike
 
 
@@ -88,6 +89,7 @@ class BaseFeed:
             self._env = choose_env(device, rank, world_size)
             self._manifest = _list_images(self._given, split, classes)
             self._config = resolve_options(self._given, self._manifest, self._env)
+            self._targets = Targets(len(self._manifest.classes), self._manifest.label_sets, self._env.device)
             sampler = create_sampler(self._config, self._manifest, self._env) if split == "train" else None
         self._sampler = sampler
         images = len(shard(len(self._manifest), self._env.rank, self._env.world_size))
@@ -123,6 +125,8 @@ class BaseFeed:
     def __iter__(self) -> Iterator[Batch]:
         """One pass: batches of uint8 images (N, 3, H, W), RGB, channels_last, and int64 targets (N,) on the device.
 
+        Where the label file gives images any number of classes, targets are float32 (N, num_classes) of 0 and 1.
+
         Raises:
             BadFile: an image cannot be read or decoded.
             UserError: the feed is closed, or another pass has begun before this one was over.
@@ -139,7 +143,7 @@ class BaseFeed:
                 raise UserError("another pass over the feed has begun; a feed has one pass at a time")
             batch = self._next_batch()
             self._batch += 1
-            yield batch
+            yield Batch(batch.images, self._targets(batch.targets))
         if number == self._pass:
             self._epoch, self._batch = self._epoch + 1, 0
 

@@ -30,7 +30,8 @@ STATE_FORMAT = 1
 # Training settings of ResolvedConfig, which no loader reads.
 UNUSED: dict[str, Any] = {
     "compile": False, "fused_layers": False, "cuda_graph": False, "warmup_epochs": 0.0, "lr_scaling": "none",
-    "lr": 0.0, "momentum": 0.0, "weight_decay": 0.0, "amp": "none",
+    "lr": 0.0, "momentum": 0.0, "weight_decay": 0.0, "amp": "none", "loss": "cross-entropy", "label_smoothing": 0.0,
+    "best_by": "top1",
 }  # fmt: skip
 # What decides the batches, besides the images and the processes.
 PIXELS = {
@@ -198,6 +199,7 @@ def resolve_options(given: TrainConfig, manifest: Manifest, env: DistEnv) -> Res
     values |= {name: getattr(settings, name) for name in names} | {
         "processes": env.world_size,
         "num_classes": len(manifest.classes),
+        "task": manifest.task,
         **resolve_pixels(given),
         "device": env.device.type,
     }

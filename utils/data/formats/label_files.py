@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import itertools
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,12 +18,21 @@ from utils.data.formats.label_rows import TRAIN_WORDS, Labels, has_labels, has_r
 from utils.data.formats.naming import VAL_NAMES, is_hidden
 from utils.data.formats.tables import is_table
 from utils.data.images.codecs import is_image
-from utils.data.images.manifest import NO_ROW, FileEntry, Manifest, bad_files_error, files_fingerprint, stat_file
+from utils.data.images.manifest import (
+    NO_ROW,
+    SEVERAL,
+    FileEntry,
+    Manifest,
+    bad_files_error,
+    files_fingerprint,
+    stat_file,
+)
 from utils.errors import UserError, some
 from utils.text import count, describe_alike
 
 NAME = "label file"
 _WHOLE = ("labels", "metadata", "data", "dataset", "images", "annotations")  # names of one file for all splits
+NO_LABEL = "no label"  # in the name of an image that has none
 _CHUNK = 1000  # files that a thread looks at, one after the other
 
 
@@ -110,7 +120,11 @@ def _stem(name: str) -> str:
 
 
 def create_manifests(
-    data_dir: Path, splits: Mapping[str, Labels], class_names: tuple[str, ...] | None, skip_bad: bool
+    data_dir: Path,
+    splits: Mapping[str, Labels],
+    class_names: tuple[str, ...] | None,
+    skip_bad: bool,
+    several: bool = False,
 ) -> dict[str, Manifest]:
     """The manifests of the splits, whose labels are numbered alike.
 
@@ -122,17 +136,24 @@ def create_manifests(
         splits: from `read_labels`.
         class_names: of `--class-names`, in label order, or of the numbers that the labels are; None for none.
         skip_bad: exclude empty and missing files, instead of refusing them.
+        several: whether an image has any number of labels, instead of one.
 
     Raises:
         UserError: files are missing, bad, or in two rows; or a label is no class.
     """
-    classes, numbers = _number_labels(splits, class_names)
+    classes, sets = _number_labels(splits, class_names)
+    # One table for all splits, so that a label means the same in each.
+    known: list[tuple[int, ...]] = [(number,) for number in range(len(classes))]
+    if several:
+        known = sorted(set(itertools.chain.from_iterable(sets.values())))
     found = {split: _locate(labels, labels.files) for split, labels in splits.items()}
     _refuse_twice(splits, found)
     manifests = {}
     for split, labels in splits.items():
         base, paths = found[split]
-        manifests[split] = _create(data_dir / split, labels, classes, numbers[split], base, paths, skip_bad)
+        manifests[split] = _create(
+            data_dir / split, labels, classes, sets[split], known, several, base, paths, skip_bad
+        )
     if "train" in manifests:
         manifests["train"].with_all_classes()
     named = [*found.values(), *(_locate(labels, labels.elsewhere) for labels in splits.values())]
@@ -143,9 +164,9 @@ def create_manifests(
 
 def _number_labels(
     splits: Mapping[str, Labels], class_names: tuple[str, ...] | None
-) -> tuple[tuple[str, ...], dict[str, NDArray[np.int64]]]:
-    """Class names in label order, and the label of each row: int64. Numbers are sorted as numbers."""
-    names = set(splits["train" if "train" in splits else "val"].labels)
+) -> tuple[tuple[str, ...], dict[str, list[tuple[int, ...]]]]:
+    """Class names in label order, and the numbers of each row's labels, sorted. Numbers are sorted as numbers."""
+    names = set(itertools.chain.from_iterable(splits["train" if "train" in splits else "val"].labels))
     are_numbers = all(re.fullmatch(r"\d{1,9}", name) for name in names)
     classes = class_names or tuple(sorted(names, key=lambda name: (int(name), name) if are_numbers else (0, name)))
     known = {name: number for number, name in enumerate(classes)}
@@ -154,19 +175,23 @@ def _number_labels(
     origin = "of --class-names" if class_names is not None else "with training images"
     numbers = {}
     for split, labels in splits.items():
-        for line, name in zip(labels.lines, labels.labels, strict=True):
-            if name not in known:
-                alike = describe_alike([name], known)
+        for line, own in zip(labels.lines, labels.labels, strict=True):
+            if unknown := [name for name in own if name not in known]:
+                alike = describe_alike(unknown[:1], known)
                 raise UserError(
-                    f"{labels.path}: line {line} has the label {name!r}, which is none of the "
+                    f"{labels.path}: line {line} has the label {unknown[0]!r}, which is none of the "
                     f"{count(len(classes), 'class')} {origin}; {alike or 'correct it, or add it there'}"
                 )
-        numbers[split] = np.array([known[name] for name in labels.labels], dtype=np.int64)
-    if "train" in splits and (empty := sorted(set(range(len(classes))) - set(numbers["train"].tolist()))):
-        raise UserError(
-            f"{splits['train'].path}: {count(len(empty), 'class')} of --class-names without an image in train "
-            f"({some([classes[number] for number in empty])}); add images, or leave the names out"
-        )
+        numbers[split] = [tuple(sorted(known[name] for name in own)) for own in labels.labels]
+    if "train" in splits:
+        found = set(itertools.chain.from_iterable(numbers["train"]))
+        if not classes:
+            raise UserError(f"{splits['train'].path}: no training image has a label; add some")
+        if empty := sorted(set(range(len(classes))) - found):
+            raise UserError(
+                f"{splits['train'].path}: {count(len(empty), 'class')} of --class-names without an image in train "
+                f"({some([classes[number] for number in empty])}); add images, or leave the names out"
+            )
     return classes, numbers
 
 
@@ -196,7 +221,7 @@ def _images_in(folder: str | Path) -> list[str]:
 
 def _refuse_twice(splits: Mapping[str, Labels], found: Mapping[str, tuple[Path, list[str]]]) -> None:
     """Raise UserError for a file that two rows name, in one split or in two."""
-    seen: dict[str, tuple[str, int, str]] = {}
+    seen: dict[str, tuple[str, int, tuple[str, ...]]] = {}
     for split, labels in splits.items():
         base, paths = found[split]
         for line, path, label in zip(labels.lines, paths, labels.labels, strict=True):
@@ -205,7 +230,8 @@ def _refuse_twice(splits: Mapping[str, Labels], found: Mapping[str, tuple[Path, 
             if (other, before) == (split, line):
                 continue
             where = f"as line {before} does" if other == split else f"as line {before} does for {other}"
-            what = "" if said == label else f", but {label} instead of {said}"
+            one, two = (SEVERAL.join(each) or NO_LABEL for each in (label, said))
+            what = "" if one == two else f", but {one} instead of {two}"
             raise UserError(f"{labels.path}: line {line} names {path}{what}, {where}; remove one of the two")
 
 
@@ -213,15 +239,20 @@ def _create(
     root: Path,
     labels: Labels,
     classes: tuple[str, ...],
-    numbers: NDArray[np.int64],
+    sets: list[tuple[int, ...]],
+    known: list[tuple[int, ...]],
+    several: bool,
     base: Path,
     paths: list[str],
     skip_bad: bool,
 ) -> Manifest:
     entries = _stat(base, paths)
     _refuse_bad(labels, base, [] if skip_bad else entries)
+    texts = [SEVERAL.join(classes[number] for number in each) or NO_LABEL for each in known]
+    places = {each: row for row, each in enumerate(known)}
+    numbers = np.array([places[each] for each in sets], dtype=np.int64)
     names = np.array(
-        [os.fsencode(f"{classes[number]}/{path}") for number, path in zip(numbers.tolist(), paths, strict=True)]
+        [os.fsencode(f"{texts[number]}/{path}") for number, path in zip(numbers.tolist(), paths, strict=True)]
     )
     order = np.lexsort((names, numbers))
     sizes, mtimes = np.array([(entry.size, entry.mtime) for entry in entries], dtype=np.int64)[order].T
@@ -234,11 +265,20 @@ def _create(
         images=FileTable(base, names[order], is_flat=True),
         sizes=sizes,
         mtimes=mtimes,
+        label_sets=_matrix(known, len(classes)) if several else None,
         weights=weights,
         groups=None if labels.groups is None else np.array(labels.groups)[order],
         flat_in=_prefix(base, root.absolute().parent),
         source=NAME,
     ).without({os.fsdecode(names[row]): entry.bad for row, entry in enumerate(entries) if entry.bad is not None})
+
+
+def _matrix(sets: Sequence[tuple[int, ...]], num_classes: int) -> NDArray[np.bool_]:
+    """`Manifest.label_sets` of the classes' numbers."""
+    matrix = np.zeros((len(sets), num_classes), dtype=np.bool_)
+    for row, numbers in enumerate(sets):
+        matrix[row, list(numbers)] = True
+    return matrix
 
 
 def _prefix(base: Path, data_dir: Path) -> str:

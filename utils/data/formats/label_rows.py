@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 
 from utils.data.formats.naming import VAL_NAMES
 from utils.data.formats.tables import Table, read_table
+from utils.data.images.manifest import SEVERAL
 from utils.errors import UserError, some
+from utils.figures import Task
 
 # Names that a column may have, the first of them that there is. `datasets` writes file_name, Kaggle image_id or id.
 _FILE = ("file", "file_name", "filename", "path", "filepath", "file_path", "image", "image_path", "image_id", "id")
@@ -26,7 +28,7 @@ class Labels(NamedTuple):
         path: of the label file.
         lines: of the rows.
         files: paths as the file states them.
-        labels: names of the classes.
+        labels: the classes of each image: one, or any number.
         weights: float64 (num_images,); None for val, and without the column.
         groups: of the column; None without it.
         elsewhere: files of the rows of other splits in the same file.
@@ -35,7 +37,7 @@ class Labels(NamedTuple):
     path: Path
     lines: list[int]
     files: list[str]
-    labels: list[str]
+    labels: list[tuple[str, ...]]
     weights: NDArray[np.float64] | None
     groups: list[str] | None
     elsewhere: list[str]
@@ -71,17 +73,29 @@ def _words(path: Path) -> set[str]:
     return {"train" if word in TRAIN_WORDS else word for word in words}
 
 
+def has_several(label_files: Mapping[str, Path], task: Task | None) -> bool:
+    """Whether an image has any number of labels: by `--task`, else where a row of any split has several."""
+    if task is not None:
+        return task == "multilabel"
+    tables = (read_table(path, _WITHOUT_HEADING) for path in sorted(set(label_files.values())))
+    columns = ((table, table.column(*_LABEL)) for table in tables)
+    return any(SEVERAL in row[at] for table, at in columns if at is not None for row in table.rows)
+
+
 def _heading(path: Path) -> Table:
     return read_table(path, _WITHOUT_HEADING, rows=0)
 
 
-def read_labels(path: Path, split: str, val_split: str = "val", group: str | None = None) -> Labels:
+def read_labels(
+    path: Path, split: str, val_split: str = "val", group: str | None = None, several: bool = False
+) -> Labels:
     """The rows of one split in a label file.
 
     Args:
         split: train or val.
         val_split: what the column `split` calls the images of val; "val" stands for the first of `VAL_NAMES`.
         group: the column of the groups, if there is one of that name; None for `group`.
+        several: whether an image has any number of labels, divided by `|`, instead of one.
 
     Raises:
         UserError: the file is no such table, or a row of it is wrong; names the line.
@@ -91,13 +105,13 @@ def read_labels(path: Path, split: str, val_split: str = "val", group: str | Non
     rows = _rows_of(path, table, split, val_split)
     lines = [table.lines[row] for row in rows]
     for row in rows:
-        _check_row(path, table.lines[row], table.rows[row][at], table.rows[row][label_at])
+        _check_row(path, table.lines[row], table.rows[row][at], table.rows[row][label_at], several)
     group_at = table.column((group or "group").lower())
     return Labels(
         path,
         lines,
         [table.rows[row][at] for row in rows],
-        [table.rows[row][label_at] for row in rows],
+        [_labels(table.rows[row][label_at]) for row in rows],
         _weights(path, table, rows) if split == "train" else None,
         None if group_at is None else [_group(path, table, row, group_at) for row in rows],
         [table.rows[row][at] for row in sorted({*range(len(table.rows))} - {*rows})],
@@ -113,7 +127,12 @@ def read_label_sets(path: Path) -> Iterator[tuple[int, str, list[str]]]:
     table = read_table(path, _WITHOUT_HEADING)
     at, label_at = _columns(path, table)
     for line, row in zip(table.lines, table.rows, strict=True):
-        yield line, row[at], [label.strip() for label in row[label_at].split("|") if label.strip()]
+        yield line, row[at], list(_labels(row[label_at]))
+
+
+def _labels(cell: str) -> tuple[str, ...]:
+    """The labels in a cell, each once."""
+    return tuple(dict.fromkeys(label.strip() for label in cell.split(SEVERAL) if label.strip()))
 
 
 def _columns(path: Path, table: Table) -> tuple[int, int]:
@@ -159,17 +178,21 @@ def lists_validation(label_files: Mapping[str, Path]) -> bool:
     return bool(words & set(VAL_NAMES[:-1]))
 
 
-def _check_row(path: Path, line: int, file: str, label: str) -> None:
-    """Raise UserError for a row that names no image or no class."""
+def _check_row(path: Path, line: int, file: str, label: str, several: bool) -> None:
+    """Raise UserError for a row that names no image, or no class where it must."""
     if not file or "\0" in file:
         raise UserError(f"{path}: line {line} names no file; complete or remove the line")
-    if not label:
-        raise UserError(f"{path}: line {line} has no label for {file}; add it, or remove the line")
-    if "|" in label:
+    if not several and not label:
         raise UserError(
-            f"{path}: line {line} has several labels ({label}) for {file}; an image is trained with one, keep the first"
+            f"{path}: line {line} has no label for {file}; add it, remove the line, or give --task multilabel if "
+            "images may have none"
         )
-    if "/" in label or label in (".", "..") or not label.isprintable():
+    if not several and SEVERAL in label:
+        raise UserError(
+            f"{path}: line {line} has several labels ({label}) for {file}; --task multiclass takes one: keep one, or "
+            "train with --task multilabel"
+        )
+    if "/" in label or {".", ".."} & {*_labels(label)} or not label.isprintable():
         raise UserError(f"{path}: line {line} has the label {label!r}; write it without / and control characters")
 
 

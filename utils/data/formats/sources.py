@@ -11,7 +11,7 @@ from typing import cast
 from utils.data.formats import arrow_cache, folder, ilsvrc, lmdb_database, recordio, tfrecord, webdataset
 from utils.data.formats.flat import find_cls_loc
 from utils.data.formats.label_files import find_label_files
-from utils.data.formats.label_rows import has_rows_of, read_labels
+from utils.data.formats.label_rows import has_rows_of, has_several, read_labels
 from utils.data.formats.naming import VAL_NAMES, is_hidden
 from utils.data.formats.shards import ClassNames
 from utils.data.formats.tables import is_table
@@ -108,9 +108,12 @@ def check_source(config: TrainConfig) -> None:
     source = find_source(config, required_splits(config))
     if source.has_class_folders:
         folder.check_folders(dataclasses.replace(config, data_dir=source.data_dir))
-    for split, path in source.label_files.items():
-        if path.stat().st_size <= _READ_EARLY and split in required_splits(config):
-            read_labels(path, split, config.val_split, config.val_group)
+    if any(path.stat().st_size > _READ_EARLY for path in source.label_files.values()):
+        return
+    several = has_several(source.label_files, config.task)
+    for split in required_splits(config):
+        if split in source.label_files:
+            read_labels(source.label_files[split], split, config.val_split, config.val_group, several)
 
 
 def required_splits(config: TrainConfig) -> tuple[str, ...]:

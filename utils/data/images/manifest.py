@@ -13,12 +13,14 @@ from numpy.typing import NDArray
 
 from utils.data.images.records import ImageTable, Record
 from utils.errors import START_ANEW, UserError, escape_control_chars, some
+from utils.figures import Task
 from utils.text import count
 
 OR_SKIP = ", or exclude all bad files with --bad-files skip"  # a remedy that only train.py has
 SUFFIXES = 5  # of other files that one line names
 NO_CLASS, NO_ROW = "without a class folder", "without a row in the label file"  # images
 NO_SUFFIX = "without a suffix"
+SEVERAL = "|"  # between the classes of an image
 
 
 class FileEntry(NamedTuple):
@@ -70,11 +72,13 @@ class Manifest:
     Attributes:
         root: folder of the split, such as `data_dir/train`; None for synthetic data.
         classes: class names in label order (sorted by code point, as torchvision's ImageFolder does).
-        labels: int64 (num_images,), in [0, len(classes)).
+        labels: int64 (num_images,), in [0, len(classes)), or rows of `label_sets`.
         fingerprint: hex digest of class names, file names, file sizes, labels and weights.
         images: names and locations, sorted by name within each class; None for synthetic data.
         sizes: int64 (num_images,), bytes; as `mtimes`, of no images for synthetic data.
         mtimes: int64 (num_images,), of the last change, nanoseconds since 1970.
+        label_sets: the classes that a label stands for, bool (num_sets, num_classes): an image has any number of
+            classes. None: label n is class n.
         weights: how often images come, 0 or more: float64 (num_images,); None for alike.
         groups: names of what lies wholly in one split, such as a patient: str (num_images,); None for none.
         bad: files that are excluded, relative to `root`, and why.
@@ -93,6 +97,7 @@ class Manifest:
     images: ImageTable | None = None
     sizes: NDArray[np.int64] = dataclasses.field(default_factory=lambda: np.empty(0, dtype=np.int64))
     mtimes: NDArray[np.int64] = dataclasses.field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    label_sets: NDArray[np.bool_] | None = None
     weights: NDArray[np.float64] | None = None
     groups: NDArray[np.str_] | None = None
     bad: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -104,6 +109,11 @@ class Manifest:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @property
+    def task(self) -> Task:
+        """Whether an image has one class, or any number."""
+        return "multiclass" if self.label_sets is None else "multilabel"
 
     @property
     def folder(self) -> str:
@@ -142,6 +152,31 @@ class Manifest:
         """A file's path relative to the data set, from that relative to `root`; of an image in a shard the latter."""
         return f"{self.folder}/{name}" if self.flat_in is None else self.flat_in + name.partition("/")[2]
 
+    def class_counts(self, weights: NDArray[np.float64] | None = None) -> NDArray[np.float64]:
+        """Images of each class, or the sums of their `weights` (num_images,): float64 (num_classes,)."""
+        size = len(self.classes) if self.label_sets is None else len(self.label_sets)
+        counts = np.bincount(self.labels, weights, size).astype(np.float64)
+        return counts if self.label_sets is None else counts @ self.label_sets.astype(np.float64)
+
+    def strata(self) -> NDArray[np.int64]:
+        """What a division of the images keeps in proportion: int64 (num_images,), in [0, len(classes)].
+
+        The class of each image. Of several the one with the fewest images, as a common one comes along with others; of
+        none `len(classes)`.
+        """
+        if self.label_sets is None:
+            return self.labels
+        ranks = np.argsort(np.argsort(self.class_counts(), kind="stable"))
+        of_class = np.where(self.label_sets, ranks, len(ranks))
+        rarest = np.where(self.label_sets.any(axis=1), of_class.argmin(axis=1), len(ranks))
+        return rarest.astype(np.int64)[self.labels]
+
+    def with_label_sets(self) -> "Manifest":
+        """The same images, each of which has any number of classes."""
+        if self.label_sets is not None:
+            return self
+        return dataclasses.replace(self, label_sets=np.eye(len(self.classes), dtype=np.bool_))
+
     def place(self, label: int) -> str:
         """Where the images of a class are, for messages: its folder, or its name in the data set."""
         name = self.classes[label]
@@ -172,7 +207,12 @@ class Manifest:
             KeyError: it lacks one.
         """
         numbers = {name: number for number, name in enumerate(classes)}
-        labels = np.array([numbers[name] for name in self.classes], dtype=np.int64)[self.labels]
+        own = np.array([numbers[name] for name in self.classes], dtype=np.int64)
+        if self.label_sets is not None:
+            sets = np.zeros((len(self.label_sets), len(classes)), dtype=np.bool_)
+            sets[:, own] = self.label_sets
+            return dataclasses.replace(self, classes=classes, label_sets=sets)
+        labels = own[self.labels]
         renumbered = dataclasses.replace(self, classes=classes, labels=labels)
         order = np.argsort(labels, kind="stable")
         return renumbered if np.array_equal(order, np.arange(len(order))) else renumbered.select(order)
@@ -195,9 +235,11 @@ class Manifest:
         Raises:
             UserError: the bad files leave a class without an image.
         """
-        empty = np.flatnonzero(np.bincount(self.labels, minlength=len(self.classes)) == 0).tolist()
+        empty = np.flatnonzero(self.class_counts() == 0).tolist()
         if empty and self.bad:
-            files = sum(path.partition("/")[0] == self.classes[empty[0]] for path in self.bad)
+            name = self.classes[empty[0]]
+            of_files = (path.partition("/")[0] for path in self.bad)
+            files = sum(name == each if self.label_sets is None else name in each.split(SEVERAL) for each in of_files)
             are, them = ("is", "it") if files == 1 else ("are", "them")
             raise UserError(
                 f"{self.place(empty[0])}: a class without a readable image, its {count(files, 'file')} {are} bad; "
@@ -208,8 +250,9 @@ class Manifest:
     def with_replacements(self, bad: Mapping[str, str]) -> "Manifest":
         """The same number of images with the same labels and fingerprint, none of them among the files `bad`.
 
-        The next good image of its class replaces a bad one, and is in the result twice. So a run that has begun with
-        these files keeps its order of images.
+        The next good image of its class replaces a bad one, and is in the result twice; where images have any number of
+        classes, the next with the same ones, or else any. So a run that has begun with these files keeps its order of
+        images.
 
         Raises:
             UserError: a class would have no image left.
@@ -219,10 +262,13 @@ class Manifest:
         for index in np.flatnonzero(is_bad).tolist():
             start, end = np.searchsorted(self.labels, [self.labels[index], self.labels[index] + 1])
             good = start + np.flatnonzero(~is_bad[start:end])
+            if not len(good) and self.label_sets is not None:
+                good = np.flatnonzero(~is_bad)
             if not len(good):
                 name = self.name(index)
+                place = self.place(self.labels[index]) if self.label_sets is None else str(self.root)
                 raise UserError(
-                    f"{self.place(self.labels[index])}: no image is left that this run began with; "
+                    f"{place}: no image is left that this run began with; "
                     f"repair one ({name}: {bad[name]}), or {START_ANEW}"
                 )
             order[index] = good[np.searchsorted(good, index) % len(good)]

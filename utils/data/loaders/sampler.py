@@ -156,15 +156,18 @@ class WeightedSampler(Sampler):
 def image_weights(manifest: Manifest, balance: float) -> NDArray[np.float64] | None:
     """How often each image comes, float64 (num_images,): its own weight x n**-balance, where n is that of its class.
 
+    Of several classes it is that of the rarest.
+
     n is the sum of the class's own weights, or the number of its images. Where `balance` is 1, classes come equally
     often. None if all images come alike.
     """
     if not balance and manifest.weights is None:
         return None
     own = np.ones(len(manifest)) if manifest.weights is None else manifest.weights
-    of_class = np.bincount(manifest.labels, weights=own)
+    strata = manifest.strata()
+    of_class = np.bincount(strata, weights=own)
     shares = np.power(of_class, -balance, out=np.zeros_like(of_class), where=of_class > 0)
-    weights: NDArray[np.float64] = own * shares[manifest.labels]
+    weights: NDArray[np.float64] = own * shares[strata]
     return weights
 
 

@@ -60,7 +60,7 @@ def choose_groups(manifest: Manifest, fraction: float) -> NDArray[np.bool_]:
     names, of_image = np.unique(manifest.groups, return_inverse=True)
     members = _members(of_image, len(names), manifest)
     # Lists, as most groups have few classes, and an array's overhead is that of twenty.
-    total = np.bincount(manifest.labels, minlength=len(manifest.classes)).tolist()
+    total = np.bincount(manifest.strata(), minlength=len(manifest.classes)).tolist()
     held, chosen = [0] * len(total), [False] * len(names)
     order = sorted(range(len(names)), key=lambda group: hashlib.sha256(str(names[group]).encode()).digest())
 
@@ -95,10 +95,10 @@ def choose_groups(manifest: Manifest, fraction: float) -> NDArray[np.bool_]:
 
 def _members(of_image: NDArray[np.int64], num_groups: int, manifest: Manifest) -> list[list[tuple[int, int]]]:
     """Of each group the classes that it has, and how many images of each."""
-    num_classes = len(manifest.classes)
-    keys, counts = np.unique(of_image * num_classes + manifest.labels, return_counts=True)
-    starts = np.searchsorted(keys, np.arange(num_groups + 1) * num_classes)
-    pairs = list(zip((keys % num_classes).tolist(), counts.tolist(), strict=True))
+    num_strata = len(manifest.classes) + 1
+    keys, counts = np.unique(of_image * num_strata + manifest.strata(), return_counts=True)
+    starts = np.searchsorted(keys, np.arange(num_groups + 1) * num_strata)
+    pairs = list(zip((keys % num_strata).tolist(), counts.tolist(), strict=True))
     return [pairs[start:end] for start, end in itertools.pairwise(starts.tolist())]
 
 

@@ -38,7 +38,7 @@ def choose_by_content(
         if known is not None:
             digests = content_digests(manifest, known)
             _refuse_unread(manifest, np.flatnonzero(digests == 0).tolist(), known)
-            chosen = choose(digests, manifest.labels, fraction)
+            chosen = choose(digests, manifest.strata(), fraction)
             check_classes(manifest, fraction, chosen)
     result = broadcast(chosen, env)
     assert result is not None
@@ -53,7 +53,7 @@ def _refuse_unread(manifest: Manifest, indices: Sequence[int], known: Mapping[st
         raise bad_files_error(reasons, "delete or replace {}")
 
 
-def choose(digests: NDArray[np.int64], labels: NDArray[np.int64], fraction: float) -> NDArray[np.bool_]:
+def choose(digests: NDArray[np.int64], strata: NDArray[np.int64], fraction: float) -> NDArray[np.bool_]:
     """Which images are held out: (num_images,).
 
     An image is held out if its digest, as a number from 0 to 1, is less than `fraction`. This depends on nothing but
@@ -68,12 +68,13 @@ def choose(digests: NDArray[np.int64], labels: NDArray[np.int64], fraction: floa
 
     Args:
         digests: of the contents, int64 (num_images,), uniformly distributed.
-        labels: int64 (num_images,), ascending; every class has an image.
+        strata: class of each image, or see `Manifest.strata`: int64 (num_images,).
         fraction: 0 to 1, both excluded.
     """
     numbers = digests.view(np.uint64)
-    starts = np.flatnonzero(np.diff(labels, prepend=-1))  # of the classes
-    smallest, largest = np.minimum.reduceat(numbers, starts), np.maximum.reduceat(numbers, starts)
+    order = np.argsort(strata, kind="stable")
+    starts = np.flatnonzero(np.diff(strata[order], prepend=-1))  # of the classes
+    smallest, largest = np.minimum.reduceat(numbers[order], starts), np.maximum.reduceat(numbers[order], starts)
     end = np.uint64(int(fraction * 2**64))
     added, removed = smallest[smallest >= end], largest[largest < end]
     chosen: NDArray[np.bool_] = ((numbers < end) | np.isin(numbers, added)) & ~np.isin(numbers, removed)
@@ -83,14 +84,15 @@ def choose(digests: NDArray[np.int64], labels: NDArray[np.int64], fraction: floa
 def check_classes(manifest: Manifest, fraction: float, chosen: NDArray[np.bool_] | None = None) -> None:
     """Raise UserError unless every class has an image on both sides, or may have, where none is `chosen` yet.
 
-    Groups may leave a class on one side.
+    Groups may leave a class on one side. Where images have any number of classes, one may lack validation images.
     """
     if manifest.groups is not None:
         return
-    counts = np.bincount(manifest.labels)
-    held_out = np.minimum(counts - 1, 1) if chosen is None else np.bincount(manifest.labels, weights=chosen)
-    for label in np.flatnonzero((counts > 0) & ((held_out == 0) | (held_out == counts))).tolist():
-        what = "1 image" if counts[label] == 1 else f"{counts[label]:,} images, which are copies of others"
+    counts = manifest.class_counts()
+    held_out = np.minimum(counts - 1, 1) if chosen is None else manifest.class_counts(chosen.astype(np.float64))
+    is_alone = (held_out == counts) | ((held_out == 0) & (chosen is None or manifest.label_sets is None))
+    for label in np.flatnonzero((counts > 0) & is_alone).tolist():
+        what = "1 image" if counts[label] == 1 else f"{counts[label]:,.0f} images, which are copies of others"
         raise UserError(
             f"--val-fraction {fraction:g}: {manifest.place(label)} has {what}, but training and validation need one "
             "each; add images or remove the class"
@@ -116,12 +118,12 @@ def divide(manifest: Manifest, chosen: NDArray[np.bool_]) -> dict[str, Manifest]
 
 def describe_shares(train: Manifest, val: Manifest) -> str:
     """How many images of each class are held out, such as `3 to 7 of each class`, and how many groups."""
-    counts = np.bincount(val.labels, minlength=len(val.classes))
+    counts = val.class_counts()
     fewest, most = int(counts.min()), int(counts.max())
     shares = f"{fewest:,} of each class" if fewest == most else f"{fewest:,} to {most:,} of each class"
     if train.groups is None or val.groups is None:
         return shares
-    of_class = 100 * counts / (counts + np.bincount(train.labels, minlength=len(counts)))
+    of_class = 100 * counts / (counts + train.class_counts())
     held = len(set(val.groups.tolist()))
     share = f"{100 * len(val) / (len(train) + len(val)):.1f} % of the images, {of_class.min():.1f} to "
     groups = count(held + len(set(train.groups.tolist())), "group")

@@ -24,16 +24,16 @@ def describe_oddities(splits: Splits, steps_per_epoch: int, balance: float) -> l
     """A line for each; `balance` is that of `--balance`."""
     train, val = splits["train"], splits["val"]
     lines = []
-    if len(train.classes) == 1:
+    if len(train.classes) == 1 and train.label_sets is None:
         lines.append(f"only one class ({train.classes[0]}): every network has 100 % there, and learns nothing")
-    elif len(train.classes) <= 5:
+    elif len(train.classes) <= 5 and train.label_sets is None:
         lines.append(f"{len(train.classes)} classes: top-5 is 100 % whatever the network says; look at top-1")
     if not balance and _extremes(train)[1] >= UNEVEN:
-        lines.append(
-            f"classes are uneven ({class_sizes(train)}): top-1 is mostly that of the common ones; --best-by "
-            "macro_recall counts all alike, --balance 0.5 shows rare ones more often"
-        )
-    if lacking := np.flatnonzero(np.bincount(val.labels, minlength=len(val.classes)) == 0).tolist():
+        remedy = "--balance 0.5 shows rare ones more often"
+        if train.label_sets is None:
+            remedy = f"top-1 is mostly that of the common ones; --best-by macro_recall counts all alike, {remedy}"
+        lines.append(f"classes are uneven ({class_sizes(train)}): {remedy}")
+    if lacking := np.flatnonzero(val.class_counts() == 0).tolist():
         names = some([val.classes[label] for label in lacking])
         lines.append(f"{count(len(lacking), 'class')} without validation images ({names}): no figure says how it does")
     if alike := describe_alike(train.classes, train.classes):
@@ -66,7 +66,7 @@ def class_sizes(manifest: Manifest) -> str:
 
 def _extremes(manifest: Manifest) -> tuple[list[tuple[str, int]], float]:
     """Name and images of the largest class and of the smallest, and how many times larger the first is."""
-    counts = np.bincount(manifest.labels, minlength=len(manifest.classes))
+    counts = manifest.class_counts()
     found = [(manifest.classes[at], int(counts[at])) for at in (counts.argmax(), counts.argmin())]
     return found, float(counts.max() / max(1, counts.min()))
 

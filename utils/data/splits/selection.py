@@ -12,7 +12,7 @@ from utils.data.dali import dali_device
 from utils.data.formats import folder
 from utils.data.formats.index import read_shards
 from utils.data.formats.label_files import create_manifests as create_labeled
-from utils.data.formats.label_rows import lists_validation, read_labels
+from utils.data.formats.label_rows import has_several, lists_validation, read_labels
 from utils.data.formats.shards import Shards, create_manifests, first_label
 from utils.data.formats.sources import Source, class_names_of, find_source, read_given_names, required_splits
 from utils.data.images import manifest as dataset
@@ -29,6 +29,7 @@ from utils.distributed.group import DistEnv
 from utils.errors import UserError
 from utils.options.config import TrainConfig
 from utils.options.resolved import ResolvedConfig
+from utils.targets import Targets
 from utils.text import count
 
 SPLITS = ("train", "val")
@@ -55,8 +56,9 @@ def read_data(config: TrainConfig, env: DistEnv, splits: Sequence[str] = ()) -> 
     if config.data_dir is None:
         sizes = {"train": SYNTHETIC_TRAIN, "val": SYNTHETIC_VAL}
         names = ("val",) if config.evaluate else SPLITS
-        return {name: dataset.synthetic(sizes[name], config.num_classes or SYNTHETIC_CLASSES) for name in names}
-    listed: Splits = {}
+        listed = {name: dataset.synthetic(sizes[name], config.num_classes or SYNTHETIC_CLASSES) for name in names}
+        return _for_task(listed, config)
+    listed = {}
     with sync_errors(env):
         source = find_source(config, splits)
         if source.has_class_folders:
@@ -65,12 +67,20 @@ def read_data(config: TrainConfig, env: DistEnv, splits: Sequence[str] = ()) -> 
             listed = _read_label_files(config, source, splits)
     if source.format is not None:
         listed = _read_shards(config, source, splits, env)
+    listed = _for_task(listed, config)
     with sync_errors(env):
         if not config.evaluate or config.val_fraction:  # which are all that groups are for
             listed = {split: find_groups(manifest, config.val_group) for split, manifest in listed.items()}
         if config.val_fraction:  # before all files are read
             check_classes(listed["train"], config.val_fraction)
     return listed
+
+
+def _for_task(listed: Splits, config: TrainConfig) -> Splits:
+    """With `--task multilabel` also the one class of a folder or shard is a set."""
+    if config.task != "multilabel":
+        return listed
+    return {split: manifest.with_label_sets() for split, manifest in listed.items()}
 
 
 def _read_folders(config: TrainConfig, splits: Sequence[str]) -> Splits:
@@ -103,10 +113,12 @@ def _read_label_files(config: TrainConfig, source: Source, splits: Sequence[str]
             "not be used; leave --val-fraction out"
         )
     names = read_given_names(config.class_names) if config.class_names is not None else None
+    several = has_several(source.label_files, config.task)
     labels = {
-        split: read_labels(source.label_files[split], split, config.val_split, config.val_group) for split in splits
+        split: read_labels(source.label_files[split], split, config.val_split, config.val_group, several)
+        for split in splits
     }
-    return create_labeled(config.data_dir, labels, names, config.bad_files == "skip")
+    return create_labeled(config.data_dir, labels, names, config.bad_files == "skip", several)
 
 
 @collective
@@ -289,6 +301,11 @@ def initial_manifest(listed: Manifest, excluded_files: Sequence[str], bad: Mappi
     if not excluded_files:
         return listed
     return listed.without({name: reasons.get(name, "bad when the run began") for name in excluded_files})
+
+
+def create_targets(config: ResolvedConfig, manifest: Manifest, env: DistEnv) -> Targets:
+    """What the labels of a split stand for."""
+    return Targets(config.num_classes, manifest.label_sets, env.device)
 
 
 def describe_exclusions(splits: Splits, output_dir: Path) -> str:

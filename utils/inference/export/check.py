@@ -30,42 +30,46 @@ TOLERANCE, HALF_TOLERANCE = 1e-4, 2e-2
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Logits of an exported network beside torch's.
+    """What an exported network gives beside torch's.
 
     Attributes:
         count: images.
         difference: largest absolute difference of a logit.
         largest: largest absolute logit of torch.
         same_class: images with the same most likely class.
+        output: logits or probabilities.
     """
 
     count: int
     difference: float
     largest: float
     same_class: int
+    output: str = "logits"
 
     def require(self, tolerance: float, name: str) -> None:
         """Raise RunFailed if the difference is above this share of the largest logit, or not a number."""
         if not self.difference <= tolerance * self.largest:
             raise RunFailed(
-                f"{name}: its logits differ from torch's by up to {self.difference:.2g}, the largest is "
+                f"{name}: its {self.output} differ from torch's by up to {self.difference:.2g}, the largest is "
                 f"{self.largest:.3g} and {tolerance:g} of that is allowed; nothing was written, --no-check writes it "
                 "nevertheless"
             )
 
     def __str__(self) -> str:
         return (
-            f"logits differ from torch's by at most {self.difference:.2g} (the largest is {self.largest:.3g}), "
+            f"{self.output} differ from torch's by at most {self.difference:.2g} (the largest is {self.largest:.3g}), "
             f"same class for {self.same_class} of {self.count}"
         )
 
 
 @torch.inference_mode()
-def compare(reference: Callable[[Tensor], Tensor], exported: Callable[[Tensor], Tensor], images: Tensor) -> Comparison:
+def compare(
+    reference: Callable[[Tensor], Tensor], exported: Callable[[Tensor], Tensor], images: Tensor, output: str = "logits"
+) -> Comparison:
     """Run two networks on the same images, in batches of several sizes.
 
     Args:
-        reference, exported: what the networks take to logits (N, num_classes).
+        reference, exported: what the networks take to outputs (N, num_classes).
         images: what they take, (N, ...).
     """
     batches = list(_batches(images))
@@ -76,6 +80,7 @@ def compare(reference: Callable[[Tensor], Tensor], exported: Callable[[Tensor], 
         difference=float((expected - found).abs().max()),
         largest=float(expected.abs().max()),
         same_class=int((expected.argmax(1) == found.argmax(1)).sum()),
+        output=output,
     )
 
 

@@ -17,22 +17,27 @@ INPUTS: dict[Input, tuple[str, str, str]] = {  # dtype, layout, and what the pix
 
 
 class Classifier(nn.Module):
-    """Images to float32 logits (N, num_classes).
+    """Images to float32 logits (N, num_classes); probabilities where an image has any number of classes.
 
     Args:
         trained: the network, which stays as it is.
         takes: float: normalized float32 (N, 3, H, W), as timm's and torchvision's transforms give them; uint8: pixels
             (N, H, W, 3), as image libraries give them, which are normalized inside.
-        half: whether weights and layers are float16. Input, normalization and logits are not.
+        half: whether weights and layers are float16. Input, normalization and output are not.
+        is_bare: whether the output is logits in any case, as timm's own network gives them.
+
+    Attributes:
+        output: logits or probabilities.
     """
 
     scale: Tensor
     shift: Tensor
 
-    def __init__(self, trained: Trained, takes: Input, half: bool = False) -> None:
+    def __init__(self, trained: Trained, takes: Input, half: bool = False, is_bare: bool = False) -> None:
         super().__init__()
         self.model = copy.deepcopy(trained.model).half() if half else trained.model
         self.takes_uint8, self.dtype = takes == "uint8", torch.float16 if half else torch.float32
+        self.output = "logits" if is_bare or trained.config.task == "multiclass" else "probabilities"
         normalize = Normalize(*trained.normalization, dtype=torch.float32, device=torch.device("cpu"))
         self.register_buffer("scale", normalize.scale)
         self.register_buffer("shift", normalize.shift)
@@ -42,7 +47,7 @@ class Classifier(nn.Module):
         if self.takes_uint8:
             images = images.permute(0, 3, 1, 2) * self.scale - self.shift
         logits: Tensor = self.model(images.to(self.dtype))
-        return logits.float()
+        return logits.float() if self.output == "logits" else logits.float().sigmoid()
 
     def prepare(self, pixels: Tensor) -> Tensor:
         """uint8 (N, H, W, 3) as the network takes it."""

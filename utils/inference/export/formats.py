@@ -88,7 +88,7 @@ def read_timm(folder: Path) -> Network:
 
 
 def write_onnx(trained: Trained, classifier: Classifier, metadata: dict[str, Any], folder: Path) -> None:
-    """model.onnx: input `images`, output `logits`, batches of any size, and the facts in `metadata_props`.
+    """model.onnx: input `images`, output `logits` or `probabilities`, batches of any size; facts in `metadata_props`.
 
     Raises:
         UserError: the weights are too large for one file.
@@ -105,7 +105,7 @@ def write_onnx(trained: Trained, classifier: Classifier, metadata: dict[str, Any
         dynamo=True,
         dynamic_shapes=batch_is_dynamic(),
         input_names=["images"],
-        output_names=["logits"],
+        output_names=[classifier.output],
         external_data=False,
         verbose=False,
     )
@@ -122,7 +122,7 @@ def read_onnx(folder: Path) -> Network:
     options.log_severity_level = 3  # errors; it warns of what it optimizes
     options.intra_op_num_threads = torch.get_num_threads()  # of all cores otherwise, whatever OMP_NUM_THREADS says
     session = onnxruntime.InferenceSession(str(folder / "model.onnx"), options, providers=["CPUExecutionProvider"])
-    return lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
+    return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
 
 
 # torch.export

@@ -53,7 +53,7 @@ def push(folder: Path, files: Sequence[str], repo: str, trained: Trained) -> str
 def model_card(trained: Trained) -> str:
     """What the hub shows, and by which it knows that timm loads the files."""
     config = trained.config
-    accuracy = "" if trained.top1 is None else f" Top-1 on its validation images: {trained.top1:.2f} %."
+    accuracy = f" On its validation images: {trained.accuracy}." if trained.accuracy else ""
     return (
         "---\nlibrary_name: timm\ntags:\n- image-classification\n- timm\n---\n"
         f"{config.arch} of timm with {count(config.num_classes, 'class')}, trained with Brisk at {config.image_size} "

@@ -100,14 +100,16 @@ def write_and_compare(
         RunFailed: the files compute something else.
         Exception: the exporter or the runtime failed; they have no common error.
     """
-    form, classifier = FORMATS[name], Classifier(trained, takes, half)
+    is_bare = name == "timm"
+    form, classifier = FORMATS[name], Classifier(trained, takes, half, is_bare)
     dtype, layout, pixels = INPUTS[takes]
     facts = {"input": dtype, "layout": layout, "pixels": pixels, "precision": "float16" if half else "float32"}
+    facts |= {} if classifier.output == "logits" else {"output": classifier.output}
     form.write(trained, classifier, trained.metadata | facts | {"brisk": __version__}, folder)
     if not check:
         return "not compared with torch (--no-check)"
     images, source = check_images(trained.config, check_data)
-    reference = Classifier(trained, takes)
-    compared = compare(reference, form.read(folder), reference.prepare(images))
+    reference = Classifier(trained, takes, is_bare=is_bare)
+    compared = compare(reference, form.read(folder), reference.prepare(images), reference.output)
     compared.require(HALF_TOLERANCE if half else TOLERANCE, form.files[-1])
     return f"{len(images)} {source}: {compared}"

@@ -9,7 +9,8 @@ from torch import nn
 
 from models import create_model
 from utils.errors import UserError, readable
-from utils.inference.weights import choose_network, find_best_checkpoints
+from utils.figures import MAIN_FIGURE, describe_figure
+from utils.inference.weights import choose_network, find_best_checkpoints, thresholds_of
 from utils.network.weight_files import Normalization
 from utils.options.arguments import model_options
 from utils.options.resolved import ResolvedConfig
@@ -31,7 +32,9 @@ class Trained:
         classes: names in label order. There may be fewer than the head has outputs, if `--num-classes` said so.
         normalization: mean and standard deviation per channel, of images in [0, 1].
         weights: which of the checkpoint's networks it is: "model" or "model_ema".
-        top1: its accuracy, percent; None if these weights were not evaluated.
+        figure: name and value of its accuracy, such as ("top1", 76.3); None if these weights were not evaluated.
+        thresholds: where an image has any number of classes, the probability of each output from which it counts as
+            predicted; () otherwise.
     """
 
     model: nn.Module
@@ -39,7 +42,8 @@ class Trained:
     classes: tuple[str, ...]
     normalization: Normalization
     weights: str
-    top1: float | None
+    figure: tuple[str, float] | None
+    thresholds: tuple[float, ...]
     path: Path
 
     @property
@@ -62,8 +66,14 @@ class Trained:
             "interpolation": self.config.val_interpolation,
             "crop": self.config.val_crop,
             "weights": self.weights,
-            "top1": self.top1,
+            **dict([self.figure or (MAIN_FIGURE[self.config.task], None)]),
+            **({"thresholds": list(self.thresholds)} if self.thresholds else {}),
         }
+
+    @property
+    def accuracy(self) -> str:
+        """Such as "top-1 76.30 %"; "" if these weights were not evaluated."""
+        return describe_figure(*self.figure) if self.figure else ""
 
 
 def load_trained(path: Path, ema: bool | None = None) -> Trained:
@@ -90,13 +100,15 @@ def load_trained(path: Path, ema: bool | None = None) -> Trained:
             f"{saved.path}: its weights do not fit {config.arch} with {count(config.num_classes, 'class')}; give "
             "another file"
         ) from None
-    top1 = saved.state.own_result.get("val/top1" if weights == MODEL else "val/ema_top1")
+    name = MAIN_FIGURE[config.task]
+    value = saved.state.own_result.get(f"val/{name}" if weights == MODEL else f"val/ema_{name}")
     return Trained(
         model=model.to(memory_format=torch.contiguous_format).eval(),  # which safetensors wants
         config=config,
         classes=tuple(map(readable, saved.record.classes)),
         normalization=saved.record.normalization,
         weights=weights,
-        top1=top1,
+        figure=None if value is None else (name, value),
+        thresholds=tuple(thresholds_of(saved, weights)) if config.task == "multilabel" else (),
         path=saved.path,
     )

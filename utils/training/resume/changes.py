@@ -15,7 +15,7 @@ from utils.training.settings.batch_layout import saved_layout
 from utils.training.state.checkpoint import Checkpoint
 from utils.training.state.train_state import NETWORKS, RankState, ReplicatedState, TrainState
 
-FIXED = ("--arch", "--model-args", "--num-classes", "classes")  # decide which weights there are: none can be taken over
+FIXED = ("--arch", "--model-args", "--num-classes", "--task", "classes")  # decide which weights there are, or their use
 ORDER = ("--seed", "--repeated-augmentation", "--balance", "files of train/", "global batch")
 VALIDATION = (
     "files of val/", "--image-size", "--val-resize", "--val-image-size", "--val-crop", "--interpolation",

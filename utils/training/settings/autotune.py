@@ -21,11 +21,13 @@ from utils.distributed.collectives import all_gather_object, raise_on_all_ranks,
 from utils.distributed.group import DistEnv
 from utils.distributed.machine import all_pairs_nvlink, inspect_machine
 from utils.errors import START_ANEW, UserError
+from utils.figures import Task
 from utils.options.config import TrainConfig
 from utils.options.resolved import ResolvedConfig
 from utils.text import count
 from utils.training.optimization.optim import resolve_optimizer
 from utils.training.settings.batch_layout import choose_batch_size, describe_processes
+from utils.training.settings.task import resolve_task
 from utils.training.state.checkpoint import Checkpoint
 
 MIN_COMPILE_IMAGES = 250_000  # of 224 px, a process; fewer train faster than they compile (decision 32)
@@ -80,6 +82,7 @@ def resolve(
     settings: LoaderSettings,
     saved: Checkpoint | None = None,
     num_train: int | None = None,
+    task: Task = "multiclass",
 ) -> ResolvedConfig:
     """Replace every "auto" and every absent value by what fits this machine, the data and the checkpoint.
 
@@ -88,6 +91,7 @@ def resolve(
         classes: names of the data's classes.
         saved: the checkpoint that the run goes on from, if there is one.
         num_train: training images, where a run trains on them.
+        task: of the data.
 
     Raises:
         UserError: on all ranks, for what does not fit the machine, the data or the checkpoint.
@@ -113,6 +117,7 @@ def resolve(
         "warmup_epochs": resolve_warmup(config, saved),
         **resolve_optimizer(config, saved.config if saved else None),
     }
+    resolved |= resolve_task(config, task)
     _check_fits(config, len(classes), on_cuda, saved)
     given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     return ResolvedConfig(**(given | resolved))

@@ -28,7 +28,7 @@ def class_weights(config: ResolvedConfig, train: Manifest) -> tuple[float, ...] 
     rest = (1.0,) * (config.num_classes - len(train.classes))
     if config.class_weights != "auto":
         return _read(Path(config.class_weights), train.classes) + rest
-    shares = np.bincount(train.labels, weights=image_weights(train, config.balance), minlength=len(train.classes))
+    shares = train.class_counts(image_weights(train, config.balance))
     with np.errstate(divide="ignore"):
         factors = np.where(shares > 0, shares.sum() / (len(shares) * shares), 1.0)
     return tuple(factors.tolist()) + rest

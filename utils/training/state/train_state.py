@@ -29,7 +29,7 @@ class BestEpoch:
     Attributes:
         epoch: epochs that were trained, from 1.
         step: optimizer steps taken.
-        top1: percent, of the network that is better.
+        top1: percent, of the network that is better; None where images have any number of classes.
         by: the figure of `--best-by`.
         value: of that figure, of the model or of its moving average, whichever is better; None in checkpoints without
             `--best-by`, which have chosen by top-1.
@@ -37,7 +37,7 @@ class BestEpoch:
 
     epoch: int
     step: int
-    top1: float
+    top1: float | None
     by: str = "top1"
     value: float | None = None
 
