@@ -105,8 +105,8 @@ def create_val_loader(config: ResolvedConfig, manifest: Manifest, env: DistEnv, 
 class Feed(BaseFeed):
     """The batches of a split for a training loop of your own: `with Feed(data_dir, "train", batch_size=256) as feed`.
 
-    `for images, targets in feed` is one epoch: uint8 (N, 3, H, W) and int64 (N,) on the device. `help(Feed)` has all
-    options; docs/python.md explains them.
+    `for images, targets in feed` is one epoch: uint8 (N, 3, H, W) and int64 (N,) on the device, or of several labels
+    float32 (N, classes). `help(Feed)` has all options; docs/python.md explains them.
     """
 
     create_train_loader, create_val_loader = create_train_loader, create_val_loader

@@ -14,7 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from utils.errors import UserError, escape_control_chars, first_line, readable
-from utils.figures import describe_figure, describe_figures
+from utils.figures import MAIN_FIGURE, describe_figure, describe_figures
 from utils.files import atomic_write_text, json_text
 from utils.progress import EpochBar, end_status, fit_terminal, is_terminal, wrap_for_terminal
 from utils.text import count
@@ -231,7 +231,8 @@ class Log:
         self.record({name: value for name, value in values.items() if not isinstance(value, list)})
         first, *others = describe_figures(values, best_by)
         facts = [f"epoch {values['epoch']}/{self._epochs}", f"val {first}", *others]
-        names = ("top1",) if best_by in ("top1", "top5", "loss") else ("top1", best_by)
+        main = MAIN_FIGURE["multilabel" if "val/map" in values else "multiclass"]
+        names = (main,) if best_by in (main, "top5", "loss") else (main, best_by)
         keys = ((name, f"val/ema_{name}") for name in names)
         ema = [f"EMA {describe_figure(name, values[key])}" for name, key in keys if key in values]
         if self._interval:  # on a terminal: what is left out of one line is in metrics.jsonl

@@ -39,6 +39,8 @@ from utils.options.resolved import CHOSEN
 from utils.report.output_folder import read_object
 
 POLL_SECONDS = 0.2
+# Flags that are chosen where they were not given, and had these values before.
+CHOSEN_SINCE: dict[str, Any] = {"task": None, "loss": "cross-entropy", "label_smoothing": 0.1, "best_by": "top1"}
 OWN = ("--data-dir", "--output-dir", "--name", "--seed", "--resume")  # flags of train.py that this program gives
 Results = Mapping[str, Sequence[Mapping[str, Any]]]  # by recipe: summary.json of each seed
 
@@ -141,7 +143,7 @@ def _changed_flags(before: Mapping[str, Any], config: TrainConfig) -> Iterator[s
     for name in (name for name in now if name != "output_dir"):
         then, value = before.get(name), now[name]
         if name in flags_with(chosen=True) and name not in config.given:
-            is_same = choices is None or name in choices
+            is_same = choices is None or name in choices or (name, then) in CHOSEN_SINCE.items()
             value = "not given"
         elif name == "data_dir":
             is_same = then == value or os.path.realpath(str(then)) == os.path.realpath(str(value))

@@ -163,6 +163,24 @@ def assert_is_refused(done: Finished, message: str) -> None:
     assert re.search(message, done.err.strip()), done.err
 
 
+def test_one_class_and_random_images(colors: Path, tmp_path: Path) -> None:
+    """A question with yes and no, in a run with a report; and more classes than sets of them, of which none is read."""
+    (tmp_path / "images").symlink_to(colors / "images")
+    for split, names in (("train", range(16)), ("val", range(16, 24))):
+        lines = [f"{at:03}.jpg,{'defect' if at % 3 else ''}" for at in names]
+        (tmp_path / f"{split}.csv").write_text("\n".join(["file,label", *lines]))
+    (tmp_path / "wide").mkdir()
+    (tmp_path / "wide" / "images").symlink_to(colors / "images")
+    for split, names in (("train", range(16)), ("val", range(16, 24))):
+        lines = [f"{at:03}.jpg,{'a|b|c' if at % 2 else 'd|e|f'}" for at in names]
+        (tmp_path / "wide" / f"{split}.csv").write_text("\n".join(["file,label", *lines]))
+    one = ("--data-dir", tmp_path, "--task", "multilabel", "--report", "--output-dir", tmp_path / "one")
+    wide = ("--data-dir", tmp_path / "wide", "--loader", "synthetic", "--output-dir", tmp_path / "sets")
+    done = launch_series(*((*FLAGS, "--epochs", 1, *words) for words in (one, wide)))
+    assert [run.status for run in done] == [0, 0], done
+    assert "only one class" not in done[0].out
+
+
 def test_class_folders_as_questions_of_their_own(data: Path, tmp_path: Path) -> None:
     """Each image has the one class of its folder; what the loader gives is the same."""
     flags = ("--data-dir", data, *FLAGS, "--epochs", 1, "--output-dir", tmp_path)

@@ -34,6 +34,7 @@ from utils.network.gradients import AMP_DTYPES
 from utils.options.config import TrainConfig
 from utils.options.policies import POLICIES
 from utils.options.resolved import ResolvedConfig
+from utils.targets import Targets
 from utils.text import count
 from utils.training.run import Run
 
@@ -98,12 +99,12 @@ class TimmLoader:
 class Identity(BatchAugment):
     """For batches of TimmLoader, which are normalized and augmented already."""
 
-    def __init__(self) -> None:
-        pass
+    def __init__(self, targets: Targets) -> None:
+        self.targets = targets
 
     def __call__(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return both as they are."""
-        return images, targets
+        """Return the images as they are, and what the labels stand for."""
+        return images, self.targets(targets)
 
 
 class _Bytes(torch.utils.data.Dataset[int]):
@@ -166,7 +167,7 @@ class Loader:
 
 def with_loader(run: Run, stream: TrainLoader) -> Run:
     """The same run, with the same network and optimizer, on batches of `stream`."""
-    augment = Identity() if isinstance(stream, TimmLoader) else run.augment
+    augment = Identity(run.augment.targets) if isinstance(stream, TimmLoader) else run.augment
     return dataclasses.replace(run, train_loader=stream, augment=augment)
 
 

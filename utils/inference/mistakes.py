@@ -67,7 +67,7 @@ class Mistakes:
         self._indices = val_indices(config, len(manifest), env)
         self._manifest, self._env = manifest, env
         self._classes = tuple(map(readable, manifest.classes))
-        self._found: list[NDArray[np.int64]] = []  # targets and predictions, (2, N)
+        self._found: list[NDArray[Any]] = []  # targets and predictions, (2, N)
         self._done = 0
         self._worst: list[Wrong] = []
 
@@ -140,7 +140,7 @@ class Mistakes:
         )
 
     def _summarize(
-        self, found: list[NDArray[np.int64]]
+        self, found: list[NDArray[Any]]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], Counter[tuple[int, int]]]:
         """Images of each class, those that were recognized, and how often one class was taken for another."""
         labels, answers = np.concatenate(found, axis=1)
@@ -171,7 +171,11 @@ class Mistakes:
         found = []
         for before, target, after, mixed in zip(*samples, strict=True):
             is_same = (before.float() - after).abs().max() < 4  # half precision rounds
-            shares = [] if mixed.dim() == 0 else [(self._class(at), float(mixed[at])) for at in mixed.topk(2).indices]
+            shares = (
+                []
+                if mixed.dim() == 0
+                else [(self._class(at), float(mixed[at])) for at in mixed.topk(min(2, len(mixed))).indices]
+            )
             found.append(
                 {
                     "before": _encode(before),

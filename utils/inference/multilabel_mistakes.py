@@ -1,6 +1,7 @@
 """Which validation images a network gets wrong where an image has any number of classes."""
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ class MultilabelMistakes(Mistakes):
         losses = losses.nan_to_num(nan=torch.inf)
         probabilities = logits.sigmoid().nan_to_num(nan=0.0)
         has, says = expected.bool(), probabilities >= 0.5
-        self._found.append(torch.stack([has, says]).long().cpu().numpy())
+        self._found.append(torch.stack([has, says]).cpu().numpy())
         for at in losses.topk(min(NUM_WORST, len(losses))).indices.tolist():
             if not torch.equal(has[at], says[at]):
                 of_wrong = probabilities[at][says[at] & ~has[at]]
@@ -49,13 +50,14 @@ class MultilabelMistakes(Mistakes):
         self._keep_worst()
 
     def _summarize(
-        self, found: list[NDArray[np.int64]]
+        self, found: list[NDArray[Any]]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], Counter[tuple[int, int]]]:
         has, says = np.concatenate(found, axis=1)
-        confused = (has * (1 - says)).T @ (says * (1 - has))
+        # Exact up to 2**24 images of a pair; a product of integers is not BLAS's.
+        confused = (has & ~says).T.astype(np.float32) @ (says & ~has).astype(np.float32)
         pairs = {(int(a), int(b)): int(confused[a, b]) for a, b in zip(*np.nonzero(confused), strict=True)}
         count = len(self._classes)
-        return has.sum(axis=0)[:count], (has * says).sum(axis=0)[:count], Counter(pairs)
+        return has.sum(axis=0)[:count], (has & says).sum(axis=0)[:count], Counter(pairs)
 
     def _label(self, label: int) -> str:
         assert self._manifest.label_sets is not None

@@ -204,7 +204,10 @@ class _Predictor:
         logits = compute_logits(self.model, pixels, self.normalize, self.env, self.amp_dtype)
         if isinstance(self.columns, MultilabelColumns):
             scores = logits if self.columns.output_type == "logit" else logits.sigmoid()
-            return _Batch(images, None, scores.cpu(), lambda: None)
+            if self.env.device.type != "cuda":
+                return _Batch(images, None, scores, lambda: None)
+            scores = scores.to("cpu", non_blocking=True)
+            return _Batch(images, None, scores, torch.cuda.current_stream().record_event().synchronize)
         count = min(max(self.columns.topk, TOP), logits.shape[1])
         top, indices = logits.topk(count, dim=1)
         scores = top if self.columns.output_type == "logit" else torch.take_along_dim(logits.softmax(1), indices, dim=1)

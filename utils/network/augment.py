@@ -60,11 +60,12 @@ class BatchAugment:
     (arXiv:1708.04896).
 
     Attributes:
+        targets: what the labels stand for.
         samples: the first images of the batch after `keep_samples`; None before it.
     """
 
     def __init__(self, config: ResolvedConfig, normalize: Normalize, targets: Targets, device: torch.device) -> None:
-        self.normalize, self._targets = normalize, targets
+        self.normalize, self.targets = normalize, targets
         num_classes = targets.num_classes
         # One pass over the batch instead of three. Evaluation stays eager: its last batch has another size.
         self._normalize = torch.compile(normalize, dynamic=False) if config.compile else normalize
@@ -100,10 +101,10 @@ class BatchAugment:
             or whose images have any number of classes.
         """
         before = images[: self._num_samples], targets[: self._num_samples]
-        images, targets = self._normalize(images), self._targets(targets)
+        images, targets = self._normalize(images), self.targets(targets)
         if self.mix is not None and not self._mixes:
             if targets.dim() == 1:
-                targets = one_hot(targets, self._targets.num_classes).float()  # the captured step takes no other type
+                targets = one_hot(targets, self.targets.num_classes).float()  # the captured step takes no other type
         elif self.mix is not None:
             images, targets = self.mix(images, targets)
             images = images.contiguous(memory_format=torch.channels_last)  # which roll and lerp need not keep

@@ -75,7 +75,8 @@ def check_loss(config: TrainConfig, name: str, task: Task | None) -> None:
         raise UserError(f"--loss {name} with --task {task}: is for another task; give --loss {default_loss(task)}")
     of_losses = {name: each for each in LOSSES.values() for name in each.arguments.values()}
     for field in sorted(of_losses.keys() - set(loss.arguments.values())):
-        if (value := getattr(config, field)) != TrainConfig.__dataclass_fields__[field].default:
+        value = getattr(config, field)
+        if value != TrainConfig.__dataclass_fields__[field].default and (field, value) != ("label_smoothing", 0):
             other = of_losses[field]
             remedy = f", or give --loss {other.name}" if task is None or task in other.tasks else ""
             raise UserError(f"{flag(field)} {value:g} with --loss {name}: not used; leave it out{remedy}")

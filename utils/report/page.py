@@ -41,6 +41,7 @@ CHARTS = (
     _ChartKind("Validation loss", "val/loss", "{:.3g}".format, {"cuts_peaks": True}),
     _ChartKind("Validation top-1", "val/top1", _percent, {}),
     _ChartKind("Validation top-1, moving average", "val/ema_top1", _percent, {}),
+    _ChartKind("Validation mAP, moving average", "val/ema_map", _percent, {}),
     _ChartKind("Learning rate", "lr", "{:.3g}".format, {"from_zero": True, "may_be_log": True}),
     _ChartKind("Images/s", "images_per_second", "{:,.0f}".format, {"from_zero": True}),
     _ChartKind("Data wait", "data_wait", "{:.1%}".format, {"from_zero": True}),

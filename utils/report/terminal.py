@@ -17,6 +17,7 @@ CURVES = (  # title, key of metrics.jsonl, format, rows
     ("train loss", "train/loss", "{:.4f}", ROWS),
     ("val top-1", "val/top1", "{:.2f} %", ROWS),
     ("EMA top-1", "val/ema_top1", "{:.2f} %", 1),
+    ("EMA mAP", "val/ema_map", "{:.2f} %", 1),
     ("lr", "lr", "{:.4g}", 1),
     ("images/s", "images_per_second", "{:,.0f}", 1),
     ("data wait", "data_wait", "{:.1%}", 1),
@@ -29,6 +30,7 @@ COLUMNS = (  # of the table of epochs: title, key, format
     ("top-1", "val/top1", "{:.2f} %"),
     ("top-5", "val/top5", "{:.2f} %"),
     ("EMA top-1", "val/ema_top1", "{:.2f} %"),
+    ("EMA mAP", "val/ema_map", "{:.2f} %"),
     ("images/s", "images_per_second", "{:,.0f}"),
     ("data wait", "data_wait", "{:.1%}"),
 )

@@ -14,7 +14,6 @@ from tests.damage import ARITHMETIC as JPEG
 from tests.refused_folders import files
 from utils.data.formats.sources import find_source
 from utils.data.images.manifest import Manifest
-from utils.data.loaders.sampler import image_weights
 from utils.data.splits.selection import read_data
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
@@ -335,60 +334,3 @@ def test_class_folders_and_shards_come_before_label_files(tmp_path: Path) -> Non
     assert find_source(TrainConfig(data_dir=tmp_path / "shards"), ()).format is not None
     files({"metadata.csv": "a,b\n1,2\n"})(tmp_path / "other")
     assert find_source(TrainConfig(data_dir=tmp_path / "other"), ()).has_class_folders
-
-
-def sets_of(manifest: Manifest) -> dict[str, tuple[str, ...]]:
-    """File -> the classes of each image."""
-    assert manifest.label_sets is not None
-    rows = manifest.label_sets[manifest.labels]
-    found = [tuple(np.array(manifest.classes)[row].tolist()) for row in rows]
-    return {manifest.path(manifest.name(index)): found[index] for index in range(len(manifest))}
-
-
-SEVERAL = {"a.jpg": "red|blue", "b.png": "", "sub/c.jpg": " blue | red |", "d.jpg": "blue", "e.jpg": "red"}
-
-
-@pytest.mark.parametrize("form", ["csv", "jsonl", "by a flag"])
-def test_several_labels(tmp_path: Path, form: str) -> None:
-    """One row with several is enough, in either split; their order does not count, and none is a set, too."""
-    files(dict.fromkeys([*SEVERAL, *VAL], JPEG))(tmp_path)
-    (tmp_path / "val.csv").write_text(text_of(VAL))
-    if form == "jsonl":
-        lines = [json.dumps({"file": n, "label": c.split("|")}) for n, c in SEVERAL.items()]
-        (tmp_path / "train.jsonl").write_text("\n".join(lines))
-    else:
-        (tmp_path / "train.csv").write_text(text_of(SEVERAL if form == "csv" else ROWS))
-    listed = read(tmp_path, task="multilabel") if form == "by a flag" else read(tmp_path)
-    train, val = listed["train"], listed["val"]
-    both = {} if form == "by a flag" else {"a.jpg": ("blue", "red"), "b.png": (), "sub/c.jpg": ("blue", "red")}
-    assert sets_of(train) == {name: (label,) for name, label in ROWS.items()} | both
-    assert sets_of(val) == {name: (label,) for name, label in VAL.items()}
-    assert np.array_equal(train.label_sets, val.label_sets)  # type: ignore[arg-type]
-    assert (train.task, train.classes) == ("multilabel", ("blue", "red"))
-    counts = [2, 3] if form == "by a flag" else [3, 3]
-    assert train.class_counts().tolist() == counts
-    assert val.class_counts(np.array([2.0, 0.5])).tolist() in ([2, 0.5], [0.5, 2])
-    with Feed(tmp_path, "val", batch_size=2, image_size=8, device="cpu", workers=1) as feed:
-        for _, targets in feed if form != "by a flag" else ():
-            assert (targets.dtype, targets.sum().item()) == (torch.float32, 2)
-
-
-def test_the_rarest_class_stands_for_an_image(tmp_path: Path) -> None:
-    """In what is held out, and in how often an image comes."""
-    rows = {f"{at}.jpg": "common" for at in range(8)} | {"x.jpg": "common|rare", "y.jpg": "rare|common", "z.jpg": ""}
-    files(dict.fromkeys([*rows, *VAL], JPEG))(tmp_path)
-    (tmp_path / "train.csv").write_text(text_of(rows))
-    (tmp_path / "val.csv").write_text(text_of(dict.fromkeys(VAL, "rare")))
-    train = read(tmp_path)["train"]
-    found = dict(zip((train.path(train.name(at)) for at in range(len(train))), train.strata().tolist(), strict=True))
-    assert found == {f"{at}.jpg": 0 for at in range(8)} | {"x.jpg": 1, "y.jpg": 1, "z.jpg": 2}
-    weights = image_weights(train, 1.0)
-    assert weights is not None
-    sums = np.bincount(train.strata(), weights=weights)
-    np.testing.assert_allclose(sums, 1)
-    again = train.numbered_as(("common", "new", "rare"))
-    assert (again.class_counts().tolist(), again.strata().tolist()[-1] >= 0) == ([10, 0, 2], True)
-    bad = {train.name(at): "damaged" for at in range(len(train)) if "rare" in train.name(at)}
-    with pytest.raises(UserError, match=": rare of train: a class without a readable image, its 2 files are bad"):
-        train.without(bad).with_all_classes()
-    assert len(train.with_replacements(bad)) == len(train)

@@ -107,7 +107,7 @@ def _tables(folder: Path) -> dict[str, list[str]]:
 def _has_answers(path: Path) -> bool:
     """Whether a test.csv has labels; one that cannot be read is another program's."""
     with contextlib.suppress(UserError):
-        return has_labels(path, rows=1)
+        return has_labels(path, rows=_CHUNK)
     return False
 
 
@@ -145,6 +145,8 @@ def create_manifests(
     # One table for all splits, so that a label means the same in each.
     known: list[tuple[int, ...]] = [(number,) for number in range(len(classes))]
     if several:
+        if odd := [name for name in classes if SEVERAL in name]:
+            raise UserError(f"--class-names: has {odd[0]!r}; {SEVERAL} divides the labels of an image, so rename it")
         known = sorted(set(itertools.chain.from_iterable(sets.values())))
     found = {split: _locate(labels, labels.files) for split, labels in splits.items()}
     _refuse_twice(splits, found)

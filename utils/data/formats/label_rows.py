@@ -49,10 +49,10 @@ def has_splits(path: Path) -> bool:
 
 
 def has_labels(path: Path, rows: int = 0) -> bool:
-    """Whether a table has columns of files and of labels, and a label in each of its first `rows`."""
+    """Whether a table has columns of files and of labels, and a label in one of its first `rows`."""
     table = read_table(path, _WITHOUT_HEADING, rows=rows)
     at = table.column(*_LABEL)
-    return table.column(*_FILE) is not None and at is not None and all(row[at] for row in table.rows)
+    return table.column(*_FILE) is not None and at is not None and (not rows or any(row[at] for row in table.rows))
 
 
 def has_rows_of(path: Path, val_split: str, may_wait: bool = True) -> bool:

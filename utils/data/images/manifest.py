@@ -79,6 +79,8 @@ class Manifest:
         mtimes: int64 (num_images,), of the last change, nanoseconds since 1970.
         label_sets: the classes that a label stands for, bool (num_sets, num_classes): an image has any number of
             classes. None: label n is class n.
+        place_labels: where other images replace bad ones, the labels that count in `class_counts` and `strata`, so that
+            the order of a run stays: int64 (num_images,); None for `labels`.
         weights: how often images come, 0 or more: float64 (num_images,); None for alike.
         groups: names of what lies wholly in one split, such as a patient: str (num_images,); None for none.
         bad: files that are excluded, relative to `root`, and why.
@@ -98,6 +100,7 @@ class Manifest:
     sizes: NDArray[np.int64] = dataclasses.field(default_factory=lambda: np.empty(0, dtype=np.int64))
     mtimes: NDArray[np.int64] = dataclasses.field(default_factory=lambda: np.empty(0, dtype=np.int64))
     label_sets: NDArray[np.bool_] | None = None
+    place_labels: NDArray[np.int64] | None = None
     weights: NDArray[np.float64] | None = None
     groups: NDArray[np.str_] | None = None
     bad: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -155,7 +158,8 @@ class Manifest:
     def class_counts(self, weights: NDArray[np.float64] | None = None) -> NDArray[np.float64]:
         """Images of each class, or the sums of their `weights` (num_images,): float64 (num_classes,)."""
         size = len(self.classes) if self.label_sets is None else len(self.label_sets)
-        counts = np.bincount(self.labels, weights, size).astype(np.float64)
+        labels = self.labels if self.place_labels is None else self.place_labels
+        counts = np.bincount(labels, weights, size).astype(np.float64)
         return counts if self.label_sets is None else counts @ self.label_sets.astype(np.float64)
 
     def strata(self) -> NDArray[np.int64]:
@@ -169,7 +173,7 @@ class Manifest:
         ranks = np.argsort(np.argsort(self.class_counts(), kind="stable"))
         of_class = np.where(self.label_sets, ranks, len(ranks))
         rarest = np.where(self.label_sets.any(axis=1), of_class.argmin(axis=1), len(ranks))
-        return rarest.astype(np.int64)[self.labels]
+        return rarest.astype(np.int64)[self.labels if self.place_labels is None else self.place_labels]
 
     def with_label_sets(self) -> "Manifest":
         """The same images, each of which has any number of classes."""
@@ -274,6 +278,7 @@ class Manifest:
             order[index] = good[np.searchsorted(good, index) % len(good)]
         return dataclasses.replace(
             self.select(order),
+            place_labels=None if self.label_sets is None else self.labels,
             weights=self.weights,  # those of the places, which decide the order
             bad={**self.bad, **bad},
             replacements={self.name(index): self.name(int(order[index])) for index in np.flatnonzero(is_bad).tolist()},

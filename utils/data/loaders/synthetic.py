@@ -16,7 +16,7 @@ class SyntheticTrainLoader:
     """The same batch of random images on the device for every step, to time the step without loading."""
 
     def __init__(self, config: ResolvedConfig, manifest: Manifest, env: DistEnv) -> None:
-        self._batch = _random_batch(config.batch_size, config.image_size, len(manifest.classes), env.device)
+        self._batch = _random_batch(config.batch_size, config.image_size, _num_labels(manifest), env.device)
 
     def __next__(self) -> Batch:
         return self._batch
@@ -33,13 +33,18 @@ class SyntheticValLoader:
 
     def __init__(self, config: ResolvedConfig, manifest: Manifest, env: DistEnv) -> None:
         self._num_images = len(shard(len(manifest), env.rank, env.world_size))
-        self._batch = _random_batch(config.batch_size, config.val_image_size, len(manifest.classes), env.device)
+        self._batch = _random_batch(config.batch_size, config.val_image_size, _num_labels(manifest), env.device)
 
     def __iter__(self) -> Iterator[Batch]:
         size = len(self._batch.targets)
         for start in range(0, self._num_images, size):
             count = min(size, self._num_images - start)
             yield Batch(self._batch.images[:count], self._batch.targets[:count])
+
+
+def _num_labels(manifest: Manifest) -> int:
+    """Labels that there are: a class each, or a set of classes."""
+    return len(manifest.classes if manifest.label_sets is None else manifest.label_sets)
 
 
 def _random_batch(batch_size: int, image_size: int, num_classes: int, device: torch.device) -> Batch:

@@ -58,9 +58,10 @@ def choose_groups(manifest: Manifest, fraction: float) -> NDArray[np.bool_]:
     """
     assert manifest.groups is not None, "checked"
     names, of_image = np.unique(manifest.groups, return_inverse=True)
-    members = _members(of_image, len(names), manifest)
-    # Lists, as most groups have few classes, and an array's overhead is that of twenty.
-    total = np.bincount(manifest.strata(), minlength=len(manifest.classes)).tolist()
+    members = _members(of_image, strata := manifest.strata(), len(names))
+    of_classes = members if manifest.label_sets is None else _classes_of(of_image, len(names), manifest)
+    left = manifest.class_counts().tolist()  # training images
+    total = np.bincount(strata, minlength=len(manifest.classes)).tolist()  # lists, as most groups have few classes
     held, chosen = [0] * len(total), [False] * len(names)
     order = sorted(range(len(names)), key=lambda group: hashlib.sha256(str(names[group]).encode()).digest())
 
@@ -68,13 +69,13 @@ def choose_groups(manifest: Manifest, fraction: float) -> NDArray[np.bool_]:
         sign, nearer = -1 if chosen[group] else 1, 0.0
         for label, images in members[group]:
             after = held[label] + sign * images
-            if after == total[label]:
-                return False
             nearer += (held[label] / total[label] - fraction) ** 2 - (after / total[label] - fraction) ** 2
-        if if_nearer and nearer <= 0:
+        if any(left[label] == sign * images for label, images in of_classes[group]) or (if_nearer and nearer <= 0):
             return False
         for label, images in members[group]:
             held[label] += sign * images
+        for label, images in of_classes[group]:
+            left[label] -= sign * images
         chosen[group] = not chosen[group]
         return True
 
@@ -93,12 +94,19 @@ def choose_groups(manifest: Manifest, fraction: float) -> NDArray[np.bool_]:
     return held_out
 
 
-def _members(of_image: NDArray[np.int64], num_groups: int, manifest: Manifest) -> list[list[tuple[int, int]]]:
-    """Of each group the classes that it has, and how many images of each."""
-    num_strata = len(manifest.classes) + 1
-    keys, counts = np.unique(of_image * num_strata + manifest.strata(), return_counts=True)
-    starts = np.searchsorted(keys, np.arange(num_groups + 1) * num_strata)
-    pairs = list(zip((keys % num_strata).tolist(), counts.tolist(), strict=True))
+def _classes_of(of_image: NDArray[np.int64], num_groups: int, manifest: Manifest) -> list[list[tuple[int, int]]]:
+    """Of each group all classes of its images, which have more than the one by which they are divided."""
+    assert manifest.label_sets is not None, "of several labels"
+    images, labels = np.nonzero(manifest.label_sets[manifest.labels])
+    return _members(of_image[images], labels, num_groups)
+
+
+def _members(groups: NDArray[np.int64], labels: NDArray[np.int64], num_groups: int) -> list[list[tuple[int, int]]]:
+    """Of each group the labels that it has, and how many images of each; of pairs of a group and a label."""
+    num_labels = int(labels.max(initial=0)) + 1
+    keys, counts = np.unique(groups * num_labels + labels, return_counts=True)
+    starts = np.searchsorted(keys, np.arange(num_groups + 1) * num_labels)
+    pairs = list(zip((keys % num_labels).tolist(), counts.tolist(), strict=True))
     return [pairs[start:end] for start, end in itertools.pairwise(starts.tolist())]
 
 

@@ -39,6 +39,7 @@ def choose_by_content(
             digests = content_digests(manifest, known)
             _refuse_unread(manifest, np.flatnonzero(digests == 0).tolist(), known)
             chosen = choose(digests, manifest.strata(), fraction)
+            _keep_all_classes(manifest, digests, chosen)
             check_classes(manifest, fraction, chosen)
     result = broadcast(chosen, env)
     assert result is not None
@@ -74,11 +75,27 @@ def choose(digests: NDArray[np.int64], strata: NDArray[np.int64], fraction: floa
     numbers = digests.view(np.uint64)
     order = np.argsort(strata, kind="stable")
     starts = np.flatnonzero(np.diff(strata[order], prepend=-1))  # of the classes
-    smallest, largest = np.minimum.reduceat(numbers[order], starts), np.maximum.reduceat(numbers[order], starts)
+    has_two = np.diff(starts, append=len(order)) > 1  # otherwise there is nothing to choose
+    of_class = numbers[order]
+    smallest, largest = (each.reduceat(of_class, starts)[has_two] for each in (np.minimum, np.maximum))
     end = np.uint64(int(fraction * 2**64))
     added, removed = smallest[smallest >= end], largest[largest < end]
     chosen: NDArray[np.bool_] = ((numbers < end) | np.isin(numbers, added)) & ~np.isin(numbers, removed)
     return chosen
+
+
+def _keep_all_classes(manifest: Manifest, digests: NDArray[np.int64], chosen: NDArray[np.bool_]) -> None:
+    """Where images have any number of classes, leave each class its image with the largest digest in train, in place.
+
+    All images of a class may be held out for the sake of others, as they are divided by their rarest class.
+    """
+    if manifest.label_sets is None:
+        return
+    numbers = digests.view(np.uint64)
+    held_out = manifest.class_counts(chosen.astype(np.float64))
+    for label in np.flatnonzero((held_out > 0) & (held_out == manifest.class_counts())).tolist():
+        of_class = manifest.label_sets[manifest.labels, label]
+        chosen[of_class & (numbers == numbers[of_class].max())] = False
 
 
 def check_classes(manifest: Manifest, fraction: float, chosen: NDArray[np.bool_] | None = None) -> None:
@@ -86,13 +103,12 @@ def check_classes(manifest: Manifest, fraction: float, chosen: NDArray[np.bool_]
 
     Groups may leave a class on one side. Where images have any number of classes, one may lack validation images.
     """
-    if manifest.groups is not None:
+    if manifest.groups is not None or manifest.label_sets is not None:
         return
-    counts = manifest.class_counts()
-    held_out = np.minimum(counts - 1, 1) if chosen is None else manifest.class_counts(chosen.astype(np.float64))
-    is_alone = (held_out == counts) | ((held_out == 0) & (chosen is None or manifest.label_sets is None))
-    for label in np.flatnonzero((counts > 0) & is_alone).tolist():
-        what = "1 image" if counts[label] == 1 else f"{counts[label]:,.0f} images, which are copies of others"
+    counts = np.bincount(manifest.labels)
+    held_out = np.minimum(counts - 1, 1) if chosen is None else np.bincount(manifest.labels, weights=chosen)
+    for label in np.flatnonzero((counts > 0) & ((held_out == 0) | (held_out == counts))).tolist():
+        what = "1 image" if counts[label] == 1 else f"{counts[label]:,} images, which are copies of others"
         raise UserError(
             f"--val-fraction {fraction:g}: {manifest.place(label)} has {what}, but training and validation need one "
             "each; add images or remove the class"

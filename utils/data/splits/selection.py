@@ -321,7 +321,7 @@ def describe_exclusions(splits: Splits, output_dir: Path) -> str:
             bad, instead = next(iter(manifest.replacements.items()))
             parts.append(
                 f"{len(manifest.replacements):,} of them turned bad after the run had begun: to keep its order, "
-                f"images of the same class come twice ({instead} for {bad}, ...)"
+                f"others come twice ({instead} for {bad}, ...)"
             )
     return f"{'; '.join(parts)}: {output_dir / BAD_FILES}" if parts else ""
 
