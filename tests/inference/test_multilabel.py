@@ -77,8 +77,7 @@ def test_thresholds_of_a_class_without_images_and_of_scores_that_are_no_numbers(
     metric.update(torch.tensor([[torch.nan, 3.0], [torch.inf, -3]]), torch.tensor([[0], [0]]), torch.eye(2).flip(1))
     found = metric.compute(metric.state, 2)
     assert found["map"] == 100
-    thresholds: list[float] = found[THRESHOLDS]  # type: ignore[assignment]
-    assert thresholds == [pytest.approx(0.5), pytest.approx(0.5)]
+    assert found[THRESHOLDS] == [pytest.approx(0.5), pytest.approx(0.5)]
 
 
 def test_labels_stand_for_sets() -> None:

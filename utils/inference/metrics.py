@@ -42,7 +42,7 @@ class EvalMetric(abc.ABC):
         """
 
     @abc.abstractmethod
-    def compute(self, state: Tensor, num_images: int) -> dict[str, float]:
+    def compute(self, state: Tensor, num_images: int) -> dict[str, Any]:
         """The figures by name; `state` as of the attribute, on the CPU, of all `num_images` images."""
 
 

@@ -1,5 +1,7 @@
 """Figures of an evaluation whose images have any number of classes, and a threshold for each class."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -62,7 +64,7 @@ class MeanAveragePrecision(EvalMetric):
         scores = logits.nan_to_num(nan=torch.finfo(torch.float32).min)
         self.state = torch.cat([self.state, torch.cat([scores, targets], dim=1)])
 
-    def compute(self, state: Tensor, num_images: int) -> dict[str, float]:
+    def compute(self, state: Tensor, num_images: int) -> dict[str, Any]:
         scores, targets = np.split(state.double().numpy(), 2, axis=1)
         is_known = targets.any(axis=0)
         if not is_known.any():
@@ -70,7 +72,7 @@ class MeanAveragePrecision(EvalMetric):
         score = scikit_learn_metrics().average_precision_score
         mean = score(targets[:, is_known], scores[:, is_known], average="macro")
         thresholds = [fit_threshold(*each) for each in zip(scores.T, targets.T, strict=True)]
-        return {"map": 100 * float(mean), THRESHOLDS: thresholds}  # type: ignore[dict-item]
+        return {"map": 100 * float(mean), THRESHOLDS: thresholds}
 
 
 def fit_threshold(scores: NDArray[np.floating], targets: NDArray[np.floating]) -> float:
