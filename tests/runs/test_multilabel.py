@@ -123,6 +123,7 @@ def test_figures_do_not_depend_on_the_number_of_processes(colors: Path, tmp_path
     assert numbers == pytest.approx({name: several[name] for name in numbers}, abs=1e-6)
 
 
+@pytest.mark.slow  # quick: tests/data/formats/test_label_sets.py
 def test_held_out_images_have_every_class(colors: Path, tmp_path: Path) -> None:
     """Without groups by the rarest class of an image; a rare combination of classes does not matter."""
     (tmp_path / "labels.csv").write_text((colors / "all.csv").read_text().replace("group", "camera"))
@@ -181,6 +182,7 @@ def test_one_class_and_random_images(colors: Path, tmp_path: Path) -> None:
     assert "only one class" not in done[0].out
 
 
+@pytest.mark.slow
 def test_class_folders_as_questions_of_their_own(data: Path, tmp_path: Path) -> None:
     """Each image has the one class of its folder; what the loader gives is the same."""
     flags = ("--data-dir", data, *FLAGS, "--epochs", 1, "--output-dir", tmp_path)
