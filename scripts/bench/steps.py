@@ -113,7 +113,9 @@ def open_timm_step(config: ResolvedConfig, device: torch.device) -> Iterator[Cal
         nn.functional.cross_entropy(logits, targets).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
-    yield step
+    # torch 2.11's own key is the same for bf16 and fp16.
+    with torch.compiler.config.patch(cache_key_tag=config.amp):  # type: ignore[attr-defined]
+        yield step
     torch.compiler.reset()  # which keeps the network otherwise
 
 

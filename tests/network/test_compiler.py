@@ -1,5 +1,6 @@
 """The folder that keeps compiled networks, and what makes torch compile again."""
 
+import itertools
 import logging
 import os
 from pathlib import Path
@@ -15,6 +16,7 @@ from tests.conftest import assert_same, resolved
 from tests.harness import ROOT, launch
 from utils.distributed.group import DistEnv
 from utils.network.compiler import compile_network, enable_compile_cache
+from utils.network.folding import FoldNorms
 from utils.network.loss import create_criterion
 from utils.network.parallel import create_forward_backward
 
@@ -77,6 +79,15 @@ def test_the_next_launch_finds_a_network_with_fused_layers(tmp_path: Path) -> No
     done = [launch(source, program=FRESH_PROCESS, env=env) for source in (original, original, changed)]
     hits = [process.out.split() for process in done]
     assert hits == [["0", "0"], ["1", "2"], ["0", "0"]], "forward and backward graph"
+
+
+def test_a_compiled_step_is_kept_for_one_precision() -> None:
+    """The key of torch 2.11 says only whether there is autocast."""
+    keys = [FoldNorms().uuid()]
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            keys.append(FoldNorms().uuid())
+    assert all(one != other for one, other in itertools.combinations(keys, 2))
 
 
 def test_the_folder_that_the_user_has_set_stays(variables: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -53,12 +53,19 @@ class FoldNorms(CustomGraphPass):
         self._has_kernel = has_kernel or has_one_kernel
 
     def uuid(self) -> Any:
-        """What the result depends on beside the graph, so that torch can keep it."""
+        """What the result depends on beside the graph, so that torch can keep it.
+
+        torch 2.11 keeps a compiled step whatever the precision of autocast is: that of bf16 would also serve fp16.
+        """
         kernels = Path(__file__).parent / "kernels"
         files = [__file__, fused_ops.__file__, folded_ops.__file__, *map(str, sorted(kernels.glob("*.py")))]
         cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
         gpu = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
-        return get_hash_for_files(tuple(files)), cudnn, gpu is not None and sums_in_cudnn(torch.float16, gpu)
+        precision = [
+            (torch.is_autocast_enabled(device), str(torch.get_autocast_dtype(device))) for device in ("cpu", "cuda")
+        ]
+        has_sums = gpu is not None and sums_in_cudnn(torch.float16, gpu)
+        return get_hash_for_files(tuple(files)), cudnn, has_sums, precision
 
     def __call__(self, graph: Graph) -> None:
         """Replace all patterns in place."""
