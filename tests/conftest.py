@@ -76,6 +76,10 @@ def pytest_configure() -> None:
         signal.signal(SIGINT, signal.default_int_handler)
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or Triton's library prints what is left of it
+
+
 @pytest.hookimpl(trylast=True)  # when -m has left out what it leaves out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of several processes come first on each worker of xdist, so that short ones are left for the end."""

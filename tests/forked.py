@@ -28,7 +28,7 @@ RUN_COMMAND = f"import runpy, sys; sys.argv[0] = {str(TRAIN)!r}; runpy.run_path(
 
 def start_fork_server() -> None:
     """Start the server, unless it runs; does not wait for its imports."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["train"])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.preloaded"])
     forkserver.ensure_running()
 
 

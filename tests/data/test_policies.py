@@ -287,7 +287,9 @@ def differences(policy: str, name: str, image: ImageInfo) -> dict[Step, float]:
     }
 
 
-@pytest.mark.parametrize("policy", NAMED)
+@pytest.mark.parametrize(
+    "policy", [pytest.param(name, marks=pytest.mark.slow if name == "trivialaugment" else ()) for name in NAMED]
+)
 def test_every_magnitude_does_what_torchvisions_does(policy: str) -> None:
     image = info(144)
     turned = np.array(Image.fromarray(image).rotate(25, Image.Resampling.BILINEAR))  # black corners, for equalization

@@ -232,6 +232,7 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "libsolarize.so"
 
 
+@pytest.mark.slow  # compiles
 def test_the_plugins_operator_is_used(data: Path, cpu: DistEnv, plugin: Path) -> None:
     transform = f"{EXAMPLES}/plugin/transform.py:solarize"
     config = dataclasses.replace(BASE, transform=transform, dali_plugin=str(plugin))

@@ -23,16 +23,14 @@ def flags(data: Path, folder: Path, *others: object) -> tuple[object, ...]:
     return ("--data-dir", data, *TINY, "--batch-size", 4, "--output-dir", folder, *others)
 
 
-@pytest.mark.parametrize("compared", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_it_trains_as_torchrun_does(data: Path, tmp_path: Path, compared: bool) -> None:
+@pytest.mark.slow  # scripts/quickstart.sh has two processes, too
+def test_it_trains_as_torchrun_does(data: Path, tmp_path: Path) -> None:
     """And a signal to it stops the run."""
     others = ("--epochs", 100000, "--deterministic")
     done = stopped(signal.SIGINT, *flags(data, tmp_path / "run", *others, "--processes", 2))
     assert done.out.startswith(FIRST_LINES)
     assert done.out.count("\n   brisk  ") == 1
     assert json.loads((tmp_path / "run" / "config.json").read_text())["processes"] == 2
-    if not compared:
-        return
     # torchrun's number counts, and a recipe can hold another
     more = (*others, "--processes", 8, "--time-limit", 0.1)
     by_torchrun, _ = launch_ranks(*flags(data, tmp_path / "torchrun", *more))

@@ -41,7 +41,7 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("loader", ["torch", "proxy"])
+@pytest.mark.parametrize("loader", ["torch", pytest.param("proxy", marks=pytest.mark.slow)])
 def test_workers_end_by_themselves_and_a_stopped_one_is_killed(data: Path, loader: str) -> None:
     """Only the one that does not react is killed: that can leave a file in shared memory."""
     done = launch_forked(data, loader, program=PROGRAM)

@@ -82,6 +82,7 @@ sys.exit(143)
 """
 
 
+@pytest.mark.slow
 def test_seconds_count_the_imports_too_and_under_torchrun_from_its_start() -> None:
     code = (
         "import time; time.sleep(2)\n"

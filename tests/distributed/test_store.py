@@ -230,6 +230,7 @@ def start_rank() -> Iterator[StartRank]:
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_a_process_that_is_cut_off_prints_it_and_ends_with_its_workers(start_rank: StartRank) -> None:
     port = free_port()
     proxy = Proxy(port)

@@ -1,6 +1,7 @@
 """Runs on shards: the same bits as on the folder of the same files, over resumes and other numbers of processes."""
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -23,14 +24,14 @@ WRITERS: dict[str, Callable[[Path, Path], Path]] = {
     "arrow": write_arrow,
 }
 NUMBERED = ("recordio",)  # whose keys are numbers, not the names of the files
-
+QUICK = ("webdataset", "lmdb", "arrow")
 FLAGS = (*TINY, "--batch-size", "8", "--epochs", "2", "--checkpoint-steps", "3")
 
 
 @pytest.fixture(scope="module")
-def shards(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The data set `data` in every format."""
-    return {name: write(data, tmp_path_factory.mktemp(name) / "data") for name, write in WRITERS.items()}
+def shards(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Gives the data set `data` in a format."""
+    return functools.cache(lambda name: WRITERS[name](data, tmp_path_factory.mktemp(name) / "data"))
 
 
 @pytest.fixture(scope="module")
@@ -47,17 +48,17 @@ def on_folder(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 @pytest.mark.parametrize(
     ("loader", "name"),
     [
-        *(("dali", name) for name in WRITERS),
+        *(pytest.param("dali", name, marks=[] if name in QUICK else pytest.mark.slow) for name in WRITERS),
         ("torch", "webdataset"),
         *(pytest.param("torch", name, marks=pytest.mark.slow) for name in WRITERS if name != "webdataset"),
     ],
 )
 def test_the_same_bits_over_a_stop_in_mid_epoch(
-    shards: dict[str, Path], on_folder: dict[str, Path], tmp_path: Path, name: str, loader: str
+    shards: Callable[[str], Path], on_folder: dict[str, Path], tmp_path: Path, name: str, loader: str
 ) -> None:
-    names_file = shards[name] / "names.txt"
+    names_file = shards(name) / "names.txt"
     names = ("--class-names", names_file) if names_file.exists() else ()
-    flags = ("--data-dir", shards[name], *names, *FLAGS, "--loader", loader, "--output-dir", tmp_path)
+    flags = ("--data-dir", shards(name), *names, *FLAGS, "--loader", loader, "--output-dir", tmp_path)
     stopped, resumed = launch_series((*flags, "--time-limit", 0.001), flags)
     assert stopped.status == 143, stopped.err
     assert read_checkpoint(tmp_path, "last.pt")["step"] == 10
@@ -146,13 +147,13 @@ def test_a_bad_record_is_named_or_excluded(data: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_goes_on_from_folder_to_shards(
-    data: Path, shards: dict[str, Path], on_folder: dict[str, Path], tmp_path: Path
+    data: Path, shards: Callable[[str], Path], on_folder: dict[str, Path], tmp_path: Path
 ) -> None:
     """The names and sizes of the images are the same, so their order is, too."""
     run = tmp_path / "run"
     flags = (*FLAGS, "--output-dir", run)
     stopped, resumed = launch_series(
-        ("--data-dir", data, *flags, "--time-limit", 0.001), ("--data-dir", shards["webdataset"], *flags)
+        ("--data-dir", data, *flags, "--time-limit", 0.001), ("--data-dir", shards("webdataset"), *flags)
     )
     assert [stopped.status, resumed.status] == [143, 0], resumed.err
     assert_same_run(on_folder["dali"], run, without=["files"])

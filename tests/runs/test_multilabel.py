@@ -164,6 +164,7 @@ def assert_is_refused(done: Finished, message: str) -> None:
     assert re.search(message, done.err.strip()), done.err
 
 
+@pytest.mark.slow
 def test_one_class_and_random_images(colors: Path, tmp_path: Path) -> None:
     """A question with yes and no, in a run with a report; and more classes than sets of them, of which none is read."""
     (tmp_path / "images").symlink_to(colors / "images")

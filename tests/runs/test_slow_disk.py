@@ -131,6 +131,7 @@ def test_killed_within_a_write(data: Path, whole: Path, tmp_path: Path, point: s
     assert {path.name for path in run.iterdir()} == {path.name for path in whole.iterdir()}
 
 
+@pytest.mark.slow
 def test_the_save_after_an_evaluation_does_not_wait(data: Path, whole: Path, tmp_path: Path) -> None:
     """Training goes on while the checkpoint from before the evaluation is written, and its own after that."""
     run = tmp_path / "run"

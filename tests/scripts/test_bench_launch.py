@@ -66,7 +66,7 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (600, "stubborn", 5, (), 124),
         (600, "willing", 60, (signal.SIGINT,), 130),
         (600, "willing", 60, (signal.SIGTERM,), 143),
-        (600, "stubborn", 60, (signal.SIGTERM, signal.SIGTERM), 143),
+        pytest.param(600, "stubborn", 60, (signal.SIGTERM, signal.SIGTERM), 143, marks=pytest.mark.slow),
     ],
 )
 def test_no_process_and_no_file_remains(

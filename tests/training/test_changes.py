@@ -155,6 +155,7 @@ def test_a_changed_run_goes_on(data: Path, tmp_path: Path) -> None:
     assert len(saved["files"]["train"]["mtimes"]) == 42
 
 
+@pytest.mark.slow
 def test_the_epoch_under_way(data: Path, tmp_path: Path) -> None:
     """Of a run that was stopped in mid-epoch: other order, other length, and another schedule, which is no change."""
     flags = ("--data-dir", data, *TINY, "--epochs", 1)
@@ -194,6 +195,7 @@ def test_between_two_parts_of_a_schedule_and_on_synthetic_data(data: Path, tmp_p
     assert "accept_changes" not in json.loads((tmp_path / "mixed" / "config.json").read_text())
 
 
+@pytest.mark.slow
 def test_other_validation_images_begin_a_best_epoch_of_their_own(data: Path, tmp_path: Path) -> None:
     """With classes mixed up in val no later epoch reaches the best one of before. Another size is no less a change."""
     mixed, first, sized, after = (tmp_path / name for name in ("mixed", "first", "sized", "after"))
