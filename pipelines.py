@@ -12,7 +12,7 @@ reader and iterator: the same number of batches per epoch, in DALI's order.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import nvidia.dali as dali
@@ -121,14 +121,15 @@ def _random_crops(source: Any, config: ResolvedConfig, device: str) -> Any:
     area, ratio = [config.crop_scale, 1.0], list(RATIO)
     decoder = decoder_options(config.hw_decoder_load, device)
     mirror = fn.cast(fn.random.coin_flip(probability=config.hflip), dtype=types.FLOAT)
+    turn = fn.cast(fn.random.coin_flip(probability=config.vflip), dtype=types.FLOAT) if config.vflip else mirror * 0
     if config.decode == "fused":
         images = fn.decoders.image_random_crop(source, random_area=area, random_aspect_ratio=ratio, **decoder)
-        top, bottom, left, right = (mirror * zero + one for zero, one in ((0, 0), (0, 1), (1, 0), (-1, 1)))
+        top, bottom, left, right = turn, 1 - turn, mirror, 1 - mirror
     else:
         images = source if config.cache in CACHED else fn.decoders.image(source, **decoder)
         anchor, shape = fn.random_crop_generator(images.shape()[:2], random_area=area, random_aspect_ratio=ratio)
         start, length = (fn.cast(corner, dtype=types.FLOAT) for corner in (anchor, shape))
-        top, bottom = start[0], start[0] + length[0]
+        top, bottom = start[0] + turn * length[0], start[0] + (1 - turn) * length[0]
         left, right = start[1] + mirror * length[1], start[1] + (1 - mirror) * length[1]
     return fn.resize(
         images,
@@ -141,8 +142,22 @@ def _random_crops(source: Any, config: ResolvedConfig, device: str) -> Any:
     )
 
 
+@dali.pipeline.do_not_convert  # type: ignore[untyped-decorator]
+def _whole_images(source: Any, config: ResolvedConfig, device: str) -> Any:
+    """Encoded or cached images in the geometry of `--train-crop`, mirrored at random: uint8 HWC, of image_size."""
+    decoder = decoder_options(config.hw_decoder_load, device)
+    images = source if config.cache in CACHED else fn.decoders.image(source, **decoder)
+    flips = [fn.random.coin_flip(probability=probability) for probability in (config.vflip, config.hflip)]
+    size = config.image_size
+    return _fit(images, config.train_crop, size, size, config.interpolation, config.padding, flips)
+
+
 def _train_images(source: Any, config: ResolvedConfig, device: str) -> Any:
-    images = apply_transform(_random_crops(source, config, device), config, device)
+    images = (_random_crops if config.train_crop == "random" else _whole_images)(source, config, device)
+    if config.rot90:  # of squares, by an operator that works on whole batches: the pixels only move
+        angle = fn.random.uniform(values=[0.0, 90.0, 180.0, 270.0])
+        images = fn.rotate(images, angle=angle, size=[config.image_size] * 2, interp_type=types.INTERP_NN)
+    images = apply_transform(images, config, device)
     return apply_color_jitter(apply_policy(images, config), config.color_jitter)
 
 
@@ -162,35 +177,75 @@ def proxy_pipeline(config: ResolvedConfig, manifest: Manifest, device: str) -> A
     return _train_images(requested_images(manifest), config, device)
 
 
+@dali.pipeline.do_not_convert  # type: ignore[untyped-decorator]
+def _fit(
+    images: Any,
+    crop: str,
+    resize: int,
+    size: int,
+    interpolation: str,
+    padding: Sequence[int],
+    flips: Sequence[Any] | None = None,
+) -> Any:
+    """Resize and crop whole images, in the exact geometry of torchvision, for "pad" of timm: uint8 HWC (size, size, 3).
+
+    Args:
+        crop: center (the shorter side becomes `resize`), squash (both sides do) or pad (the longer side does).
+        resize, size: pixels, before and after the crop.
+        padding: color beside images that are smaller than the crop.
+        flips: 0 or 1 of each image, vertical and horizontal; a resize from right to left mirrors.
+    """
+    # torchvision's Resize truncates the longer side, its CenterCrop rounds half to even; DALI's ops do neither.
+    shape = images.shape(dtype=types.INT32)
+    sides = shape[0], shape[1]
+    if crop == "squash":
+        sides = (resize * sides[0] // sides[0], resize * sides[1] // sides[1])
+    elif crop == "center":
+        shorter = dali.math.min(*sides)
+        sides = resize * sides[0] // shorter, resize * sides[1] // shorter
+    else:
+        longer = dali.math.max(*sides)
+        sides = tuple(dali.math.max(_rounded(resize * side, longer), 1) for side in sides)
+    roi = {}
+    if flips is not None:
+        start = [fn.cast(flip * shape[axis], dtype=types.FLOAT) for axis, flip in enumerate(flips)]
+        end = [fn.cast((1 - flip) * shape[axis], dtype=types.FLOAT) for axis, flip in enumerate(flips)]
+        roi = {"roi_start": fn.stack(*start), "roi_end": fn.stack(*end)}
+    images = fn.resize(
+        images,
+        size=fn.cast(fn.stack(*sides), dtype=types.FLOAT),
+        interp_type=interpolation_of(interpolation),
+        antialias=True,
+        **roi,
+    )
+    if (crop, resize) == ("squash", size):
+        return images
+    anchors = [_half_to_even(dali.math.max(side - size, 0)) - dali.math.max(size - side, 0) // 2 for side in sides]
+    if flips is not None:
+        mirrored = [side - size - anchor for side, anchor in zip(sides, anchors, strict=True)]
+        anchors = [(1 - flip) * one + flip * other for flip, one, other in zip(flips, anchors, mirrored, strict=True)]
+    border: dict[str, Any] = (
+        {"out_of_bounds_policy": "pad", "fill_values": list(map(float, padding))} if crop == "pad" else {}
+    )
+    anchor, shape = fn.stack(*anchors), [size, size]
+    return fn.slice(images, anchor, shape, axis_names="HW", normalized_anchor=False, normalized_shape=False, **border)
+
+
 def _val_images(jpegs: Any, config: ResolvedConfig, device: str) -> Any:
-    """Resize and center crop, in torchvision's exact geometry: uint8 HWC (val_image_size, val_image_size, 3)."""
+    """Whole images in the geometry of `--val-crop`: uint8 HWC (val_image_size, val_image_size, 3)."""
     images = fn.decoders.image(
         jpegs,
         device="mixed" if device == "gpu" else "cpu",
         output_type=types.RGB,
         jpeg_fancy_upsampling=True,
     )
-    # torchvision's Resize truncates the longer side, its CenterCrop rounds half to even; DALI's ops do neither.
-    shape = images.shape(dtype=types.INT32)
-    height, width = shape[0], shape[1]
-    # The side that becomes `val_resize`: the shorter one, or with "squash" each.
-    bases = (height, width) if config.val_crop == "squash" else (dali.math.min(height, width),) * 2
-    height, width = config.val_resize * height // bases[0], config.val_resize * width // bases[1]
-    images = fn.resize(
-        images,
-        size=fn.cast(fn.stack(height, width), dtype=types.FLOAT),
-        interp_type=interpolation_of(config.val_interpolation),
-        antialias=True,
-    )
-    anchor = fn.stack(_half_to_even(height - config.val_image_size), _half_to_even(width - config.val_image_size))
-    size = [config.val_image_size] * 2
-    images = fn.slice(images, anchor, size, axis_names="HW", normalized_anchor=False, normalized_shape=False)
-    return images
+    size, interpolation = config.val_image_size, config.val_interpolation
+    return _fit(images, config.val_crop, config.val_resize, size, interpolation, config.padding)
 
 
 @dali.pipeline_def(exec_dynamic=True)  # type: ignore[untyped-decorator]
 def val_pipeline(source: Callable[[BatchInfo], Any], config: ResolvedConfig, device: str) -> Any:
-    """Resize and center crop, in torchvision's exact geometry: uint8 NHWC, int64 (N, 1)."""
+    """Whole images in the geometry of `--val-crop`: uint8 NHWC, int64 (N, 1)."""
     jpegs, targets = encoded_images(source)
     return _val_images(jpegs, config, device), on_device(targets, device)
 
@@ -225,3 +280,11 @@ def stock_val_pipeline(reader: dict[str, Any], config: ResolvedConfig, device: s
 def _half_to_even(margin: Any) -> Any:
     half = margin // 2
     return half + (margin & 1 & half)
+
+
+def _rounded(number: Any, divisor: Any) -> Any:
+    """number / divisor, rounded, half to even."""
+    doubled = 2 * number + divisor
+    found = doubled // (2 * divisor)
+    is_half = (doubled - found * 2 * divisor) == 0
+    return found - (is_half & (found & 1))

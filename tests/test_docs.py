@@ -135,7 +135,7 @@ def test_flags_between_backticks_exist() -> None:
     ours = {name for flags in CONTRACT["flags"].values() for key in flags for name in key.split("/")}
     known = ours | {"--help", "--version"} | set().union(*FOREIGN_FLAGS.values())
     spans = [(name_of(path), span) for path in USER_PAGES for span in code_spans(path)]
-    found = {(name, flag) for name, span in spans for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]*", span)}
+    found = {(name, flag) for name, span in spans for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", span)}
     assert {(name, flag) for name, flag in found if flag not in known} == set()
 
 

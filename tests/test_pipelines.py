@@ -14,6 +14,7 @@ import pytest
 import timm.data
 import torch
 from PIL import Image
+from timm.data.constants import IMAGENET_DEFAULT_MEAN
 
 import pipelines
 from tests.conftest import resolved, write_data
@@ -23,6 +24,7 @@ from utils.data.loaders.sampler import RandomSampler, create_sampler
 from utils.distributed.group import DistEnv
 from utils.options.policies import POLICIES
 from utils.options.resolved import ResolvedConfig
+from utils.training.settings.preprocessing import TIMM_CROPS
 
 BASE = resolved(batch_size=8, image_size=32, val_resize=36, workers=2, decode="fused", hw_decoder_load=0.65, prefetch=4)
 
@@ -32,7 +34,9 @@ def config_for(**values: Any) -> ResolvedConfig:
     return dataclasses.replace(BASE, **size | values)
 
 
-@pytest.mark.parametrize("loader", ["dali", "stock", "proxy", "torch", "synthetic"])
+@pytest.mark.parametrize(
+    "loader", ["dali", "stock", pytest.param("proxy", marks=pytest.mark.slow), "torch", "synthetic"]
+)
 def test_batches_have_the_promised_form(data: Path, cpu: DistEnv, loader: str) -> None:
     train, val = scan_splits(data)
     config = config_for(loader=loader, val_image_size=40, val_resize=45)
@@ -94,7 +98,7 @@ def test_a_new_origin_draws_anew_and_resumes(tmp_path: Path, cpu: DistEnv) -> No
     [("fused", "none"), *(pytest.param("full", cache, marks=pytest.mark.slow) for cache in ("none", "host"))],
 )
 @pytest.mark.parametrize(
-    "augment", [pytest.param(name, marks=[] if name == "trivialaugment" else pytest.mark.slow) for name in POLICIES]
+    "augment", [pytest.param(name, marks=[] if name == "none" else pytest.mark.slow) for name in POLICIES]
 )
 def test_dali_continues_bit_for_bit(data: Path, cpu: DistEnv, decode: str, cache: str, augment: str) -> None:
     train, _ = scan_splits(data)
@@ -248,6 +252,8 @@ def test_validation_geometry_is_torchvisions(tmp_path: Path, cpu: DistEnv, size:
         ("bicubic", "center", 0.95, 224),
         ("bicubic", "center", 1.0, 288),
         ("bicubic", "squash", 0.9, 192),
+        ("bilinear", "border", 1.0, 224),
+        ("bicubic", "border", 0.9, 192),
     ],
 )
 def test_validation_images_are_timms(
@@ -261,9 +267,9 @@ def test_validation_images_are_timms(
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(Image.open(val.record(index).name)) for index in range(len(val))]
         expected = torch.stack([timms(file) for file in files])
-    options = {"val_image_size": size, "val_crop": crop_mode, "interpolation": interpolation}
+    options = {"val_image_size": size, "val_crop": TIMM_CROPS[crop_mode], "interpolation": interpolation}
     for loader, largest in (("torch", 0), ("dali", 1), ("stock", 1)):
-        config = config_for(loader=loader, val_resize=resized, **options)
+        config = config_for(loader=loader, val_resize=resized, **options).padded_with(IMAGENET_DEFAULT_MEAN)
         found = next(iter(pipelines.create_val_loader(config, val, cpu))).images
         difference = (found.int() - expected.int()).abs()
         assert difference.max() <= largest, loader

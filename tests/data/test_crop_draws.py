@@ -1,6 +1,7 @@
 """Crops and flips of whole batches: torchvision's distribution, and for each image draws of its own."""
 
 import itertools
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from scipy import stats
 from torchvision.transforms import v2
 
-from utils.data.augmentation.crop_draws import WORDS, Crops, draw_crops, philox, random_words
+from utils.data.augmentation.crop_draws import FLIP, WORDS, Crops, draw_crops, philox, random_words
 from utils.data.augmentation.policies import RATIO
 from utils.data.loaders.sampler import RandomSampler
 
@@ -94,8 +95,35 @@ def test_crops_lie_within_their_images() -> None:
 def test_flips_have_their_probability() -> None:
     sides = np.full(50_000, 64)
     for hflip in (0.0, 0.1, 0.5, 1.0):
-        flips = draw_crops(0, 0, np.arange(50_000), sides, sides, 0.08, hflip).flips
+        flips = draw_crops(0, 0, np.arange(50_000), sides, sides, 0.08, hflip).turns
         assert stats.binomtest(int(flips.sum()), 50_000, hflip).pvalue > SIGNIFICANCE
+
+
+@pytest.mark.parametrize(("hflip", "vflip", "rot90"), [(0.3, 0.2, True), (0.3, 0.2, False), (0.0, 1.0, True)])
+def test_turns_have_their_probabilities(hflip: float, vflip: float, rot90: bool) -> None:
+    """Of each of eight images of a square: mirrored, or not, and then turned by quarters to the left."""
+    sides, square = np.full(50_000, 64), np.arange(9).reshape(3, 3)
+    expected: defaultdict[bytes, float] = defaultdict(float)
+    for mirrored, upside_down, quarters in itertools.product((0, 1), (0, 1), range(4) if rot90 else (0,)):
+        share = (hflip if mirrored else 1 - hflip) * (vflip if upside_down else 1 - vflip) / (4 if rot90 else 1)
+        flipped = square[:: -1 if upside_down else 1, :: -1 if mirrored else 1]
+        expected[np.rot90(flipped, quarters).tobytes()] += share
+    turns = draw_crops(0, 0, np.arange(50_000), sides, sides, 0.08, hflip, vflip, rot90).turns
+    found: Counter[bytes] = Counter()
+    for turn, number in Counter(turns.tolist()).items():
+        image = square[:: -1 if turn & 2 else 1, :: -1 if turn & 1 else 1]
+        found[(image.T if turn & 4 else image).tobytes()] += number
+    kinds = [kind for kind, share in expected.items() if share > 0]
+    assert found.keys() <= set(kinds)
+    assert stats.chisquare([found[kind] for kind in kinds], [50_000 * expected[kind] for kind in kinds]).pvalue > 1e-4
+
+
+def test_whole_images_are_turned_as_their_crops() -> None:
+    heights, widths = np.array([5, 7, 9]), np.array([8, 3, 4])
+    whole = draw_crops(1, 2, np.arange(3), heights, widths, None, 0.5, 0.5, True)
+    assert (whole.tops.tolist(), whole.lefts.tolist()) == ([0, 0, 0], [0, 0, 0])
+    assert (whole.heights.tolist(), whole.widths.tolist()) == ([5, 7, 9], [8, 3, 4])
+    assert whole.turns.tolist() == draw_crops(1, 2, np.arange(3), heights, widths, 0.3, 0.5, 0.5, True).turns.tolist()
 
 
 def test_an_image_has_the_same_draws_in_every_batch() -> None:
@@ -136,7 +164,7 @@ def test_draws_of_seeds_epochs_and_neighbors_are_independent() -> None:
         np.roll(first.lefts, 1),
         np.roll(first.heights, 1),
         np.roll(first.widths, 1),
-        np.roll(first.flips, 1),
+        np.roll(first.turns, 1),
     )
     for (one, left), (other, right) in itertools.combinations(streams.items(), 2):
         for name, a, b in zip(Crops._fields, left, right, strict=True):
@@ -167,7 +195,7 @@ def test_draws_are_frozen() -> None:
     words = random_words(np.array([[1], [2]], dtype=np.uint64), indices)
     assert words.shape == (3, WORDS)
     assert len(np.unique(words)) == words.size
-    assert words[:, -1].tolist() == [3145958172, 125819018, 3827297294]
+    assert words[:, FLIP].tolist() == [3145958172, 125819018, 3827297294]
     heights, widths = np.array([64, 375, 40]), np.array([64, 500, 200])
-    frozen = [[4, 42, 2], [10, 115, 21], [55, 298, 33], [42, 344, 39], [True, False, False]]
+    frozen = [[4, 42, 2], [10, 115, 21], [55, 298, 33], [42, 344, 39], [1, 0, 0]]
     assert [values.tolist() for values in draw_crops(7, 3, indices, heights, widths, 0.08, 0.5)] == frozen

@@ -26,7 +26,7 @@ class Images:
         random = np.random.default_rng(seed)
         self.images = [random.integers(0, 256, (*size, 3), dtype=np.uint8) for size, _ in crops]
         self.boxes = [box for _, box in crops]
-        self.flips = [number % 2 for number in range(len(crops))]
+        self.turns = [number % 8 for number in range(len(crops))]
         self.pixels = torch.from_numpy(np.concatenate([image.reshape(-1, 3) for image in self.images]))
         before = np.cumsum([0] + [image.shape[0] * image.shape[1] for image in self.images])
         starts = [
@@ -35,13 +35,16 @@ class Images:
         ]
         strides = [image.shape[1] for image in self.images]
         heights, widths = ([box[side] for box in self.boxes] for side in (2, 3))
-        self.crops = torch.tensor([starts, strides, heights, widths, self.flips])
+        self.crops = torch.tensor([starts, strides, heights, widths, self.turns])
 
     def torchvisions(self, number: int, size: int) -> Tensor:
         """Crop `number` by torchvision and Pillow: uint8 (3, size, size)."""
         image = functional.resized_crop(Image.fromarray(self.images[number]), *self.boxes[number], size=[size, size])
-        mirrored: Tensor = functional.pil_to_tensor(functional.hflip(image) if self.flips[number] else image)
-        return mirrored
+        transposes = Image.Transpose.FLIP_LEFT_RIGHT, Image.Transpose.FLIP_TOP_BOTTOM, Image.Transpose.TRANSPOSE
+        for bit, transpose in enumerate(transposes):
+            image = image.transpose(transpose) if self.turns[number] >> bit & 1 else image
+        turned: Tensor = functional.pil_to_tensor(image)
+        return turned
 
 
 def random_crops(count: int, longest: int, seed: int = 0) -> list[tuple[Size, Box]]:

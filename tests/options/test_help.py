@@ -22,7 +22,7 @@ def help_text() -> str:
 
 
 def listed_flags(text: str) -> list[str]:
-    return re.findall(r"^│ (--[a-z-]+) ", text, re.MULTILINE)
+    return re.findall(r"^│ (--[a-z][a-z0-9-]*) ", text, re.MULTILINE)
 
 
 def test_help_lists_every_flag_once(help_text: str) -> None:
@@ -31,7 +31,7 @@ def test_help_lists_every_flag_once(help_text: str) -> None:
 
 def test_help_fits_the_terminal(help_text: str) -> None:
     lines = help_text.splitlines()
-    assert len(lines) <= 258
+    assert len(lines) <= 271
     assert max(map(len, lines)) <= 100
     assert "…" not in help_text  # nothing is cut off
 

@@ -31,6 +31,8 @@ ON_A_GPU = (
     "--cache gpu --interpolation bicubic --val-image-size 40 --val-resize 46 --balance 1",
     "--decode full --hw-decoder-load 0.9 --interpolation random --val-crop squash",
     "--repeated-augmentation 3 --transform TRANSFORM",
+    "--train-crop pad --vflip 0.5 --rot90",
+    "--cache gpu --train-crop squash --vflip 0.5 --rot90",
     "--augment-schedule 0:none,1:trivialaugment --resize-schedule 0:32,1:48",
     "--resize-schedule 0:32,1:48 --compile",
     "--mixup 0.2 --cutmix 1 --mixup-off-epoch 1 --random-erase 0.5 --class-weights auto --focal 2",
@@ -82,6 +84,7 @@ ON_TWO = (
     "--loader proxy --prefetch 1 --balance 0.5 --best-by macro_f1",
     "--loader synthetic --overwrite --resume none",
     "--cache gpu --hw-decoder-load 0.9",
+    "--cache gpu --train-crop center --vflip 0.5 --rot90",
     "--cache host --transform TRANSFORM --val-fraction 0.2 --bad-files skip",
     "--cache gpu --val-fraction 0.2 --train-data photos.csv --val-group group --balance 1 --class-weights auto",
     "--report --patience 1 --time-limit 10000 --timeout 60 --interpolation random --val-crop squash",
@@ -136,7 +139,7 @@ def check(done: Finished, output: Path) -> None:
 
 def test_every_flag_has_its_place() -> None:
     text = " ".join([*ON_A_GPU, *ON_TWO, Path(__file__).read_text().partition("@pytest")[2]])
-    run = set(re.findall(r"--(?:no-)?([a-z][a-z-]*)", text))
+    run = set(re.findall(r"--(?:no-)?([a-z][a-z0-9-]*)", text))
     names = {flag(field.name).removeprefix("--") for field in flag_fields()}
     assert names - run - set(ON_ANY_DEVICE.split()) == set()
 

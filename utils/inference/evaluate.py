@@ -266,7 +266,7 @@ def _evaluate_networks(
     network = models.create_network(config, env, val.classes, saved.record.normalization if saved else None)
     amp_dtype = AMP_DTYPES[config.amp]
     normalize = Normalize(*network.normalization, dtype=amp_dtype, device=env.device)
-    loader = pipelines.create_val_loader(config, val, env)
+    loader = pipelines.create_val_loader(config.padded_with(network.normalization[0]), val, env)
     result: dict[str, Any] = {"checkpoint": str(saved.path) if saved else f"pretrained {config.pretrained}"}
     result |= {} if saved else {"weights": network.origin}
     result |= {"image_size": config.val_image_size, "val_resize": config.val_resize}

@@ -266,6 +266,7 @@ def _create_predictor(
     starts = range(0, len(manifest), config.batch_size)
     batches = [np.arange(start, min(start + config.batch_size, len(manifest))) for start in starts]
     columns = _columns(config, saved, name, options, manifest)
+    config = config.padded_with(network.normalization[0])
     return _Predictor(
         model=FlipAverage(network.model) if config.eval_flip else network.model,
         normalize=Normalize(*network.normalization, dtype=amp_dtype, device=env.device),

@@ -69,9 +69,9 @@ class DataFlags:
         None, DATA, "Side of validation images, pixels.", MIN_8, shown="image size", unit="pixels", role="fixed",
         from_checkpoint=True, chosen=True,
     )  # fmt: skip
-    val_crop: Literal["center", "squash"] | None = _flag(
-        None, DATA, "Validation crop: the center, or the whole image squashed to a square.", shown="center",
-        role="fixed", from_checkpoint=True, chosen=True,
+    val_crop: Literal["center", "squash", "pad"] | None = _flag(
+        None, DATA, "Validation crop: the center, or all, squashed or padded to a square.",
+        shown="center, or as --train-crop", role="fixed", from_checkpoint=True, chosen=True,
     )  # fmt: skip
     interpolation: Literal["bilinear", "bicubic", "random"] | None = _flag(
         None, DATA, "Interpolation of every resize; random draws one for each training image.",
@@ -142,11 +142,18 @@ class DataFlags:
         "", AUGMENTATION, "Augmentation policies from epochs on, such as 0:none,5:trivialaugment.", shown="off",
         metavar="EPOCH:NAME,...", role="logged",
     )  # fmt: skip
+    train_crop: Literal["random", "center", "squash", "pad"] = _flag(
+        "random", AUGMENTATION, "Training crop, as --val-crop.", role="fixed"
+    )
     crop_scale: float = _flag(
         0.08, AUGMENTATION, "Smallest area of a random crop, as a share of the image.", Limit(above=0, maximum=1),
         role="fixed",
     )  # fmt: skip
     hflip: float = _flag(0.5, AUGMENTATION, "Probability of a horizontal flip.", _PROBABILITY, role="fixed")
+    vflip: float = _flag(
+        0.0, AUGMENTATION, "Probability of a vertical flip.", _PROBABILITY, shown="0, off", role="fixed"
+    )
+    rot90: bool = _flag(False, AUGMENTATION, "Turn images by quarters.", role="fixed")
     mixup: float = _flag(0.0, AUGMENTATION, "Alpha of mixup; 0 is off.", MIN_0, role="fixed")
     cutmix: float = _flag(0.0, AUGMENTATION, "Alpha of CutMix; 0 is off.", MIN_0, role="fixed")
     mixup_off_epoch: int = _flag(

@@ -1,7 +1,7 @@
 """ResolvedConfig: a TrainConfig in which every open value is chosen."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -27,7 +27,7 @@ class ResolvedConfig(TrainConfig):
     prefetch: int
     val_resize: int
     val_image_size: int
-    val_crop: Literal["center", "squash"]
+    val_crop: Literal["center", "squash", "pad"]
     interpolation: Literal["bilinear", "bicubic", "random"]
     workers: int
     processes: int
@@ -46,6 +46,8 @@ class ResolvedConfig(TrainConfig):
     weight_decay: float
     amp: Literal["bf16", "fp16", "none"]
     device: Literal["cuda", "cpu"]
+    # No flag: the color beside images that do not fill their square, the mean of the network's input.
+    padding: tuple[int, int, int] = (124, 116, 104)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,6 +61,11 @@ class ResolvedConfig(TrainConfig):
         before = {"val_image_size": size, "val_crop": "center", "interpolation": "bilinear", "lr_scaling": "linear"}
         before |= {"task": "multiclass", "loss": "cross-entropy", "label_smoothing": 0.1, "best_by": "top1"}
         return super().from_dict(before | dict(values))
+
+    def padded_with(self, mean: Sequence[float]) -> Self:
+        """With the color `mean`, of images in [0, 1], rounded as timm does."""
+        red, green, blue = (round(255 * value) for value in mean)
+        return dataclasses.replace(self, padding=(red, green, blue))
 
     def save(self, path: Path) -> None:
         """As `TrainConfig.save`, and under "chosen" the values that were not given, which a recipe has chosen again."""

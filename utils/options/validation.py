@@ -110,6 +110,7 @@ def _check_augmentation(config: TrainConfig) -> None:
             and value != TrainConfig.__dataclass_fields__[name].default
         ):
             raise UserError(f"{flag(name)} {value:g} without --augment randaugment: nothing uses it; give that policy")
+    _check_geometry(config)
     changing_colors = {name for name in used if POLICIES[name].changes_colors}
     if config.color_jitter and changing_colors:
         raise UserError(
@@ -131,6 +132,23 @@ def _check_augmentation(config: TrainConfig) -> None:
             f"--balance {config.balance:g} with --repeated-augmentation {config.repeated_augmentation}: both say how "
             "often an image comes; leave one of them out"
         )
+
+
+def _check_geometry(config: TrainConfig) -> None:
+    """What excludes each other of crops and turns."""
+    if config.train_crop != "random" and config.crop_scale != TrainConfig.__dataclass_fields__["crop_scale"].default:
+        raise UserError(
+            f"--crop-scale {config.crop_scale:g} with --train-crop {config.train_crop}: only random crops have a "
+            "scale; leave one of them out"
+        )
+    if config.train_crop != "random" and config.decode == "fused":
+        raise UserError(
+            f"--decode fused with --train-crop {config.train_crop}: that needs whole images; use --decode full"
+        )
+    for text in (f"--train-crop {config.train_crop}", f"--vflip {config.vflip:g}", "--rot90"):
+        is_default = text.endswith((" random", " 0")) or (text == "--rot90" and not config.rot90)
+        if config.loader == "stock" and not is_default:
+            raise UserError(f"{text} with --loader stock: its graph has no such step; use --loader dali")
 
 
 def _check_sources(config: TrainConfig) -> None:

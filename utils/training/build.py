@@ -107,14 +107,17 @@ def prepare_run(
 @collective
 def _create_network(
     config: ResolvedConfig, env: DistEnv, classes: tuple[str, ...], saved: Checkpoint | None
-) -> models.Network:
-    """The network with its first weights, which follow from `--seed` alone, and are the same on all ranks."""
+) -> tuple[models.Network, ResolvedConfig]:
+    """The network with its first weights, which follow from `--seed` alone, and are the same on all ranks.
+
+    And the configuration with the color of borders, which is the mean of the network's images.
+    """
     show_startup("creating the network")
     seed_weights(config.seed)  # before the network, which draws its weights from it
     network = models.create_network(config, env, classes, saved.record.normalization if saved else None)
     # After the weights, which draw as many numbers as the network wants: from here on each rank has its own.
     seed_process(config.seed, env.rank, step=0)
-    return network
+    return network, config.padded_with(network.normalization[0])
 
 
 @collective
@@ -136,7 +139,7 @@ def build(
     # What is refused is refused before the network, which takes seconds.
     replaced = files_to_replace(config, saved, env)
     identity = check_fingerprint(config, splits, env, saved)
-    network = _create_network(config, env, train.classes, saved)
+    network, config = _create_network(config, env, train.classes, saved)
     run_record, changed_files = create_record(config, identity, splits, listed, network.normalization, env, saved)
     state = create_state(config, network.model, env, sampler.global_batch_size)
     stream = capture_stream(env.device) if config.cuda_graph else None

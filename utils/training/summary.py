@@ -161,11 +161,14 @@ def _describe_pixels(run: Run, source: str) -> str:
     """Interpolation, the geometry of the evaluation, and normalization; `source` is of the latter, "" for timm's."""
     config = run.config
     source = source or f"timm's {config.arch}"
-    squashed = ", squashed" if config.val_crop == "squash" else ""
+    whole = {"random": "", "center": "; trained on centers", "squash": "; trained on squashed images"}
+    whole |= {"pad": "; trained on padded images"}
+    fitted = {"center": "", "squash": ", squashed", "pad": ", padded"}
     mean, std = (" ".join(f"{value:.4g}" for value in values) for values in run.record.normalization)
     return (
-        f"{config.interpolation}; evaluated {config.val_interpolation} at {config.val_image_size} px of "
-        f"{config.val_resize}{squashed}; mean {mean}, std {std} of {source}"
+        f"{config.interpolation}{whole[config.train_crop]}; evaluated {config.val_interpolation} at "
+        f"{config.val_image_size} px of {config.val_resize}{fitted[config.val_crop]}; mean {mean}, std {std} of "
+        f"{source}"
     )
 
 

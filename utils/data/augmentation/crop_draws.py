@@ -15,7 +15,9 @@ from utils.data.augmentation.policies import RATIO
 from utils.seed import Stream, seed_sequence
 
 TRIES = 10  # windows that are drawn until one fits, as torchvision
-WORDS = 2 * TRIES + 3  # random numbers of an image: an area and an aspect of each try, two of the place, the flip
+# Random numbers of an image: an area and an aspect of each try, two of the place, the flip, the turn.
+WORDS = 2 * TRIES + 4
+ROW, COLUMN, FLIP, TURN = range(2 * TRIES, WORDS)
 ROUNDS = 10  # of the generator
 _LOW = np.uint64(2**32 - 1)
 _HALF = np.uint64(32)
@@ -29,14 +31,15 @@ class Crops(NamedTuple):
         lefts: int64, first column.
         heights: int64, rows.
         widths: int64, columns.
-        flips: bool, whether the crop is mirrored.
+        turns: int64, how the crop is turned, the sum of 1 where it is mirrored from left to right, 2 from top to bottom
+            and then 4 where rows become columns.
     """
 
     tops: NDArray[np.int64]
     lefts: NDArray[np.int64]
     heights: NDArray[np.int64]
     widths: NDArray[np.int64]
-    flips: NDArray[np.bool_]
+    turns: NDArray[np.int64]
 
 
 def draw_crops(
@@ -45,10 +48,12 @@ def draw_crops(
     indices: NDArray[np.int64],
     heights: NDArray[np.int64],
     widths: NDArray[np.int64],
-    crop_scale: float,
+    crop_scale: float | None,
     hflip: float,
+    vflip: float = 0.0,
+    rot90: bool = False,
 ) -> Crops:
-    """The distribution of torchvision's RandomResizedCrop and RandomHorizontalFlip.
+    """The distribution of torchvision's RandomResizedCrop, RandomHorizontalFlip and RandomVerticalFlip.
 
     An area (a fraction of the image from `crop_scale` to 1) and an aspect (3/4 to 4/3, its logarithm uniform) are drawn
     up to ten times, until the window fits into the image; its place is uniform. If none fits, the crop is the largest
@@ -60,13 +65,17 @@ def draw_crops(
         indices: int64 (N,), images of the data set.
         heights: int64 (N,), of these images, pixels.
         widths: int64 (N,), likewise.
-        crop_scale: smallest area of a crop, in (0, 1].
-        hflip: probability of mirroring an image.
+        crop_scale: smallest area of a crop, in (0, 1]; None for whole images.
+        hflip, vflip: probability of mirroring an image from left to right, from top to bottom.
+        rot90: whether it is also turned by 0, 90, 180 or 270 degrees.
     """
     found, of_image = np.unique(np.broadcast_to(draws, indices.shape), return_inverse=True)
     keys = np.array([_key(seed, draw) for draw in found.tolist()], dtype=np.uint64).T
     words = random_words(keys if len(found) == 1 else keys[:, of_image], indices)  # mostly the epoch's only
     fractions = words * 2.0**-32
+    turns = _turns(fractions[:, FLIP] < hflip, words[:, TURN], vflip, rot90)
+    if crop_scale is None:
+        return Crops(np.zeros_like(heights), np.zeros_like(widths), heights, widths, turns)
     areas = (crop_scale + (1 - crop_scale) * fractions[:, :TRIES]) * (heights * widths)[:, None]
     low, high = np.log(RATIO)
     aspects = np.exp(low + (high - low) * fractions[:, TRIES : 2 * TRIES])
@@ -77,9 +86,17 @@ def draw_crops(
     rows, columns = _largest_windows(heights, widths)
     rows = np.where(found, tried[0][chosen, first], rows)
     columns = np.where(found, tried[1][chosen, first], columns)
-    tops = np.where(found, _below(words[:, -3], heights - rows + 1), (heights - rows) // 2)
-    lefts = np.where(found, _below(words[:, -2], widths - columns + 1), (widths - columns) // 2)
-    return Crops(tops, lefts, rows, columns, fractions[:, -1] < hflip)
+    tops = np.where(found, _below(words[:, ROW], heights - rows + 1), (heights - rows) // 2)
+    lefts = np.where(found, _below(words[:, COLUMN], widths - columns + 1), (widths - columns) // 2)
+    return Crops(tops, lefts, rows, columns, turns)
+
+
+def _turns(is_mirrored: NDArray[np.bool_], words: NDArray[np.uint64], vflip: float, rot90: bool) -> NDArray[np.int64]:
+    """`Crops.turns`. A quarter turn to the left is a mirror image whose rows become columns."""
+    quarters = (words >> np.uint64(30)).astype(np.int64) if rot90 else 0
+    is_upside_down = (words & np.uint64(2**30 - 1)) * 2.0**-30 < vflip
+    mirrored = np.choose(quarters, (0, 1, 3, 2)) ^ is_mirrored ^ (2 * is_upside_down)
+    return mirrored + 4 * (quarters & 1)
 
 
 def _largest_windows(heights: NDArray[np.int64], widths: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:

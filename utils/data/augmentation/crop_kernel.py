@@ -1,4 +1,4 @@
-"""Triton kernel of `crop_resize.py`: one launch crops, resizes and mirrors a whole batch."""
+"""Triton kernel of `crop_resize.py`: one launch crops, resizes and turns a whole batch."""
 
 import contextlib
 
@@ -28,11 +28,12 @@ def _resize_crops(pixels_ptr, crops_ptr, out_ptr, N, S: tl.constexpr, ROWS: tl.c
     pixels_ptr += tl.load(crops_ptr) * 3
     stride = tl.load(crops_ptr + N) * 3
     height, width = tl.load(crops_ptr + 2 * N).to(tl.int32), tl.load(crops_ptr + 3 * N).to(tl.int32)
-    is_mirrored = tl.load(crops_ptr + 4 * N) > 0
+    turn = tl.load(crops_ptr + 4 * N)
+    is_mirrored, is_upside_down, has_rows_for_columns = (turn & 1) > 0, (turn & 2) > 0, (turn & 4) > 0
     scale_y, scale_x = height.to(tl.float32) / S, width.to(tl.float32) / S
     support_y, support_x = tl.maximum(scale_y, 1.0), tl.maximum(scale_x, 1.0)
     inverse_y, inverse_x = 1 / support_y, 1 / support_x
-    center_y = (i + 0.5) * scale_y
+    center_y = (tl.where(is_upside_down, S - 1 - i, i) + 0.5) * scale_y
     center_x = (tl.where(is_mirrored, S - 1 - j, j) + 0.5) * scale_x
     first_y = tl.floor(center_y - support_y + 0.5).to(tl.int32)
     first_x = tl.floor(center_x - support_x + 0.5).to(tl.int32)
@@ -59,7 +60,8 @@ def _resize_crops(pixels_ptr, crops_ptr, out_ptr, N, S: tl.constexpr, ROWS: tl.c
         green += weight_y * row_green
         blue += weight_y * row_blue
     factor = (1 / weights_x) * (1 / weights_y)
-    out_ptr += ((image * S + i) * S + j) * 3
+    row, column = tl.where(has_rows_for_columns, j, i), tl.where(has_rows_for_columns, i, j)
+    out_ptr += ((image * S + row) * S + column) * 3
     tl.store(out_ptr, (red * factor + 0.5).to(tl.uint8))
     tl.store(out_ptr + 1, (green * factor + 0.5).to(tl.uint8))
     tl.store(out_ptr + 2, (blue * factor + 0.5).to(tl.uint8))

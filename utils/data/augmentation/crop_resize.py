@@ -1,4 +1,4 @@
-"""Crops of images of many sizes, resized with antialiasing and mirrored: a whole batch at once.
+"""Crops of images of many sizes, resized with antialiasing and turned: a whole batch at once.
 
 The images lie one after the other in one tensor. On CUDA one Triton kernel makes the batch (`crop_kernel.py`); where
 none can be compiled, and on the CPU, plain torch does. Both give the pixels of Pillow's and torchvision's bilinear
@@ -15,15 +15,15 @@ from torch import Tensor
 
 
 def resize_crops(pixels: Tensor, crops: Tensor, size: int) -> Tensor:
-    """Resize a crop of each image to a square and mirror some of them: uint8 (N, 3, size, size), channels_last.
+    """Resize a crop of each image to a square and turn some of them: uint8 (N, 3, size, size), channels_last.
 
     The pixels of a crop depend on the crop alone, not on the others of its batch.
 
     Args:
         pixels: uint8 (P, 3), RGB, all images row by row.
         crops: int64 (5, N), contiguous, on the same device: the first pixel of each crop in `pixels`; pixels from one
-            row of it to the next, which is the width of its image; rows, 1 or more; columns, likewise; and 1 where the
-            result is mirrored, else 0.
+            row of it to the next, which is the width of its image; rows, 1 or more; columns, likewise; and how the
+            result is turned, as `Crops.turns` says.
         size: pixels.
     """
     if pixels.is_cuda and can_compile_kernels():
@@ -46,7 +46,7 @@ def _resize_plain(pixels: Tensor, crops: Tensor, size: int) -> Tensor:
     Only operations on single elements and in a fixed order, no matrix product, whose order of sums depends on the sizes
     in the batch.
     """
-    starts, strides, heights, widths, flips = crops.unbind()
+    starts, strides, heights, widths, turns = crops.unbind()
     column = torch.arange(int(widths.max()), device=pixels.device)
     column = torch.minimum(column, widths[:, None] - 1)  # what is beyond a narrow crop is not used below
     rows = torch.zeros(len(starts), size, column.shape[1], 3, device=pixels.device)
@@ -57,7 +57,11 @@ def _resize_plain(pixels: Tensor, crops: Tensor, size: int) -> Tensor:
     resized = torch.zeros(len(starts), size, size, 3, device=pixels.device)  # columns before rows
     for tap, weights in _taps(widths, size):
         resized += weights[:, :, None, None] * rows[image, :, tap]
-    resized = torch.where(flips[:, None, None, None] > 0, resized.flip(1), resized)
+    mirrored, upside_down, transposed = ((turns & bit > 0)[:, None, None, None] for bit in (1, 2, 4))
+    resized = torch.where(mirrored, resized.flip(1), resized)
+    if upside_down.any() or transposed.any():
+        resized = torch.where(upside_down, resized.flip(2), resized)
+        resized = torch.where(transposed, resized.transpose(1, 2), resized)
     nhwc = (resized + 0.5).to(torch.uint8).transpose(1, 2).contiguous()
     return nhwc.permute(0, 3, 1, 2)
 

@@ -37,8 +37,8 @@ UNUSED: dict[str, Any] = {
 PIXELS = {
     "train": (
         "batch_size", "image_size", "seed", "augment", "randaugment_magnitude", "randaugment_ops", "randaugment_std",
-        "color_jitter", "repeated_augmentation", "balance", "hflip", "crop_scale", "interpolation", "decode", "cache",
-        "device",
+        "color_jitter", "repeated_augmentation", "balance", "hflip", "vflip", "rot90", "train_crop", "crop_scale",
+        "interpolation", "decode", "cache", "device",
     ),
     "val": ("batch_size", "image_size", "val_resize", "val_crop", "interpolation", "device"),
 }  # fmt: skip
@@ -58,10 +58,13 @@ class DataOptions(TypedDict, total=False):
         repeated_augmentation: copies of an image in an epoch, which then has one of so many images.
         balance: how evenly classes come; 1 is equally often.
         hflip: probability of mirroring an image.
+        vflip: probability of turning one upside down.
+        rot90: whether images are turned by 0, 90, 180 or 270 degrees.
+        train_crop: random, or center, squash or pad, as val_crop.
         crop_scale: smallest area of a crop, as a fraction of the image.
         interpolation: of crops and validation images, by default bilinear; random is of crops alone.
         val_resize: shorter side before the center crop, pixels; by default image_size x 8/7.
-        val_crop: center, the default, or squash, which resizes both sides.
+        val_crop: center, the default; squash, which resizes both sides; or pad, which adds the mean color.
         val_split: folder of the split val.
         decode: what DALI decodes, the crop alone or all.
         hw_decoder_load: share of a batch that the GPU's JPEG engines decode.
@@ -79,10 +82,13 @@ class DataOptions(TypedDict, total=False):
     repeated_augmentation: int
     balance: float
     hflip: float
+    vflip: float
+    rot90: bool
+    train_crop: Literal["random", "center", "squash", "pad"]
     crop_scale: float
     interpolation: Literal["bilinear", "bicubic", "random"] | None
     val_resize: int | None
-    val_crop: Literal["center", "squash"] | None
+    val_crop: Literal["center", "squash", "pad"] | None
     val_split: str
     decode: Literal["auto", "fused", "full"]
     hw_decoder_load: float | None

@@ -115,10 +115,12 @@ class MemoryTrainLoader:
         indices = self._sampler.indices(self._next)
         heights, strides = images.heights[indices], images.widths[indices]
         draws = self._sampler.draws(self._next)
-        crops = draw_crops(config.seed, draws, indices, heights, strides, config.crop_scale, config.hflip)
+        scale = config.crop_scale if config.train_crop == "random" else None
+        turns = config.hflip, config.vflip, config.rot90
+        crops = draw_crops(config.seed, draws, indices, heights, strides, scale, *turns)
         starts = images.starts[indices] + crops.tops * strides + crops.lefts
         table = torch.from_numpy(
-            np.stack([starts, strides, crops.heights, crops.widths, crops.flips, self._labels[indices]])
+            np.stack([starts, strides, crops.heights, crops.widths, crops.turns, self._labels[indices]])
         )
         if self._device.type == "cuda":
             table = table.pin_memory().to(self._device, non_blocking=True)  # one copy, which the host does not wait for

@@ -42,6 +42,7 @@ def feeds_from_memory(config: TrainConfig) -> bool:
         and not config.color_jitter
         and config.repeated_augmentation == 1
         and config.interpolation in (None, "bilinear")
+        and config.train_crop in ("random", "squash")  # a crop or a border after a resize is DALI's
     )
 
 
@@ -73,19 +74,8 @@ def choose_loader_settings(
         if on_gpu and decoded <= SMALL_ON_GPU * machine.gpu_memory:
             cache, free = "gpu", _gigabytes(machine.gpu_memory)
             reasons["cache"] = f"decoded, the training images take {_gigabytes(decoded)}; the GPU has {free} free"
-    decode: Literal["fused", "full"] = "fused"
-    if config.decode != "auto":
-        decode = config.decode
-    elif cache != "none":
-        decode, reasons["decode"] = "full", "whole images are cached"
-    elif not machine.gpu:
-        reasons["decode"] = "the CPU decodes no more than the crop"
-    elif not machine.jpeg_engines:
-        reasons["decode"] = "no hardware decoder"
-    elif small:
-        reasons["decode"] = "the images are small"
-    else:
-        decode, reasons["decode"] = "full", f"{machine.jpeg_engines} hardware decoders, which need whole images"
+    decode, reason = _choose_decode(config, machine, cache, small)
+    reasons |= {"decode": reason} if reason else {}
     load = config.hw_decoder_load
     if load is None:
         load = 0.0 if small else 0.65 if decode == "fused" else 0.9
@@ -97,13 +87,37 @@ def choose_loader_settings(
     return LoaderSettings(machine.cpu_threads, workers, decode, load, cache, prefetch, reasons)
 
 
+def _choose_decode(
+    config: TrainConfig, machine: Machine, cache: str, small: bool
+) -> tuple[Literal["fused", "full"], str]:
+    """What DALI decodes, and why; "" where the user says so."""
+    if config.decode != "auto":
+        return config.decode, ""
+    if cache != "none":
+        return "full", "whole images are cached"
+    if config.train_crop != "random":
+        return "full", f"--train-crop {config.train_crop} needs whole images"
+    if not machine.gpu:
+        return "fused", "the CPU decodes no more than the crop"
+    if not machine.jpeg_engines:
+        return "fused", "no hardware decoder"
+    if small:
+        return "fused", "the images are small"
+    return "full", f"{machine.jpeg_engines} hardware decoders, which need whole images"
+
+
 def resolve_pixels(config: TrainConfig) -> dict[str, Any]:
-    """Sizes, crop and interpolation, where the user, the weights and the checkpoint leave them open."""
+    """Sizes, crop and interpolation, where the user, the weights and the checkpoint leave them open.
+
+    A network that is trained on whole images is evaluated on whole ones.
+    """
     size = config.val_image_size or config.image_size
+    is_random = config.train_crop == "random"
+    crop = config.val_crop or ("center" if is_random else config.train_crop)
     return {
         "val_image_size": size,
-        "val_resize": config.val_resize or round(size * 8 / 7),
-        "val_crop": config.val_crop or "center",
+        "val_resize": config.val_resize or (round(size * 8 / 7) if is_random and crop != "pad" else size),
+        "val_crop": crop,
         "interpolation": config.interpolation or "bilinear",
     }
 

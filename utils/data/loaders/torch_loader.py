@@ -3,6 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch.utils.data
 from PIL import Image
 from torch import Tensor
 from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional
 
 from utils.data.augmentation.policies import RATIO, torchvision_policy
 from utils.data.images.batch import Batch
@@ -57,19 +59,21 @@ class TorchImages(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
 
 def torch_train_transform(config: ResolvedConfig) -> Callable[[Image.Image], Tensor]:
-    """Random resized crop, flip, policy and color jitter of an RGB image: uint8 (3, image_size, image_size)."""
-    jitter = config.color_jitter
+    """Crop, flips, turn, policy and color jitter of an RGB image: uint8 (3, image_size, image_size)."""
+    jitter, size = config.color_jitter, config.image_size
     names = ("bilinear", "bicubic") if config.interpolation == "random" else (config.interpolation,)
-    crops = [
-        v2.RandomResizedCrop(
-            config.image_size, scale=(config.crop_scale, 1.0), ratio=RATIO, interpolation=v2.InterpolationMode(name)
-        )
+    crops: list[Callable[[Image.Image], Image.Image]] = [
+        v2.RandomResizedCrop(size, (config.crop_scale, 1.0), RATIO, v2.InterpolationMode(name))
+        if config.train_crop == "random"
+        else _fit(config.train_crop, size, size, name, config.padding)
         for name in names
     ]
     transform: Callable[[Image.Image], Tensor] = v2.Compose(
         [
             v2.RandomChoice(crops) if len(crops) > 1 else crops[0],
             v2.RandomHorizontalFlip(config.hflip),
+            *([v2.RandomVerticalFlip(config.vflip)] if config.vflip else []),
+            *([v2.Lambda(_turn_at_random)] if config.rot90 else []),
             *([torchvision_policy(config)] if config.augment != "none" else []),
             *([v2.ColorJitter(jitter, jitter, jitter)] if jitter else []),
             v2.PILToTensor(),
@@ -79,12 +83,40 @@ def torch_train_transform(config: ResolvedConfig) -> Callable[[Image.Image], Ten
 
 
 def torch_val_transform(config: ResolvedConfig) -> Callable[[Image.Image], Tensor]:
-    """Resize and center crop of an RGB image: uint8 (3, val_image_size, val_image_size)."""
-    size = [config.val_resize] * (2 if config.val_crop == "squash" else 1)  # both sides, or the shorter one
-    resize = v2.Resize(size, v2.InterpolationMode(config.val_interpolation))
-    steps = [resize, v2.CenterCrop(config.val_image_size), v2.PILToTensor()]
-    transform: Callable[[Image.Image], Tensor] = v2.Compose(steps)
+    """A whole RGB image in the geometry of `--val-crop`: uint8 (3, val_image_size, val_image_size)."""
+    geometry = config.val_crop, config.val_resize, config.val_image_size, config.val_interpolation, config.padding
+    transform: Callable[[Image.Image], Tensor] = v2.Compose([_fit(*geometry), v2.PILToTensor()])
     return transform
+
+
+def _fit(
+    crop: str, resize: int, size: int, interpolation: str, padding: tuple[int, ...]
+) -> Callable[[Image.Image], Image.Image]:
+    """Resize and crop, as `pipelines._fit`."""
+    mode = v2.InterpolationMode(interpolation)
+    if crop == "pad":
+        return functools.partial(_pad, resize=resize, size=size, mode=mode, padding=padding)
+    sides = [resize] * (2 if crop == "squash" else 1)  # both, or the shorter one
+    transform: Callable[[Image.Image], Image.Image] = v2.Compose([v2.Resize(sides, mode), v2.CenterCrop(size)])
+    return transform
+
+
+def _pad(
+    image: Image.Image, resize: int, size: int, mode: v2.InterpolationMode, padding: tuple[int, ...]
+) -> Image.Image:
+    """The longer side becomes `resize`, the other follows, and what is less than `size` gets a border."""
+    height, width = (max(round(Fraction(resize * side, max(image.size))), 1) for side in image.size[::-1])
+    resized = functional.resize(image, [height, width], mode)
+    missing = max(size - width, 0), max(size - height, 0)
+    sides = [missing[0] // 2, missing[1] // 2, (missing[0] + 1) // 2, (missing[1] + 1) // 2]
+    found: Image.Image = functional.center_crop(functional.pad(resized, sides, fill=list(padding)), [size, size])
+    return found
+
+
+def _turn_at_random(image: Image.Image) -> Image.Image:
+    """By 0, 90, 180 or 270 degrees to the left."""
+    quarters = int(torch.randint(4, ()))
+    return image.rotate(90 * quarters)  # a square, of which Pillow moves the pixels
 
 
 class TorchTrainLoader:

@@ -19,6 +19,7 @@ from utils.files import write_json
 from utils.inference.export.classifier import Classifier
 from utils.inference.export.trained import Trained
 from utils.options.arguments import model_arguments
+from utils.training.settings.preprocessing import TIMM_CROPS
 
 LABELS, METADATA = "labels.txt", "metadata.json"
 MAX_ONNX_BYTES = 2**31 - 2**27  # a protobuf holds 2 GiB; some of it is the graph
@@ -53,7 +54,7 @@ def write_timm(trained: Trained, classifier: Classifier, metadata: dict[str, Any
         "input_size": (3, size, size),
         "interpolation": trained.config.val_interpolation,
         "crop_pct": trained.crop_pct,
-        "crop_mode": trained.config.val_crop,
+        "crop_mode": next(name for name, crop in TIMM_CROPS.items() if crop == trained.config.val_crop),
         "mean": mean,
         "std": std,
     }

@@ -104,7 +104,7 @@ def load_trained(path: Path, ema: bool | None = None) -> Trained:
     value = saved.state.own_result.get(f"val/{name}" if weights == MODEL else f"val/ema_{name}")
     return Trained(
         model=model.to(memory_format=torch.contiguous_format).eval(),  # which safetensors wants
-        config=config,
+        config=config.padded_with(saved.record.normalization[0]),
         classes=tuple(map(readable, saved.record.classes)),
         normalization=saved.record.normalization,
         weights=weights,

@@ -20,6 +20,7 @@ from utils.training.state.checkpoint import Checkpoint
 
 SIZES = ("val_image_size", "val_resize")
 PIXELS = (*SIZES, "val_crop", "interpolation")
+TIMM_CROPS = {"center": "center", "squash": "squash", "border": "pad"}  # names of timm, and values of --val-crop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +98,8 @@ def _of_weights(config: TrainConfig, wanted: Preprocessing) -> dict[str, Any]:
     if size is None:
         follows = image_size == wanted.image_size and not (given and config.evaluate)
         size = values["val_image_size"] = wanted.val_image_size if follows else image_size
-    if config.val_resize is None:
+    is_whole = config.train_crop != "random"  # the evaluation is then that of the training, not of the weights
+    if config.val_resize is None and not is_whole:
         share = wanted.val_crop_pct if size == wanted.val_image_size else wanted.crop_pct
         if share > 1:
             raise UserError(
@@ -105,7 +107,7 @@ def _of_weights(config: TrainConfig, wanted: Preprocessing) -> dict[str, Any]:
                 f"here; give --val-resize {size}"
             )
         values["val_resize"] = math.floor(size / share)
-    for name in ("val_crop", "interpolation"):
+    for name in ("interpolation",) if is_whole else ("val_crop", "interpolation"):
         if getattr(config, name) is None:
             value = values[name] = getattr(wanted, name)
             if value not in choices(name):
@@ -156,7 +158,7 @@ def _of_timm(settings: PretrainedCfg, source: str) -> Preprocessing:
         val_image_size=(settings.test_input_size or settings.input_size)[-1],
         crop_pct=settings.crop_pct,
         val_crop_pct=settings.test_crop_pct or settings.crop_pct,
-        val_crop=settings.crop_mode,
+        val_crop=TIMM_CROPS.get(settings.crop_mode, settings.crop_mode),
         interpolation=settings.interpolation,
     )
 

@@ -1,0 +1,74 @@
+"""Runs on whole images: resumed, evaluated, predicted and exported with the geometry that they were trained with."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts import export, predict
+from tests.conftest import TINY, assert_same_run
+from tests.forked import launch_series
+from tests.harness import read_checkpoint, read_metrics
+
+FLAGS = (*TINY[:2], "--image-size", "32", *TINY[6:], "--batch-size", "8", "--epochs", "2", "--deterministic")
+TURNS = ("--vflip", "0.5", "--rot90")
+
+
+@pytest.mark.parametrize(
+    ("crop", "loader"),
+    [
+        ("pad", "dali"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("center", "dali"), ("squash", "torch"))),
+    ],
+)
+def test_a_run_and_what_is_made_of_it(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], crop: str, loader: str
+) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    flags = ("--data-dir", data, *FLAGS, *TURNS, "--train-crop", crop, "--loader", loader)
+    done, stopped, resumed, evaluated = launch_series(
+        (*flags, "--output-dir", whole),
+        (*flags, "--output-dir", cut, "--time-limit", 0.001),
+        (*flags, "--output-dir", cut),
+        ("--evaluate", "--output-dir", whole, "--resume", whole / "last.pt", "--device", "cpu", "--workers", 1),
+    )
+    assert [each.status for each in (done, stopped, resumed, evaluated)] == [0, 143, 0, 0], resumed.err
+    assert "resumed at epoch 1, step 1," in resumed.out
+    assert_same_run(whole, cut)
+    config = json.loads((whole / "config.json").read_text())
+    assert (config["val_crop"], config["val_resize"], config["val_image_size"]) == (crop, 32, 32)
+    shown = {"pad": "trained on padded images; evaluated bilinear at 32 px of 32, padded;"}
+    shown |= {"center": "trained on centers; evaluated bilinear at 32 px of 32;"}
+    shown |= {"squash": "trained on squashed images; evaluated bilinear at 32 px of 32, squashed;"}
+    assert shown[crop] in done.out
+    last = read_metrics(whole)[-1]
+    expected = last["val/top1"]
+    found = json.loads((whole / "evaluation.json").read_text())
+    assert (found["top1"], found["loss"], found["val_crop"]) == (expected, last["val/loss"], crop)
+    assert read_checkpoint(whole)["config"]["train_crop"] == crop
+
+    arguments = [str(whole / "last.pt"), str(data / "val"), "--output-dir", str(tmp_path / "predictions")]
+    assert predict.main([*arguments, "--device", "cpu"]) == 0
+    assert f"top1 {expected:.2f}  " in capsys.readouterr().out
+    exported = [str(whole), "--format", "timm", "--output-dir", str(tmp_path / "timm")]
+    assert export.main(exported) == 0  # compares the images of the run
+    settings = json.loads((tmp_path / "timm" / "config.json").read_text())["pretrained_cfg"]
+    assert (settings["crop_mode"], settings["crop_pct"]) == ({"pad": "border"}.get(crop, crop), 1.0)
+
+
+def test_an_evaluation_of_other_weights_follows_the_training(data: Path, tmp_path: Path) -> None:
+    """Those of timm want a center crop; and flags decide."""
+    first, second, third = tmp_path / "first", tmp_path / "second", tmp_path / "third"
+    flags = ("--data-dir", data, *FLAGS, "--epochs", 1)
+    weights = ("--pretrained", first / "last.pt")
+    done = launch_series(
+        (*flags, "--output-dir", first),
+        (*flags, *weights, "--train-crop", "squash", "--output-dir", second),
+        (*flags, *weights, "--train-crop", "squash", "--val-crop", "center", "--val-resize", 40, "--output-dir", third),
+    )
+    assert [each.status for each in done] == [0, 0, 0], done
+    found = []
+    for folder in (first, second, third):
+        config = json.loads((folder / "config.json").read_text())
+        found.append((config["train_crop"], config["val_crop"], config["val_resize"]))
+    assert found == [("random", "center", 37), ("squash", "squash", 32), ("squash", "center", 40)]
