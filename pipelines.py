@@ -121,16 +121,18 @@ def _random_crops(source: Any, config: ResolvedConfig, device: str) -> Any:
     area, ratio = [config.crop_scale, 1.0], list(RATIO)
     decoder = decoder_options(config.hw_decoder_load, device)
     mirror = fn.cast(fn.random.coin_flip(probability=config.hflip), dtype=types.FLOAT)
-    turn = fn.cast(fn.random.coin_flip(probability=config.vflip), dtype=types.FLOAT) if config.vflip else mirror * 0
     if config.decode == "fused":
         images = fn.decoders.image_random_crop(source, random_area=area, random_aspect_ratio=ratio, **decoder)
-        top, bottom, left, right = turn, 1 - turn, mirror, 1 - mirror
+        top, bottom, left, right = (mirror * zero + one for zero, one in ((0, 0), (0, 1), (1, 0), (-1, 1)))
     else:
         images = source if config.cache in CACHED else fn.decoders.image(source, **decoder)
         anchor, shape = fn.random_crop_generator(images.shape()[:2], random_area=area, random_aspect_ratio=ratio)
         start, length = (fn.cast(corner, dtype=types.FLOAT) for corner in (anchor, shape))
-        top, bottom = start[0] + turn * length[0], start[0] + (1 - turn) * length[0]
+        top, bottom = start[0], start[0] + length[0]
         left, right = start[1] + mirror * length[1], start[1] + (1 - mirror) * length[1]
+    if config.vflip:  # else no operator: DALI's checkpoints name them by their numbers
+        turn = fn.cast(fn.random.coin_flip(probability=config.vflip), dtype=types.FLOAT)
+        top, bottom = top + turn * (bottom - top), bottom + turn * (top - bottom)
     return fn.resize(
         images,
         size=[config.image_size, config.image_size],
@@ -206,11 +208,7 @@ def _fit(
     else:
         longer = dali.math.max(*sides)
         sides = tuple(dali.math.max(_rounded(resize * side, longer), 1) for side in sides)
-    roi = {}
-    if flips is not None:
-        start = [fn.cast(flip * shape[axis], dtype=types.FLOAT) for axis, flip in enumerate(flips)]
-        end = [fn.cast((1 - flip) * shape[axis], dtype=types.FLOAT) for axis, flip in enumerate(flips)]
-        roi = {"roi_start": fn.stack(*start), "roi_end": fn.stack(*end)}
+    roi = {} if flips is None else _mirrored(shape, flips)
     images = fn.resize(
         images,
         size=fn.cast(fn.stack(*sides), dtype=types.FLOAT),
@@ -229,6 +227,13 @@ def _fit(
     )
     anchor, shape = fn.stack(*anchors), [size, size]
     return fn.slice(images, anchor, shape, axis_names="HW", normalized_anchor=False, normalized_shape=False, **border)
+
+
+def _mirrored(shape: Any, flips: Sequence[Any]) -> dict[str, Any]:
+    """Arguments of fn.resize: the whole image, from bottom to top and from right to left where a flip is 1."""
+    start = [fn.cast(flip * shape[axis], dtype=types.FLOAT) for axis, flip in enumerate(flips)]
+    end = [fn.cast((1 - flip) * shape[axis], dtype=types.FLOAT) for axis, flip in enumerate(flips)]
+    return {"roi_start": fn.stack(*start), "roi_end": fn.stack(*end)}
 
 
 def _val_images(jpegs: Any, config: ResolvedConfig, device: str) -> Any:

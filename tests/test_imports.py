@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.forked import launch_forked
-from tests.harness import ROOT
+from tests.harness import ROOT, Finished, launch
 
 # The rooms from the bottom of the house to its top, by their paths in utils/; "base" is what lies in utils/ itself.
 # A room may import those that come before it in this list, and its own. So there is no circle.
@@ -178,3 +178,10 @@ def test_importing_train_does_nothing() -> None:
         "files": [],
     }
     assert json.loads(done.out) == found
+
+
+@pytest.mark.slow  # ten seconds
+def test_importing_train_writes_nothing_at_home(tmp_path: Path) -> None:
+    env = {"PYTHONDONTWRITEBYTECODE": "1", "HOME": tmp_path}
+    assert launch(program="import train", cwd=tmp_path, env=env) == Finished(0, "", "")
+    assert list(tmp_path.iterdir()) == []

@@ -10,12 +10,14 @@ import timm
 import torch
 from PIL import Image
 from torch import Tensor, nn
+from torchvision.transforms import v2
 
 from models import create_model
 from scripts import export
 from tests.harness import ROOT, read_checkpoint
 from tests.inference.exported import write_checkpoint
 from tests.pages import blocks
+from utils.data.loaders.torch_loader import torch_val_transform
 from utils.data.reading.decoding import upright_rgb
 from utils.options.arguments import model_options
 from utils.options.resolved import ResolvedConfig
@@ -93,6 +95,18 @@ def test_a_model_of_any_run(tmp_path: Path, name: str) -> None:
     arguments = read_checkpoint(tmp_path, "best.pt")["create_model"]
     json.dumps(arguments)
     assert_same_logits(timm.create_model(**arguments, checkpoint_path=path).eval(), path)
+
+
+@pytest.mark.parametrize(("crop", "resize"), [("center", 36), ("squash", 36), ("pad", 32), ("pad", 41)])
+def test_classify_has_the_geometry_of_the_evaluation(tmp_path: Path, crop: Any, resize: int) -> None:
+    path = write_checkpoint(tmp_path / "best.pt", image_size=32, val_image_size=32, val_resize=resize, val_crop=crop)
+    saved = read_checkpoint(tmp_path, "best.pt")
+    config = ResolvedConfig.from_dict(saved["config"]).padded_with(saved["normalization"]["mean"])
+    transform, expected = classify_program()["load_model"](path)[1], torch_val_transform(config)
+    normalize = v2.Normalize(**saved["normalization"])
+    for size in ((60, 47), (47, 60), (20, 93)):
+        image = Image.effect_noise(size, 90).convert("RGB")
+        torch.testing.assert_close(transform(image), normalize(expected(image).float() / 255))
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "drop_path"])  # rates belong to training

@@ -97,19 +97,17 @@ def test_flips_are_of_whole_images(photos: Path, cpu: DistEnv, loader: str, cach
 def test_turns_are_quarters(photos: Path, cpu: DistEnv, loader: str, cache: str, crop: Any) -> None:
     """Each image of each epoch is that without turns, turned; and all four turns come."""
     options: dict[str, Any] = {"loader": loader, "cache": cache, "train_crop": crop}
-    plain = None if crop == "random" else epochs(photos, cpu, 1, **options)[0]
-    found = epochs(photos, cpu, 6, rot90=True, **options)
-    again = epochs(photos, cpu, 6, rot90=True, **options)
-    assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
-    if plain is None:
-        return
+    options |= {"crop_scale": 1.0} if crop == "random" else {}  # of squares the crop is then the whole image
+    numbers = [at for at, (width, height) in enumerate(SHAPES) if crop != "random" or width == height]
+    plain = epochs(photos, cpu, 1, **options)[0]
+    found = epochs(photos, cpu, 24 if crop == "random" else 6, rot90=True, **options)
     turns = Counter(
-        tuple(quarters for quarters in range(4) if torch.equal(image, plain[number].rot90(quarters, (1, 2))))
+        tuple(quarters for quarters in range(4) if (images[at] - plain[at].rot90(quarters, (1, 2))).abs().max() <= 2)
         for images in found
-        for number, image in enumerate(images)
+        for at in numbers
     )
     assert turns.keys() == {(0,), (1,), (2,), (3,)}
-    assert max(turns.values()) < 30, "of 48"
+    assert max(turns.values()) < 0.75 * turns.total()
 
 
 @pytest.mark.parametrize(

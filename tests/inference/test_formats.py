@@ -28,7 +28,8 @@ from utils.network.fused_layers import swap_fused_layers
 
 FACTS = {
     "arch": "test_resnet", "num_classes": 3, "classes": list(CLASSES), "mean": list(MEAN), "std": list(STD),
-    "image_size": 32, "val_resize": 36, "interpolation": "bilinear", "crop": "center", "weights": "model",
+    "image_size": 32, "val_resize": 36, "interpolation": "bilinear", "crop": "center",
+    "padding": [102, 128, 153], "weights": "model",
     "top1": 50.0,
 }  # fmt: skip
 TAKES_UINT8 = {"input": "uint8", "layout": "NHWC", "pixels": "0 to 255"}
@@ -116,6 +117,18 @@ def test_onnx(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (images.name, dims, images.type.tensor_type.elem_type) == ("images", ["batch", 32, 32, 3], 2)  # uint8
     assert (logits.name, logits.type.tensor_type.elem_type) == ("logits", 1)  # float32
     assert_reads(trained, "onnx", "uint8", tmp_path / "exported")
+    monkeypatch.chdir(tmp_path)
+    check_program_of_the_docs(trained)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("crop", "resize"), [("pad", 64), ("pad", 71), ("squash", 70)])
+def test_the_program_of_the_docs_on_whole_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crop: Any, resize: int
+) -> None:
+    size: dict[str, Any] = {"image_size": 64, "val_image_size": 64, "val_resize": resize}
+    trained = load_trained(write_checkpoint(tmp_path / "best.pt", val_crop=crop, **size))
+    write(trained, "onnx", "uint8", tmp_path / "exported")
     monkeypatch.chdir(tmp_path)
     check_program_of_the_docs(trained)
 

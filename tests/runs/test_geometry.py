@@ -56,6 +56,25 @@ def test_a_run_and_what_is_made_of_it(
     assert (settings["crop_mode"], settings["crop_pct"]) == ({"pad": "border"}.get(crop, crop), 1.0)
 
 
+def test_an_evaluation_with_a_border_cuts_nothing(data: Path, tmp_path: Path) -> None:
+    """Of a run with center crops, whose resize was larger than the size; nor does an accepted change of the run."""
+    flags = ("--data-dir", data, *FLAGS, "--output-dir", tmp_path / "run", "--epochs")
+    evaluate = ("--evaluate", "--resume", tmp_path / "run/last.pt", "--device", "cpu", "--workers", 1)
+    changed = ("--resume", tmp_path / "run/last.pt", "--accept-changes", "--train-crop", "pad")
+    done = launch_series(
+        (*flags, 1),
+        (*evaluate, "--val-crop", "pad", "--output-dir", tmp_path / "padded"),
+        (*evaluate, "--val-crop", "pad", "--val-resize", 30, "--output-dir", tmp_path / "smaller"),
+        (*flags[:-2], tmp_path / "changed", "--epochs", 2, *changed),
+    )
+    assert [each.status for each in done] == [0, 0, 0, 0], done
+    for name, resize in (("padded", 32), ("smaller", 30)):
+        found = json.loads((tmp_path / name / "evaluation.json").read_text())
+        assert (found["val_crop"], found["val_resize"], found["image_size"]) == ("pad", resize, 32)
+    config = json.loads((tmp_path / "changed" / "config.json").read_text())
+    assert (config["val_crop"], config["val_resize"], config["decode"]) == ("pad", 32, "full")
+
+
 def test_an_evaluation_of_other_weights_follows_the_training(data: Path, tmp_path: Path) -> None:
     """Those of timm want a center crop; and flags decide."""
     first, second, third = tmp_path / "first", tmp_path / "second", tmp_path / "third"

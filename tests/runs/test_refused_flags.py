@@ -51,7 +51,7 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
     *[(f"{flag} --loader stock", (f"{flag} with --loader stock:", "use --loader dali"))
       for flag in ("--train-crop pad", "--vflip 0.5", "--rot90")],
     ("--train-crop squash --crop-scale 0.5",
-     ("--crop-scale 0.5 with --train-crop squash:", "leave one of them out")),
+     ("--crop-scale 0.5 with --train-crop squash:", "leave it out, or give --crop-scale 0.08")),
     ("--train-crop pad --decode fused", ("--decode fused with --train-crop pad:", "use --decode full")),
     ("--balance 2", ("--balance 2.0:", "at least 0 and at most 1")),
     ("--balance 0.5 --loader stock", ("--balance 0.5 with --loader stock:", "use --loader dali")),

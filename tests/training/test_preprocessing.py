@@ -57,6 +57,12 @@ def pixels(config: TrainConfig) -> tuple[Any, ...]:
         (f"{A1} --val-image-size 320", (224, 320, 336, "center", "bicubic")),
         (f"{A1} --val-image-size 224 --val-resize 256", (224, 224, 256, "center", "bicubic")),
         (f"{A1} --interpolation random --val-crop squash", (224, 288, 288, "squash", "random")),
+        (f"{A1} --train-crop pad", (224, 224, 224, "pad", "bicubic")),
+        (f"{A1} --train-crop center --val-image-size 288", (224, 288, 288, "center", "bicubic")),
+        (f"{A1} --train-crop squash --val-crop center --val-resize 256", (224, 224, 256, "center", "bicubic")),
+        (f"{A1} --train-crop pad --evaluate", (224, 288, 288, "center", "bicubic")),
+        ("resnet18.tv_in1k --val-crop pad", (224, 224, 224, "pad", "bilinear")),
+        ("resnet18.tv_in1k --val-crop pad --val-resize 200", (224, 224, 200, "pad", "bilinear")),
         ("resnet18.tv_in1k", (224, 224, 256, "center", "bilinear")),
         ("fasternet_t0.in1k", (224, 224, 248, "center", "bicubic")),  # a crop of its own for the test at the same size
         (VIT, (384, 384, 384, "center", "bicubic")),
@@ -187,6 +193,8 @@ def test_a_resume_takes_what_the_run_used() -> None:
     assert pixels(filled(*config, saved=saved)) == (160, 192, 200, "squash", "bicubic")
     assert pixels(filled(*config, "--image-size", "64", saved=saved)) == (64, 64, 73, "squash", "bicubic")
     assert pixels(filled(*config, "--interpolation", "bilinear", saved=saved))[-1] == "bilinear"
+    assert pixels(filled(*config, "--train-crop", "pad", saved=saved)) == (160, 192, 192, "pad", "bicubic")
+    assert pixels(filled(*config, "--val-crop", "pad", saved=saved)) == (160, 192, 192, "pad", "bicubic")
     from_scratch = checkpoint_of(dataclasses.replace(before, pretrained=None))
     assert pixels(filled(saved=from_scratch)) == (224, 224, 256, "center", "bilinear")
 

@@ -62,8 +62,9 @@ class DataFlags:
         chosen=True,
     )  # fmt: skip
     val_resize: int | None = _flag(
-        None, DATA, "Shorter side of validation images before the crop, pixels.", MIN_8,
-        shown="val image size x 8/7, or by the weights", unit="pixels", role="fixed", from_checkpoint=True, chosen=True,
+        None, DATA, "Side of validation images before the crop, pixels.", MIN_8,
+        shown="val image size x 8/7, or by crop or weights", unit="pixels", role="fixed", from_checkpoint=True,
+        chosen=True,
     )  # fmt: skip
     val_image_size: int | None = _flag(
         None, DATA, "Side of validation images, pixels.", MIN_8, shown="image size", unit="pixels", role="fixed",

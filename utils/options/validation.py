@@ -83,9 +83,10 @@ def check_loss(config: TrainConfig, name: str, task: Task | None) -> None:
 
 
 def check_sizes(config: TrainConfig, is_final: bool) -> None:
-    """Raise UserError unless the center crop fits; `is_final`: no weights or checkpoint will change the sizes."""
+    """Raise UserError unless a crop without border fits; `is_final`: no weights or checkpoint will change the sizes."""
     size = config.val_image_size or (config.image_size if is_final or "image_size" in config.given else 0)
-    if config.val_resize is not None and config.val_resize < size:
+    pads = (config.val_crop or config.train_crop) == "pad"
+    if config.val_resize is not None and config.val_resize < size and not pads:
         name = "--val-image-size" if config.val_image_size else "--image-size"
         raise UserError(
             f"--val-resize {config.val_resize}: smaller than {name} {size}; the center crop must fit, try "
@@ -139,7 +140,7 @@ def _check_geometry(config: TrainConfig) -> None:
     if config.train_crop != "random" and config.crop_scale != TrainConfig.__dataclass_fields__["crop_scale"].default:
         raise UserError(
             f"--crop-scale {config.crop_scale:g} with --train-crop {config.train_crop}: only random crops have a "
-            "scale; leave one of them out"
+            f"scale; leave it out, or give --crop-scale {TrainConfig.__dataclass_fields__['crop_scale'].default:g}"
         )
     if config.train_crop != "random" and config.decode == "fused":
         raise UserError(

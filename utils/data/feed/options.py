@@ -63,8 +63,10 @@ class DataOptions(TypedDict, total=False):
         train_crop: random, or center, squash or pad, as val_crop.
         crop_scale: smallest area of a crop, as a fraction of the image.
         interpolation: of crops and validation images, by default bilinear; random is of crops alone.
-        val_resize: shorter side before the center crop, pixels; by default image_size x 8/7.
-        val_crop: center, the default; squash, which resizes both sides; or pad, which adds the mean color.
+        val_resize: shorter side before the center crop, pixels, with pad the longer one; by default image_size x 8/7,
+            with pad or another train_crop than random image_size.
+        val_crop: center, the default, or as train_crop; squash, which resizes both sides; or pad, which adds the mean
+            color of ImageNet.
         val_split: folder of the split val.
         decode: what DALI decodes, the crop alone or all.
         hw_decoder_load: share of a batch that the GPU's JPEG engines decode.

@@ -65,6 +65,7 @@ class Trained:
             "val_resize": self.config.val_resize,
             "interpolation": self.config.val_interpolation,
             "crop": self.config.val_crop,
+            "padding": list(self.config.padding),
             "weights": self.weights,
             **dict([self.figure or (MAIN_FIGURE[self.config.task], None)]),
             **({"thresholds": list(self.thresholds)} if self.thresholds else {}),

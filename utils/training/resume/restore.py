@@ -118,7 +118,9 @@ def settings_of_checkpoint(
     if "image_size" in config.given and "val_image_size" not in config.given:
         values["val_image_size"] = config.image_size
     size = config.val_image_size or values["val_image_size"]
-    if size and "val_resize" in values and before.val_resize is not None:
+    if config.val_crop == "pad" and before.val_crop != "pad":  # the size before a crop has no meaning then
+        values["val_resize"] = size if "val_resize" in values else config.val_resize
+    elif size and "val_resize" in values and before.val_resize is not None:
         values["val_resize"] = round(size * before.val_resize / (before.val_image_size or before.image_size))
     config = dataclasses.replace(config, **values)
     validate(config)

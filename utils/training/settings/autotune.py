@@ -56,6 +56,8 @@ def choose_common_loader_settings(
     pixels, reasons = all_gather_object(({"decode": choice.decode, "cache": choice.cache}, choice.reasons), env)[0]
     if saved and not config.evaluate:
         pixels = {name: getattr(saved.config, name) for name in pixels}
+        if config.train_crop != "random":  # also where the checkpoint's was
+            pixels["decode"] = "full"
         reasons = dict.fromkeys(pixels, "as in the checkpoint")
     open_names = [name for name in pixels if getattr(config, name) == "auto"]
     choice = choose_loader_settings(

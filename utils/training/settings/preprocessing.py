@@ -80,7 +80,9 @@ def _of_checkpoint(config: TrainConfig, before: TrainConfig) -> dict[str, Any]:
         return {}
     values: dict[str, Any] = {} if "image_size" in config.given else {"image_size": before.image_size}
     same_size = (values or vars(config))["image_size"] == before.image_size
-    names = (*PIXELS, "model_args") if before.model_args is not None else PIXELS
+    names: tuple[str, ...] = (*PIXELS, "model_args") if before.model_args is not None else PIXELS
+    if config.train_crop != before.train_crop or _pads(config, before.val_crop):
+        names = tuple(name for name in names if name not in ("val_resize", "val_crop"))
     open_names = [name for name in names if getattr(config, name) is None and (same_size or name not in SIZES)]
     return values | {name: getattr(before, name) for name in open_names}
 
@@ -95,13 +97,13 @@ def _of_weights(config: TrainConfig, wanted: Preprocessing) -> dict[str, Any]:
         values["image_size"] = wanted.image_size
     image_size: int = values.get("image_size", config.image_size)
     size = config.val_image_size
+    is_whole = config.train_crop != "random" and not config.evaluate  # judged as it is trained, not as the weights were
     if size is None:
-        follows = image_size == wanted.image_size and not (given and config.evaluate)
+        follows = not is_whole and image_size == wanted.image_size and not (given and config.evaluate)
         size = values["val_image_size"] = wanted.val_image_size if follows else image_size
-    is_whole = config.train_crop != "random"  # the evaluation is then that of the training, not of the weights
-    if config.val_resize is None and not is_whole:
+    if config.val_resize is None and not is_whole and not _pads(config, wanted.val_crop):
         share = wanted.val_crop_pct if size == wanted.val_image_size else wanted.crop_pct
-        if share > 1:
+        if share > 1 and wanted.val_crop != "pad":
             raise UserError(
                 f"--pretrained: {wanted.source} evaluates with a black border (crop_pct {share:g}), which there is not "
                 f"here; give --val-resize {size}"
@@ -116,6 +118,11 @@ def _of_weights(config: TrainConfig, wanted: Preprocessing) -> dict[str, Any]:
                     f"{flag(name)} {choices(name)[0]}"
                 )
     return values
+
+
+def _pads(config: TrainConfig, before: str | None) -> bool:
+    """Whether `--val-crop` asks for whole images where there were none: the size before a crop has no meaning then."""
+    return config.val_crop == "pad" and before != "pad"
 
 
 def _find_preprocessing(config: TrainConfig) -> Preprocessing | None:
