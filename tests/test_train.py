@@ -184,9 +184,8 @@ def in_separate_folders(folders: Sequence[Path], flags: Sequence[object]) -> lis
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    "what", ["checkpoint", *(pytest.param(what, marks=pytest.mark.slow) for what in ("summary", "weights"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["checkpoint", "summary", "weights"])
 def test_files_that_only_one_rank_sees(data: Path, tmp_path: Path, what: str) -> None:
     """Files that are not on every machine: all ranks decide the same, without waiting for a timeout."""
     flags = ("--data-dir", data, *TINY, "--batch-size", 4, "--epochs", 1, "--timeout", 150, "--output-dir", "run")

@@ -101,7 +101,8 @@ def two_classes(data: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("numbers", [(), pytest.param((2, 3), marks=pytest.mark.slow)], ids=["alone", "several"])
+@pytest.mark.slow
+@pytest.mark.parametrize("numbers", [(), (2, 3)], ids=["alone", "several"])
 def test_the_best_epoch_by_another_figure(two_classes: Path, tmp_path: Path, numbers: tuple[int, ...]) -> None:
     """best.pt, the network that is evaluated, the lines and the files follow it, also over a resume."""
     out = tmp_path / "run"

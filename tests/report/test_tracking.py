@@ -162,6 +162,7 @@ def test_an_error_on_the_way_to_another_tracked_run_loses_nothing(run: Path) -> 
     assert calls(run)[4:] == [(1, {"epoch": 1, "train/loss": 1.0, "lr": 0.2})]
 
 
+@pytest.mark.slow
 def test_the_tracked_run_of_a_run_that_was_changed_is_what_its_files_say(data: Path, tmp_path: Path) -> None:
     """It was given another rate, and then another layout, after the loss of an epoch; the trainer's own files."""
     folder = tmp_path / "my-run"

@@ -56,6 +56,7 @@ def test_a_run_and_what_is_made_of_it(
     assert (settings["crop_mode"], settings["crop_pct"]) == ({"pad": "border"}.get(crop, crop), 1.0)
 
 
+@pytest.mark.slow
 def test_an_evaluation_with_a_border_cuts_nothing(data: Path, tmp_path: Path) -> None:
     """Of a run with center crops, whose resize was larger than the size; nor does an accepted change of the run."""
     flags = ("--data-dir", data, *FLAGS, "--output-dir", tmp_path / "run", "--epochs")
@@ -75,6 +76,7 @@ def test_an_evaluation_with_a_border_cuts_nothing(data: Path, tmp_path: Path) ->
     assert (config["val_crop"], config["val_resize"], config["decode"]) == ("pad", 32, "full")
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_other_weights_follows_the_training(data: Path, tmp_path: Path) -> None:
     """Those of timm want a center crop; and flags decide."""
     first, second, third = tmp_path / "first", tmp_path / "second", tmp_path / "third"
