@@ -74,17 +74,18 @@ ONE_STEP_BEHIND = """
 import os, sys, time
 from pathlib import Path
 import train
+from utils.log import emit
 from utils.training.state import checkpoint
 
 write = checkpoint.write_checkpoint
 
 def slow(content, folder, is_best):
     position = content["step"] + content["epoch"]  # a line each
-    print("write begins", position, flush=True)
+    emit(f"write begins {position}")  # the training prints, too: one line at a time
     while content["epoch"] < 2 and len((folder / "metrics.jsonl").read_text().splitlines()) <= position:
         time.sleep(0.01)
     write(content, folder, is_best)
-    print("write ends", position, flush=True)
+    emit(f"write ends {position}")
 
 checkpoint.write_checkpoint = slow
 sys.exit(train.main(sys.argv[1:]))
