@@ -22,6 +22,7 @@ from utils.network.weight_files import Normalization, Weights, published_weights
 from utils.network.weight_names import match_weights
 from utils.options.arguments import model_options, refused_model_option
 from utils.options.resolved import ResolvedConfig
+from utils.options.sizes import ImageSize, timm_size
 from utils.text import count, describe_alike
 
 
@@ -48,7 +49,7 @@ def create_model(
     arch: str,
     num_classes: int,
     pretrained: bool = False,
-    image_size: int = 224,
+    image_size: ImageSize = 224,
     options: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """Build a network.
@@ -57,7 +58,7 @@ def create_model(
         arch: timm name, optionally with a pretrained tag (`resnet50.a1_in1k`).
         num_classes: outputs of the head.
         pretrained: whether to load timm's published weights; the head is random if its shape differs.
-        image_size: side of the input, for networks that are built for one size (vision transformers).
+        image_size: of the input, for networks that are built for one size (vision transformers).
         options: more arguments of timm; see `model_options`.
 
     Raises:
@@ -82,10 +83,12 @@ def create_model(
     return model.to(memory_format=torch.channels_last)
 
 
-def create_model_arguments(arch: str, num_classes: int, image_size: int, options: Mapping[str, Any]) -> dict[str, Any]:
+def create_model_arguments(
+    arch: str, num_classes: int, image_size: ImageSize, options: Mapping[str, Any]
+) -> dict[str, Any]:
     """What `timm.create_model` takes for a network, as of `create_model`; all of it, so that others can build it."""
     sized = timm.get_pretrained_cfg(arch)
-    size = {"img_size": image_size} if sized is not None and sized.fixed_input_size else {}
+    size = {"img_size": timm_size(image_size)} if sized is not None and sized.fixed_input_size else {}
     return {"model_name": arch, "num_classes": num_classes, **size, **options}
 
 

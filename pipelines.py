@@ -43,6 +43,7 @@ from utils.data.loaders.torch_loader import TorchTrainLoader, TorchValLoader
 from utils.data.reading.reader import encoded_images, requested_images
 from utils.distributed.group import DistEnv
 from utils.options.resolved import ResolvedConfig
+from utils.options.sizes import Sides, sides_of
 
 
 def create_train_loader(
@@ -114,7 +115,7 @@ class Feed(BaseFeed):
 
 @dali.pipeline.do_not_convert  # type: ignore[untyped-decorator]
 def _random_crops(source: Any, config: ResolvedConfig, device: str) -> Any:
-    """Random resized crops of encoded or cached images, mirrored at random: uint8 HWC (image_size, image_size, 3).
+    """Random resized crops of encoded or cached images, mirrored at random: uint8 HWC, of image_size.
 
     Mirroring is a resize of the crop from right to left: fn.flip would launch a kernel for every image.
     """
@@ -135,7 +136,7 @@ def _random_crops(source: Any, config: ResolvedConfig, device: str) -> Any:
         top, bottom = top + turn * (bottom - top), bottom + turn * (top - bottom)
     return fn.resize(
         images,
-        size=[config.image_size, config.image_size],
+        size=list(sides_of(config.image_size)),
         roi_start=fn.stack(top, left),
         roi_end=fn.stack(bottom, right),
         roi_relative=config.decode == "fused",
@@ -150,15 +151,15 @@ def _whole_images(source: Any, config: ResolvedConfig, device: str) -> Any:
     decoder = decoder_options(config.hw_decoder_load, device)
     images = source if config.cache in CACHED else fn.decoders.image(source, **decoder)
     flips = [fn.random.coin_flip(probability=probability) for probability in (config.vflip, config.hflip)]
-    size = config.image_size
+    size = sides_of(config.image_size)
     return _fit(images, config.train_crop, size, size, config.interpolation, config.padding, flips)
 
 
 def _train_images(source: Any, config: ResolvedConfig, device: str) -> Any:
     images = (_random_crops if config.train_crop == "random" else _whole_images)(source, config, device)
-    if config.rot90:  # of squares, by an operator that works on whole batches: the pixels only move
+    if config.rot90:  # by an operator that works on whole batches: the pixels only move
         angle = fn.random.uniform(values=[0.0, 90.0, 180.0, 270.0])
-        images = fn.rotate(images, angle=angle, size=[config.image_size] * 2, interp_type=types.INTERP_NN)
+        images = fn.rotate(images, angle=angle, size=list(sides_of(config.image_size)), interp_type=types.INTERP_NN)
     images = apply_transform(images, config, device)
     return apply_color_jitter(apply_policy(images, config), config.color_jitter)
 
@@ -183,31 +184,32 @@ def proxy_pipeline(config: ResolvedConfig, manifest: Manifest, device: str) -> A
 def _fit(
     images: Any,
     crop: str,
-    resize: int,
-    size: int,
+    resize: Sides,
+    size: Sides,
     interpolation: str,
     padding: Sequence[int],
     flips: Sequence[Any] | None = None,
 ) -> Any:
-    """Resize and crop whole images, in the exact geometry of torchvision, for "pad" of timm: uint8 HWC (size, size, 3).
+    """Resize and crop whole images, exactly as torchvision does, or timm where that has no such way: uint8 HWC.
 
     Args:
-        crop: center (the shorter side becomes `resize`), squash (both sides do) or pad (the longer side does).
-        resize, size: pixels, before and after the crop.
+        crop: center (keeps the aspect and covers `resize`), squash (becomes `resize`) or pad (fits within `resize`).
+        resize, size: before and after the crop.
         padding: color beside images that are smaller than the crop.
         flips: 0 or 1 of each image, vertical and horizontal; a resize from right to left mirrors.
     """
     # torchvision's Resize truncates the longer side, its CenterCrop rounds half to even; DALI's ops do neither.
     shape = images.shape(dtype=types.INT32)
     sides = shape[0], shape[1]
+    is_square = resize.height == resize.width
     if crop == "squash":
-        sides = (resize * sides[0] // sides[0], resize * sides[1] // sides[1])
-    elif crop == "center":
+        sides = (resize.height * sides[0] // sides[0], resize.width * sides[1] // sides[1])
+    elif crop == "center" and is_square:
         shorter = dali.math.min(*sides)
-        sides = resize * sides[0] // shorter, resize * sides[1] // shorter
+        sides = resize.height * sides[0] // shorter, resize.height * sides[1] // shorter
     else:
-        longer = dali.math.max(*sides)
-        sides = tuple(dali.math.max(_rounded(resize * side, longer), 1) for side in sides)
+        wanted, side = (resize.height, dali.math.max(*sides)) if is_square else _binding_side(sides, resize, crop)
+        sides = tuple(dali.math.max(_rounded(wanted * each, side), 1) for each in sides)
     roi = {} if flips is None else _mirrored(shape, flips)
     images = fn.resize(
         images,
@@ -218,15 +220,29 @@ def _fit(
     )
     if (crop, resize) == ("squash", size):
         return images
-    anchors = [_half_to_even(dali.math.max(side - size, 0)) - dali.math.max(size - side, 0) // 2 for side in sides]
+    anchors = [
+        _half_to_even(dali.math.max(side - kept, 0)) - dali.math.max(kept - side, 0) // 2
+        for side, kept in zip(sides, size, strict=True)
+    ]
     if flips is not None:
-        mirrored = [side - size - anchor for side, anchor in zip(sides, anchors, strict=True)]
+        mirrored = [side - kept - anchor for side, kept, anchor in zip(sides, size, anchors, strict=True)]
         anchors = [(1 - flip) * one + flip * other for flip, one, other in zip(flips, anchors, mirrored, strict=True)]
-    border: dict[str, Any] = (
-        {"out_of_bounds_policy": "pad", "fill_values": list(map(float, padding))} if crop == "pad" else {}
-    )
-    anchor, shape = fn.stack(*anchors), [size, size]
+    filled = {"out_of_bounds_policy": "pad", "fill_values": list(map(float, padding))}
+    border: dict[str, Any] = filled if crop == "pad" else {}
+    anchor, shape = fn.stack(*anchors), list(size)
     return fn.slice(images, anchor, shape, axis_names="HW", normalized_anchor=False, normalized_shape=False, **border)
+
+
+@dali.pipeline.do_not_convert  # type: ignore[untyped-decorator]
+def _binding_side(sides: Sequence[Any], resize: Sides, crop: str) -> tuple[Any, Any]:
+    """The side of `resize` that an image gets exactly, and this side of the image.
+
+    It is the one that needs the larger scale to cover `resize` (center), and the smaller one to fit within it (pad).
+    """
+    by_height, by_width = resize.height * sides[1], resize.width * sides[0]
+    is_height = fn.cast(by_height >= by_width if crop == "center" else by_height <= by_width, dtype=types.INT32)
+    wanted = is_height * resize.height + (1 - is_height) * resize.width
+    return wanted, is_height * sides[0] + (1 - is_height) * sides[1]
 
 
 def _mirrored(shape: Any, flips: Sequence[Any]) -> dict[str, Any]:
@@ -237,15 +253,15 @@ def _mirrored(shape: Any, flips: Sequence[Any]) -> dict[str, Any]:
 
 
 def _val_images(jpegs: Any, config: ResolvedConfig, device: str) -> Any:
-    """Whole images in the geometry of `--val-crop`: uint8 HWC (val_image_size, val_image_size, 3)."""
+    """Whole images in the geometry of `--val-crop`: uint8 HWC, of val_image_size."""
     images = fn.decoders.image(
         jpegs,
         device="mixed" if device == "gpu" else "cpu",
         output_type=types.RGB,
         jpeg_fancy_upsampling=True,
     )
-    size, interpolation = config.val_image_size, config.val_interpolation
-    return _fit(images, config.val_crop, config.val_resize, size, interpolation, config.padding)
+    before, size = config.val_sides_before_crop, sides_of(config.val_image_size)
+    return _fit(images, config.val_crop, before, size, config.val_interpolation, config.padding)
 
 
 @dali.pipeline_def(exec_dynamic=True)  # type: ignore[untyped-decorator]
@@ -263,7 +279,7 @@ def stock_train_pipeline(reader: dict[str, Any], config: ResolvedConfig, device:
     """
     jpegs, targets = read_files(reader, device)
     crop: dict[str, Any] = {"random_area": [config.crop_scale, 1.0], "random_aspect_ratio": list(RATIO)}
-    resize: dict[str, Any] = {"size": [config.image_size] * 2, "antialias": True}
+    resize: dict[str, Any] = {"size": list(sides_of(config.image_size)), "antialias": True}
     resize["interp_type"] = interpolation_of(config.interpolation)
     decoder = decoder_options(config.hw_decoder_load, device)
     if config.decode == "fused":

@@ -22,8 +22,10 @@ from utils.data.formats.folder import scan, scan_splits
 from utils.data.loaders.dali_loader import DaliTrainLoader
 from utils.data.loaders.sampler import RandomSampler, create_sampler
 from utils.distributed.group import DistEnv
+from utils.options import sizes
 from utils.options.policies import POLICIES
 from utils.options.resolved import ResolvedConfig
+from utils.options.sizes import ImageSize, sides_of, timm_size
 from utils.training.settings.preprocessing import TIMM_CROPS
 
 BASE = resolved(batch_size=8, image_size=32, val_resize=36, workers=2, decode="fused", hw_decoder_load=0.65, prefetch=4)
@@ -246,7 +248,7 @@ def test_validation_geometry_is_torchvisions(tmp_path: Path, cpu: DistEnv, size:
 
 
 @pytest.mark.parametrize(
-    ("interpolation", "crop_mode", "crop_pct", "size"),
+    ("interpolation", "crop_mode", "share", "size"),
     [
         ("bilinear", "center", 0.875, 224),
         ("bicubic", "center", 0.95, 224),
@@ -254,21 +256,27 @@ def test_validation_geometry_is_torchvisions(tmp_path: Path, cpu: DistEnv, size:
         ("bicubic", "squash", 0.9, 192),
         ("bilinear", "border", 1.0, 224),
         ("bicubic", "border", 0.9, 192),
+        ("bilinear", "center", 0.875, "160x224"),
+        ("bicubic", "center", 1.0, "224x160"),
+        ("bilinear", "squash", 0.9, "160x224"),
+        ("bilinear", "border", 0.9, "224x96"),
+        ("bicubic", "border", 1.0, "160x224"),
     ],
 )
 def test_validation_images_are_timms(
-    tmp_path: Path, cpu: DistEnv, interpolation: Any, crop_mode: Any, crop_pct: float, size: int
+    tmp_path: Path, cpu: DistEnv, interpolation: Any, crop_mode: Any, share: float, size: ImageSize
 ) -> None:
     write_photos(tmp_path / "val" / "a", [(500, 375), (375, 500), (301, 257), (120, 333)])
-    val, resized = scan(tmp_path, "val"), math.floor(size / crop_pct)
+    val, resized = scan(tmp_path, "val"), math.floor(min(sides_of(size)) / share)
+    crop_pct = share if isinstance(size, int) else sizes.crop_pct(size, resized)  # as an export says it
     timms = timm.data.create_transform(
-        size, interpolation=interpolation, crop_mode=crop_mode, crop_pct=crop_pct, normalize=False
+        timm_size(size), interpolation=interpolation, crop_mode=crop_mode, crop_pct=crop_pct, normalize=False
     )
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(Image.open(val.record(index).name)) for index in range(len(val))]
         expected = torch.stack([timms(file) for file in files])
     options = {"val_image_size": size, "val_crop": TIMM_CROPS[crop_mode], "interpolation": interpolation}
-    for loader, largest in (("torch", 0), ("dali", 1), ("stock", 1)):
+    for loader, largest in (("torch", 0), ("dali", 2), ("stock", 2)):
         config = config_for(loader=loader, val_resize=resized, **options).padded_with(IMAGENET_DEFAULT_MEAN)
         found = next(iter(pipelines.create_val_loader(config, val, cpu))).images
         difference = (found.int() - expected.int()).abs()

@@ -29,6 +29,7 @@ from utils.files import write_json
 from utils.network.gradients import AMP_DTYPES
 from utils.options.config import TrainConfig
 from utils.options.resolved import ResolvedConfig
+from utils.options.sizes import sides_of
 from utils.training.build import build
 from utils.training.state.output import prepare_output
 
@@ -101,7 +102,7 @@ def open_timm_step(config: ResolvedConfig, device: torch.device) -> Iterator[Cal
     model = model.to(device).to(memory_format=torch.channels_last).train()
     optimizer = create_optimizer_v2(model, opt=config.optimizer, lr=1e-4)
     net: Any = torch.compile(model, backend="inductor") if config.compile else model
-    images = torch.randn(config.batch_size, 3, config.image_size, config.image_size, device=device)
+    images = torch.randn(config.batch_size, 3, *sides_of(config.image_size), device=device)
     images = images.contiguous(memory_format=torch.channels_last)
     targets = torch.randint(config.num_classes, (config.batch_size,), device=device)
     dtype = AMP_DTYPES[config.amp]

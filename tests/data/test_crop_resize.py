@@ -14,6 +14,7 @@ from torchvision.transforms.v2 import functional
 
 from utils.data.augmentation import crop_resize
 from utils.data.augmentation.crop_resize import resize_crops
+from utils.options.sizes import ImageSize, sides_of
 
 Size = tuple[int, int]
 Box = tuple[int, int, int, int]  # top, left, height, width
@@ -22,11 +23,12 @@ Box = tuple[int, int, int, int]  # top, left, height, width
 class Images:
     """Random images, one after the other, and a crop of each."""
 
-    def __init__(self, crops: list[tuple[Size, Box]], seed: int = 0) -> None:
+    def __init__(self, crops: list[tuple[Size, Box]], seed: int = 0, size: ImageSize = 8) -> None:
         random = np.random.default_rng(seed)
         self.images = [random.integers(0, 256, (*size, 3), dtype=np.uint8) for size, _ in crops]
         self.boxes = [box for _, box in crops]
-        self.turns = [number % 8 for number in range(len(crops))]
+        turns = 8 if isinstance(size, int) else 4  # a rectangle has no quarter turns
+        self.turns = [number % turns for number in range(len(crops))]
         self.pixels = torch.from_numpy(np.concatenate([image.reshape(-1, 3) for image in self.images]))
         before = np.cumsum([0] + [image.shape[0] * image.shape[1] for image in self.images])
         starts = [
@@ -37,9 +39,10 @@ class Images:
         heights, widths = ([box[side] for box in self.boxes] for side in (2, 3))
         self.crops = torch.tensor([starts, strides, heights, widths, self.turns])
 
-    def torchvisions(self, number: int, size: int) -> Tensor:
-        """Crop `number` by torchvision and Pillow: uint8 (3, size, size)."""
-        image = functional.resized_crop(Image.fromarray(self.images[number]), *self.boxes[number], size=[size, size])
+    def torchvisions(self, number: int, size: ImageSize) -> Tensor:
+        """Crop `number` by torchvision and Pillow: uint8 (3, height, width) of `size`."""
+        image = Image.fromarray(self.images[number])
+        image = functional.resized_crop(image, *self.boxes[number], size=list(sides_of(size)))
         transposes = Image.Transpose.FLIP_LEFT_RIGHT, Image.Transpose.FLIP_TOP_BOTTOM, Image.Transpose.TRANSPOSE
         for bit, transpose in enumerate(transposes):
             image = image.transpose(transpose) if self.turns[number] >> bit & 1 else image
@@ -61,12 +64,14 @@ def random_crops(count: int, longest: int, seed: int = 0) -> list[tuple[Size, Bo
     return crops
 
 
-@pytest.mark.parametrize(("size", "longest"), [(32, 60), (64, 64), (9, 200), (100, 33), (8, 9)])
-def test_pixels_are_torchvisions(size: int, longest: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "longest"), [(32, 60), (64, 64), (9, 200), (100, 33), (8, 9), ("17x40", 60), ("40x8", 60)]
+)
+def test_pixels_are_torchvisions(size: ImageSize, longest: int) -> None:
     """Enlarged and shrunk, at borders and within, also of one row or column: within 1 of 255."""
-    images = Images(random_crops(60, longest))
+    images = Images(random_crops(60, longest), size=size)
     found = resize_crops(images.pixels, images.crops, size)
-    assert found.shape == (60, 3, size, size)
+    assert found.shape == (60, 3, *sides_of(size))
     assert found.dtype == torch.uint8
     assert found.is_contiguous(memory_format=torch.channels_last)
     differences = [(found[number].int() - images.torchvisions(number, size)).abs() for number in range(60)]
@@ -90,11 +95,11 @@ def test_pixels_do_not_depend_on_the_batch() -> None:
         assert torch.equal(resize_crops(images.pixels, images.crops[:, numbers].contiguous(), 20), whole[numbers])
 
 
-def check_kernel(device: str, size: int, count: int, longest: int) -> None:
+def check_kernel(device: str, size: ImageSize, count: int, longest: int) -> None:
     """The kernel against plain torch; tests/network/test_kernels.py has that in Triton's interpreter."""
     from utils.data.augmentation.crop_kernel import launch_resize
 
-    images = Images(random_crops(count, longest, seed=size))
+    images = Images(random_crops(count, longest, seed=sum(sides_of(size))), size=size)
     expected = crop_resize._resize_plain(images.pixels, images.crops, size)
     pixels, crops = images.pixels.to(device), images.crops.to(device)
     found = launch_resize(pixels, crops, size)
@@ -123,9 +128,9 @@ def test_a_kernel_needs_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("size", "count", "longest"),
-    [(64, 256, 64), (64, 64, 500), (224, 64, 500), (33, 65, 700), (224, 16, 64), (8, 3, 9)],
+    [(64, 256, 64), (64, 64, 500), (224, 64, 500), (33, 65, 700), (224, 16, 64), (8, 3, 9), ("96x224", 64, 500)],
 )
-def test_the_kernel_on_the_gpu(size: int, count: int, longest: int) -> None:
+def test_the_kernel_on_the_gpu(size: ImageSize, count: int, longest: int) -> None:
     check_kernel("cuda", size, count, longest)
 
 

@@ -257,7 +257,7 @@ def test_a_state_of_other_images_or_another_rank_is_refused(data: Path, tmp_path
         ({"batch_size": 64}, r"^batch_size 64: .* more than the 41 training images; give at most 41"),
         ({"batch_size": "8"}, r"^batch_size '8': must be int or None"),
         ({"image_size": 4}, r"^image_size 4: must be 8 or more"),
-        ({"image_size": True}, r"^image_size True: must be int"),
+        ({"image_size": True}, r"^image_size True: must be int or \(height, width\)"),
         ({"val_resize": 16}, r"^val_resize 16: smaller than image_size 32"),
         ({"val_resize": 16, "split": "val"}, r"^val_resize 16: smaller than image_size 32"),
         ({"interpolation": "nearest"}, r"^interpolation 'nearest': must be bilinear or bicubic or random or None"),

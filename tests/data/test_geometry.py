@@ -20,6 +20,8 @@ from tests.conftest import resolved
 from utils.data.formats.folder import scan
 from utils.data.loaders.sampler import RandomSampler
 from utils.distributed.group import DistEnv
+from utils.errors import UserError
+from utils.options.sizes import ImageSize, timm_size
 
 SIZE = 48
 SHAPES = [(100, 75), (75, 100), (80, 80), (41, 120), (30, 20), (97, 64), (64, 97), (48, 35), (61, 48)]  # width, height
@@ -61,9 +63,9 @@ def epochs(root: Path, env: DistEnv, count: int = 2, **values: Any) -> list[Tens
     return found
 
 
-def by_timm(root: Path, crop_mode: str, interpolation: str = "bilinear") -> Tensor:
+def by_timm(root: Path, crop_mode: str, size: ImageSize = SIZE, interpolation: str = "bilinear") -> Tensor:
     transform = timm.data.create_transform(
-        SIZE, interpolation=interpolation, crop_mode=crop_mode, crop_pct=1.0, normalize=False
+        timm_size(size), interpolation=interpolation, crop_mode=crop_mode, crop_pct=1.0, normalize=False
     )
     files = [root / "train" / "a" / f"{number}.png" for number in range(len(SHAPES))]
     images = [transform(Image.open(file)) for file in files]
@@ -77,18 +79,30 @@ def assert_alike(found: Tensor, expected: Tensor, largest: int = 2) -> None:
     assert difference.float().mean() < 0.3
 
 
+@pytest.mark.parametrize("size", [SIZE, "40x56"])
 @pytest.mark.parametrize(("loader", "cache", "crop"), WHOLE)
-def test_a_whole_image_is_timms_in_every_epoch(photos: Path, cpu: DistEnv, loader: str, cache: str, crop: Any) -> None:
-    first, second = epochs(photos, cpu, loader=loader, cache=cache, train_crop=crop)
+def test_a_whole_image_is_timms_in_every_epoch(
+    photos: Path, cpu: DistEnv, loader: str, cache: str, crop: Any, size: ImageSize
+) -> None:
+    first, second = epochs(photos, cpu, loader=loader, cache=cache, train_crop=crop, image_size=size)
     assert torch.equal(first, second)
-    assert_alike(first, by_timm(photos, CROPS[crop]), largest=0 if loader == "torch" else 2)
+    assert_alike(first, by_timm(photos, CROPS[crop], size), largest=0 if loader == "torch" else 2)
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_rectangles_of_a_feed(data: Path, split: Any) -> None:
+    with pipelines.Feed(data, split, batch_size=8, image_size=(24, 40), device="cpu", workers=1) as feed:
+        assert next(iter(feed)).images.shape == (8, 3, 24, 40)
+    with pytest.raises(UserError, match=r"^image_size 4: must be 8 or more"):
+        pipelines.Feed(data, split, image_size=(24, 4))
 
 
 @pytest.mark.parametrize(("loader", "cache", "crop"), WHOLE)
 def test_flips_are_of_whole_images(photos: Path, cpu: DistEnv, loader: str, cache: str, crop: Any) -> None:
-    expected = by_timm(photos, CROPS[crop])
-    for hflip, vflip in ((1.0, 0.0), (0.0, 1.0), (1.0, 1.0)):
-        (found,) = epochs(photos, cpu, 1, loader=loader, cache=cache, train_crop=crop, hflip=hflip, vflip=vflip)
+    options: dict[str, Any] = {"loader": loader, "cache": cache, "train_crop": crop}
+    for size, hflip, vflip in ((SIZE, 1.0, 0.0), (SIZE, 0.0, 1.0), ("56x40", 1.0, 1.0)):
+        expected = by_timm(photos, CROPS[crop], size)
+        (found,) = epochs(photos, cpu, 1, hflip=hflip, vflip=vflip, image_size=size, **options)
         dims = [dim for dim, probability in ((3, hflip), (2, vflip)) if probability]
         assert_alike(found, expected.flip(dims))
 

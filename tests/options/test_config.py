@@ -326,6 +326,17 @@ def test_every_field_explains_itself(field: dataclasses.Field[Any]) -> None:
     assert (field.default is None) == (optional or field.name == "output_dir")  # which TrainConfig fills in
 
 
+@pytest.mark.parametrize(("text", "size"), [("32", 32), ("32x64", "32x64"), ("64x64", 64)])
+def test_sizes(tmp_path: Path, text: str, size: int | str) -> None:
+    """A square is a number, in config.json, too, which is a recipe."""
+    config = parse(["--data-dir", "images", "--image-size", text])
+    assert config.image_size == size
+    config.save(tmp_path / "config.json")
+    assert TrainConfig.from_dict(json.loads((tmp_path / "config.json").read_text())).image_size == size
+    again = parse(["--config", str(tmp_path / "config.json")])
+    assert again.image_size == size
+
+
 def test_every_number_has_limits() -> None:
     """The limits of each flag are tested with its messages in tests/runs/test_refused_flags.py."""
     numbers = [field for field in FIELDS if {int, float} & {field.type, *typing.get_args(field.type)}]

@@ -18,6 +18,7 @@ from utils.options.config import TrainConfig
 from utils.options.flags import flag
 from utils.options.recipes import read_run_recipe
 from utils.options.schedules import size_schedule
+from utils.options.sizes import ImageSize
 from utils.training.optimization.optim import create_optimizer, lr_factor, resolve_optimizer
 
 PATHS = sorted((ROOT / "configs").iterdir())
@@ -58,12 +59,12 @@ def top1(path: Path, kind: str) -> str:
     return found[1] if found else ""
 
 
-def train_sizes(config: TrainConfig) -> list[int]:
+def train_sizes(config: TrainConfig) -> list[ImageSize]:
     """Sides of the training images in their order, pixels."""
     return list(dict.fromkeys(size_schedule(config).values())) or [config.image_size]
 
 
-def val_size(config: TrainConfig) -> int:
+def val_size(config: TrainConfig) -> ImageSize:
     """Side of the evaluated images, pixels."""
     if config.pretrained:
         return int(timm.get_pretrained_cfg(config.arch).test_input_size[-1])

@@ -56,6 +56,40 @@ def test_a_run_and_what_is_made_of_it(
     assert (settings["crop_mode"], settings["crop_pct"]) == ({"pad": "border"}.get(crop, crop), 1.0)
 
 
+@pytest.mark.parametrize("arch", ["test_vit", pytest.param("resnet18", marks=pytest.mark.slow)])
+def test_rectangles(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arch: str) -> None:
+    """Trained, resumed, evaluated, predicted and exported: a network built for its size, and one that is not."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    flags = ("--data-dir", data, *FLAGS, "--arch", arch, "--image-size", "32x64", "--val-resize", 40)
+    evaluate = ("--evaluate", "--resume", whole / "last.pt", "--device", "cpu", "--workers", 1)
+    done, stopped, resumed, evaluated, *refused = launch_series(
+        (*flags, "--output-dir", whole),
+        (*flags, "--output-dir", cut, "--time-limit", 0.001),
+        (*flags, "--output-dir", cut),
+        (*evaluate, "--output-dir", whole),
+        (*flags[:-2], "--rot90", "--output-dir", cut),
+        (*flags[:-2], "--image-size", "64x32", "--output-dir", cut),
+    )
+    assert [each.status for each in (done, stopped, resumed, evaluated)] == [0, 143, 0, 0], done.err + resumed.err
+    assert_same_run(whole, cut)
+    assert "32x64 px" in done.out
+    last, found = read_metrics(whole)[-1], json.loads((whole / "evaluation.json").read_text())
+    expected = last["val/top1"]
+    assert (found["top1"], found["loss"], found["image_size"]) == (expected, last["val/loss"], "32x64")
+    assert [each.status for each in refused] == [2, 2]
+    assert "--rot90 with images of 32x64 px: a quarter turn exchanges height and width" in refused[0].err
+    assert "--image-size" in refused[1].err
+
+    arguments = [str(whole / "last.pt"), str(data / "val"), "--output-dir", str(tmp_path / "predictions")]
+    assert predict.main([*arguments, "--device", "cpu"]) == 0
+    assert f"top1 {expected:.2f}  " in capsys.readouterr().out
+    for name in ("timm", "onnx"):
+        assert export.main([str(whole), "--format", name, "--output-dir", str(tmp_path / name)]) == 0  # and compares
+    settings = json.loads((tmp_path / "timm" / "config.json").read_text())["pretrained_cfg"]
+    assert settings["input_size"] == [3, 32, 64]
+    assert settings["crop_pct"] == 32 / 40
+
+
 @pytest.mark.slow
 def test_an_evaluation_with_a_border_cuts_nothing(data: Path, tmp_path: Path) -> None:
     """Of a run with center crops, whose resize was larger than the size; nor does an accepted change of the run."""

@@ -32,6 +32,8 @@ ON_A_GPU = (
     "--decode full --hw-decoder-load 0.9 --interpolation random --val-crop squash",
     "--repeated-augmentation 3 --transform TRANSFORM",
     "--train-crop pad --vflip 0.5 --rot90",
+    "--image-size 32x64 --cache gpu --vflip 0.5 --compile",
+    "--image-size 32x64 --train-crop center --resize-schedule 0:32x64,1:64x32",
     "--cache gpu --train-crop squash --vflip 0.5 --rot90",
     "--augment-schedule 0:none,1:trivialaugment --resize-schedule 0:32,1:48",
     "--resize-schedule 0:32,1:48 --compile",

@@ -34,6 +34,7 @@ from utils.network.gradients import AMP_DTYPES
 from utils.options.config import TrainConfig
 from utils.options.policies import POLICIES
 from utils.options.resolved import ResolvedConfig
+from utils.options.sizes import sides_of
 from utils.targets import Targets
 from utils.text import count
 from utils.training.run import Run
@@ -64,7 +65,7 @@ class TimmLoader:
         mean, std = models.normalization(run.state.model)
         loader = timm.data.create_loader(
             timm.data.ImageDataset(str(manifest.root), reader=_Reader(manifest)),
-            input_size=(3, config.image_size, config.image_size),
+            input_size=(3, *sides_of(config.image_size)),
             batch_size=config.batch_size,
             is_training=True,
             scale=(config.crop_scale, 1.0),

@@ -33,6 +33,7 @@ import statistics
 from collections.abc import Iterator
 from typing import Literal
 
+from utils.options.sizes import ImageSize, sides_of
 from utils.text import count
 
 Bound = Literal["input", "compute", "balanced"]
@@ -114,7 +115,7 @@ class Measurements:
         num_images: different ones.
         generated: whether the benchmark generated them.
         image_width, image_height: means, pixels.
-        image_size: side of the network's input, pixels.
+        image_size: of the network's input.
         workers: CPU threads of each loader.
         cores: CPU threads that this process may run on.
         on_gpu: whether the step runs on a GPU.
@@ -130,7 +131,7 @@ class Measurements:
     generated: bool
     image_width: float
     image_height: float
-    image_size: int
+    image_size: ImageSize
     workers: int
     cores: int
     on_gpu: bool
@@ -309,7 +310,7 @@ def _input_remedies(measurements: Measurements, loader: LoaderMeasurement, limit
         yield f"Give --workers more than {workers}: the process may run on {count(cores, 'CPU thread')}."
     elif limit == "cpu threads":
         yield f"Give the process more CPU threads, if the machine has more: all {cores} are in use."
-    if min(measurements.image_width, measurements.image_height) > 1.5 * measurements.image_size:
+    if min(measurements.image_width, measurements.image_height) > 1.5 * max(sides_of(measurements.image_size)):
         yield (
             f"Store the images smaller: they are {measurements.image_width:.0f} x {measurements.image_height:.0f} px "
             f"on average, for an input of {measurements.image_size} px."

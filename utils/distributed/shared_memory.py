@@ -15,6 +15,7 @@ from utils.distributed.group import DistEnv
 from utils.errors import UserError, first_line
 from utils.options.resolved import ResolvedConfig
 from utils.options.schedules import size_schedule
+from utils.options.sizes import sides_of
 
 FOLDER = "/dev/shm"
 AHEAD = 2  # batches that DataLoader lets each worker prepare
@@ -30,10 +31,10 @@ def batches_bytes(config: ResolvedConfig, num_val: int, env: DistEnv) -> int:
     """
     per_process = config.workers * _SEMAPHORES
     if config.loader == "torch":  # DALI's server decodes in the trainer
-        size = max([config.image_size, *size_schedule(config).values()])
+        pixels = max(math.prod(sides_of(size)) for size in (config.image_size, *size_schedule(config).values()))
         train = 0 if config.evaluate else AHEAD * config.workers * config.batch_size
         val = min(config.workers * config.batch_size, math.ceil(num_val / env.world_size))
-        per_process += 3 * (train * size**2 + val * config.val_image_size**2)
+        per_process += 3 * (train * pixels + val * math.prod(sides_of(config.val_image_size)))
     return per_process * env.local_world_size
 
 

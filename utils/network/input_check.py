@@ -11,6 +11,7 @@ from torch.func import functional_call
 from utils.errors import UserError, first_line
 from utils.options.resolved import ResolvedConfig
 from utils.options.schedules import size_schedule
+from utils.options.sizes import ImageSize, as_image_size, sides_of
 
 
 def check_inputs(model: nn.Module, config: ResolvedConfig, batch_size: int) -> None:
@@ -32,7 +33,9 @@ def check_inputs(model: nn.Module, config: ResolvedConfig, batch_size: int) -> N
         )
 
 
-def check_input(model: nn.Module, arch: str, image_size: int, batch_size: int, source: str = "--image-size") -> Any:
+def check_input(
+    model: nn.Module, arch: str, image_size: ImageSize, batch_size: int, source: str = "--image-size"
+) -> Any:
     """Raise UserError unless the network, as it is (for training or not), takes a batch of such images.
 
     Most need so many pixels; batch norm in training needs more than one value per channel. Only shapes are computed
@@ -41,14 +44,14 @@ def check_input(model: nn.Module, arch: str, image_size: int, batch_size: int, s
     Args:
         model: on the CPU; neither it nor the random numbers change.
         arch: its name.
-        image_size: side of the images.
+        image_size: of the images.
         batch_size: images at once.
         source: of the size, for the message.
 
     Returns:
         What the network computes of one or two images.
     """
-    shape = (min(batch_size, 2), 3, image_size, image_size)
+    shape = (min(batch_size, 2), 3, *sides_of(image_size))
     values = itertools.chain(model.named_parameters(), model.named_buffers())
     on_meta = {name: value.detach().to("meta") for name, value in values}
     try:
@@ -59,7 +62,7 @@ def check_input(model: nn.Module, arch: str, image_size: int, batch_size: int, s
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 return copy.deepcopy(model)(torch.zeros(shape))
         except Exception as error:
-            made_for = cast(Any, model).pretrained_cfg["input_size"][-1]
+            made_for = as_image_size(*cast(Any, model).pretrained_cfg["input_size"][1:])
             raise UserError(
                 f"{source} {image_size}: {arch} cannot compute a batch of {batch_size} such images "
                 f"({first_line(error, 200)}); its weights were made for {made_for}, give that or another --batch-size",

@@ -30,6 +30,7 @@ from utils.network.gradients import (
 )
 from utils.options.resolved import ResolvedConfig
 from utils.options.schedules import size_schedule, value_at
+from utils.options.sizes import sides_of
 
 # torch 2.15 renamed the option; 2.11 to 2.14 know the old name only.
 _KEEP_BUFFERS: dict[str, Any] = (
@@ -146,7 +147,7 @@ def compile_later_sizes(
     sizes, end = size_schedule(config), config.freeze_epochs if epoch < config.freeze_epochs else config.epochs
     later = {size for first, size in sizes.items() if epoch < first < end}
     later -= {value_at(sizes, epoch, config.image_size)}
-    for size in sorted(later) if config.compile else ():
+    for size in sorted(later, key=sides_of) if config.compile else ():
         show_startup(f"compiling for {size} px")
         with preserve_state(model, env.device), on_stream(stream):
             _pass_zeros(net, dataclasses.replace(config, image_size=size), env)
@@ -156,8 +157,8 @@ def compile_later_sizes(
 def _pass_zeros(net: nn.Module, config: ResolvedConfig, env: DistEnv) -> None:
     """Forward and backward of a batch of zeros of `image_size`."""
     net.train()
-    dtype, size = AMP_DTYPES[config.amp], config.image_size
-    images = torch.zeros(config.batch_size, 3, size, size, dtype=dtype, device=env.device)
+    dtype = AMP_DTYPES[config.amp]
+    images = torch.zeros(config.batch_size, 3, *sides_of(config.image_size), dtype=dtype, device=env.device)
     with torch.autocast(env.device.type, dtype=dtype, enabled=dtype != torch.float32):
         loss = net(images.contiguous(memory_format=torch.channels_last)).sum()
     loss.backward()

@@ -24,7 +24,7 @@ from utils.errors import (
 from utils.log import accept_all_characters, emit, print_error
 from utils.options.config import TrainConfig, choices, flag_fields
 from utils.options.flags import FlagInfo, flag, flag_info, kinds
-from utils.options.readers import number_option, read_choice, read_path, with_path_reader
+from utils.options.readers import number_option, read_choice, read_path, read_size, with_path_reader
 from utils.options.recipes import read_run_recipe
 from utils.options.resolved import CHOSEN
 from utils.options.schedules import unused_by
@@ -226,6 +226,8 @@ def _spelling(field: dataclasses.Field[Any]) -> tuple[str, ...]:
 def _reader(field: dataclasses.Field[Any], info: FlagInfo) -> dict[str, Any]:
     """Typer's arguments for reading one value; our own parsers, because its messages leave out the value."""
     kind, *words = kinds(field)
+    if str in words:
+        return {"parser": read_size, "metavar": info.metavar}
     if words:
         read_number = number_option(kind)["parser"]
         read = lambda text: text if text in choices(field.name) else read_number(text)  # noqa: E731

@@ -8,6 +8,7 @@ from utils.options.flags import AUGMENTATION, DATA, FIRST
 from utils.options.flags import define_flag as _flag
 from utils.options.limits import ABOVE_0, BELOW_1, MIN_0, MIN_1, MIN_8, Limit
 from utils.options.policies import POLICIES
+from utils.options.sizes import ImageSize
 
 BATCH_SIZE = 256  # images per process and step, of a new run
 PREFETCH = 6  # batches
@@ -57,18 +58,18 @@ class DataFlags:
         "error", DATA, "What an image that cannot be decoded does: it ends the run, or is left out.",
         from_checkpoint=True,
     )  # fmt: skip
-    image_size: int = _flag(
-        224, DATA, "Side of training images, pixels.", MIN_8, unit="pixels", role="fixed", from_checkpoint=True,
-        chosen=True,
+    image_size: ImageSize = _flag(
+        224, DATA, "Size of training images, pixels: N, or HxW.", MIN_8, metavar="SIZE", unit="pixels", role="fixed",
+        from_checkpoint=True, chosen=True,
     )  # fmt: skip
     val_resize: int | None = _flag(
-        None, DATA, "Side of validation images before the crop, pixels.", MIN_8,
+        None, DATA, "Shorter side of validation images before the crop, pixels.", MIN_8,
         shown="val image size x 8/7, or by crop or weights", unit="pixels", role="fixed", from_checkpoint=True,
         chosen=True,
     )  # fmt: skip
-    val_image_size: int | None = _flag(
-        None, DATA, "Side of validation images, pixels.", MIN_8, shown="image size", unit="pixels", role="fixed",
-        from_checkpoint=True, chosen=True,
+    val_image_size: ImageSize | None = _flag(
+        None, DATA, "Size of validation images, pixels.", MIN_8, metavar="SIZE", shown="image size", unit="pixels",
+        role="fixed", from_checkpoint=True, chosen=True,
     )  # fmt: skip
     val_crop: Literal["center", "squash", "pad"] | None = _flag(
         None, DATA, "Validation crop: the center, or all, squashed or padded to a square.",

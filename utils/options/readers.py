@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from utils.options.sizes import ImageSize, read_image_size
+
 _OPTION = type(typer.Option())
 
 
@@ -37,6 +39,14 @@ def read_choice(names: tuple[str, ...], text: str) -> str:
     if text not in names:
         raise typer.BadParameter(f"{text!r} is not one of {', '.join(names)}")
     return text
+
+
+def read_size(text: str) -> ImageSize:
+    """The size of images."""
+    try:
+        return read_image_size(str(text))  # a default is no text
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is not {error}") from None
 
 
 def read_path(text: str) -> Path:

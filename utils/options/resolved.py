@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 from utils.figures import Task
 from utils.files import write_json
 from utils.options.config import TrainConfig, flags_with
+from utils.options.sizes import ImageSize, Sides, sides_before_crop
 
 CHOSEN = "chosen"  # key of config.json beside the flags: those that were not given, and their values
 
@@ -26,7 +27,7 @@ class ResolvedConfig(TrainConfig):
     cache: Literal["none", "gpu", "host"]
     prefetch: int
     val_resize: int
-    val_image_size: int
+    val_image_size: ImageSize
     val_crop: Literal["center", "squash", "pad"]
     interpolation: Literal["bilinear", "bicubic", "random"]
     workers: int
@@ -71,6 +72,11 @@ class ResolvedConfig(TrainConfig):
         """As `TrainConfig.save`, and under "chosen" the values that were not given, which a recipe has chosen again."""
         values, names = self.to_dict(), set(flags_with(chosen=True)) - self.given
         write_json(path, values | {CHOSEN: {name: values[name] for name in values if name in names}})
+
+    @property
+    def val_sides_before_crop(self) -> Sides:
+        """What `--val-crop` resizes images to before it crops; the shorter side is `val_resize`."""
+        return sides_before_crop(self.val_image_size, self.val_resize)
 
     @property
     def val_interpolation(self) -> Literal["bilinear", "bicubic"]:

@@ -7,6 +7,7 @@ from utils.errors import UserError
 from utils.options.config import TrainConfig, choices
 from utils.options.flags import flag
 from utils.options.limits import MIN_8
+from utils.options.sizes import ImageSize, read_image_size, sides_of
 
 Value = TypeVar("Value")
 DECAY_EPOCHS = 30.0  # of --schedule step, as for ImageNet in the ResNet paper (arXiv:1512.03385)
@@ -41,17 +42,21 @@ def value_at(schedule: dict[int, Value], epoch: int, before: Value) -> Value:
     return schedule.get(max((first for first in schedule if first <= epoch), default=-1), before)
 
 
-def size_schedule(config: TrainConfig) -> dict[int, int]:
-    """`--resize-schedule`: training size in pixels, by the epoch from which on it holds; {} where there is none.
+def size_schedule(config: TrainConfig) -> dict[int, ImageSize]:
+    """`--resize-schedule`: size of training images, by the epoch from which on it holds; {} where there is none.
 
     Raises:
         UserError: it cannot be read.
     """
 
-    def read(text: str) -> int:
-        if not text.isdecimal() or not MIN_8.allows(int(text)):
+    def read(text: str) -> ImageSize:
+        try:
+            size = read_image_size(text)
+        except ValueError:
+            size = 0
+        if not MIN_8.allows(min(sides_of(size))):
             raise ValueError("a size of 8 pixels or more")
-        return int(text)
+        return size
 
     return parse_schedule("--resize-schedule", config.resize_schedule, read)
 

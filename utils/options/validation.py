@@ -14,6 +14,7 @@ from utils.options.flags import flag, flag_info
 from utils.options.losses import LOSSES, default_loss
 from utils.options.policies import POLICIES
 from utils.options.schedules import check_lr_schedule, policies, policy_schedule, size_schedule
+from utils.options.sizes import sides_of
 from utils.options.store_url import refuse_url, require_store, store_url
 
 # In the order in which they are taken. An index names the shards of a file.
@@ -25,6 +26,8 @@ WEIGHTS_OF_A_FOLDER = (
 def check_limits(name: str, value: Any) -> None:
     """Raise UserError unless the value of the field `name` is within its limits."""
     info = flag_info(TrainConfig.__dataclass_fields__[name])
+    if name in ("image_size", "val_image_size") and value is not None:
+        value = min(sides_of(value))
     for limit in info.limits if value not in choices(name) else ():
         limit.check(flag(name), value, info.unit)
 
@@ -85,12 +88,19 @@ def check_loss(config: TrainConfig, name: str, task: Task | None) -> None:
 def check_sizes(config: TrainConfig, is_final: bool) -> None:
     """Raise UserError unless a crop without border fits; `is_final`: no weights or checkpoint will change the sizes."""
     size = config.val_image_size or (config.image_size if is_final or "image_size" in config.given else 0)
+    shorter = min(sides_of(size))
     pads = (config.val_crop or config.train_crop) == "pad"
-    if config.val_resize is not None and config.val_resize < size and not pads:
+    if config.val_resize is not None and config.val_resize < shorter and not pads:
         name = "--val-image-size" if config.val_image_size else "--image-size"
         raise UserError(
             f"--val-resize {config.val_resize}: smaller than {name} {size}; the center crop must fit, try "
-            f"--val-resize {round(size * 8 / 7)}"
+            f"--val-resize {round(shorter * 8 / 7)}"
+        )
+    others = [size for size in (config.image_size, *size_schedule(config).values()) if isinstance(size, str)]
+    if config.rot90 and others and not config.evaluate:
+        raise UserError(
+            f"--rot90 with images of {others[0]} px: a quarter turn exchanges height and width; leave it out, or give "
+            f"--image-size {max(sides_of(others[0]))}"
         )
 
 

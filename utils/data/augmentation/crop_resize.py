@@ -13,9 +13,11 @@ import shutil
 import torch
 from torch import Tensor
 
+from utils.options.sizes import ImageSize, sides_of
 
-def resize_crops(pixels: Tensor, crops: Tensor, size: int) -> Tensor:
-    """Resize a crop of each image to a square and turn some of them: uint8 (N, 3, size, size), channels_last.
+
+def resize_crops(pixels: Tensor, crops: Tensor, size: ImageSize) -> Tensor:
+    """Resize a crop of each image and turn some of them: uint8 (N, 3, height, width) of `size`, channels_last.
 
     The pixels of a crop depend on the crop alone, not on the others of its batch.
 
@@ -23,8 +25,8 @@ def resize_crops(pixels: Tensor, crops: Tensor, size: int) -> Tensor:
         pixels: uint8 (P, 3), RGB, all images row by row.
         crops: int64 (5, N), contiguous, on the same device: the first pixel of each crop in `pixels`; pixels from one
             row of it to the next, which is the width of its image; rows, 1 or more; columns, likewise; and how the
-            result is turned, as `Crops.turns` says.
-        size: pixels.
+            result is turned, as `Crops.turns` says: by quarters where it is a square.
+        size: of the result.
     """
     if pixels.is_cuda and can_compile_kernels():
         from utils.data.augmentation.crop_kernel import launch_resize
@@ -40,27 +42,29 @@ def can_compile_kernels() -> bool:
     return importlib.util.find_spec("triton") is not None and any(compilers)
 
 
-def _resize_plain(pixels: Tensor, crops: Tensor, size: int) -> Tensor:
+def _resize_plain(pixels: Tensor, crops: Tensor, size: ImageSize) -> Tensor:
     """`resize_crops` in plain torch: rows first, then columns.
 
     Only operations on single elements and in a fixed order, no matrix product, whose order of sums depends on the sizes
     in the batch.
     """
+    height, width = sides_of(size)
     starts, strides, heights, widths, turns = crops.unbind()
     column = torch.arange(int(widths.max()), device=pixels.device)
     column = torch.minimum(column, widths[:, None] - 1)  # what is beyond a narrow crop is not used below
-    rows = torch.zeros(len(starts), size, column.shape[1], 3, device=pixels.device)
-    for tap, weights in _taps(heights, size):
+    rows = torch.zeros(len(starts), height, column.shape[1], 3, device=pixels.device)
+    for tap, weights in _taps(heights, height):
         pixel = (starts[:, None] + tap * strides[:, None])[:, :, None] + column[:, None, :]
         rows += weights[:, :, None, None] * pixels[pixel]
     image = torch.arange(len(starts), device=pixels.device)[:, None]
-    resized = torch.zeros(len(starts), size, size, 3, device=pixels.device)  # columns before rows
-    for tap, weights in _taps(widths, size):
+    resized = torch.zeros(len(starts), width, height, 3, device=pixels.device)  # columns before rows
+    for tap, weights in _taps(widths, width):
         resized += weights[:, :, None, None] * rows[image, :, tap]
     mirrored, upside_down, transposed = ((turns & bit > 0)[:, None, None, None] for bit in (1, 2, 4))
     resized = torch.where(mirrored, resized.flip(1), resized)
-    if upside_down.any() or transposed.any():
+    if upside_down.any():
         resized = torch.where(upside_down, resized.flip(2), resized)
+    if transposed.any():
         resized = torch.where(transposed, resized.transpose(1, 2), resized)
     nhwc = (resized + 0.5).to(torch.uint8).transpose(1, 2).contiguous()
     return nhwc.permute(0, 3, 1, 2)

@@ -23,6 +23,7 @@ from torchvision.transforms import v2
 
 from utils.options.policies import POLICIES, Policy
 from utils.options.resolved import ResolvedConfig
+from utils.options.sizes import sides_of
 
 SOLARIZE, BLUR = 128, (0.1, 2.0)  # of 3-Augment: least value that is inverted, sigma in pixels
 # Of AutoAugment: (operation, probability, magnitude). Where it has one operation, the paper's other has probability 0.
@@ -103,7 +104,7 @@ class _GaussianBlur(torch.nn.Module):
 
 
 def apply_policy(images: Any, config: ResolvedConfig) -> Any:
-    """DALI's: uint8 HWC images (image_size, image_size, 3) of a pipeline with conditionals; "none" returns them."""
+    """DALI's: uint8 HWC images of image_size, of a pipeline with conditionals; "none" returns them."""
     # DALI's operations use operators that DALI deprecates, and its warnings override every filter.
     with warnings.catch_warnings(record=True):
         return _apply_policy(images, config)
@@ -119,7 +120,7 @@ def _apply_policy(images: Any, config: ResolvedConfig) -> Any:
         kind = fn.random.uniform(values=[0, 1, 2], dtype=types.INT32)
         sigma = fn.random.uniform(range=list(BLUR))
         return select([_grayscale, _solarize, _blur], kind, images, sigma)
-    suite, bins = operations(policy, config.image_size), _bins(policy)
+    suite, bins = operations(policy, min(sides_of(config.image_size))), _bins(policy)
     if policy.draw == "pairs":
         return auto_augment.apply_auto_augment(_imagenet_policy(suite, bins), images, **options)
     drawn = list(suite.values())
@@ -163,16 +164,16 @@ def _imagenet_policy(suite: dict[str, Any], bins: int) -> Any:
 
 
 @dali.pipeline.do_not_convert  # type: ignore[untyped-decorator]
-def operations(policy: Policy, image_size: int) -> dict[str, Any]:
+def operations(policy: Policy, shorter: int) -> dict[str, Any]:
     """DALI's augmentations with torchvision's magnitudes, by name.
 
     Magnitudes: shear as a tangent, shift in pixels, rotation in degrees, brightness to sharpness as the distance from
     the factor 1, posterize in bits that remain, solarize as the least value that is inverted, of 1. Those from shear
-    to sharpness get a random sign.
+    to sharpness get a random sign. `shorter` is the shorter side of the images, pixels.
     """
     ranges = policy.ranges
     assert ranges is not None, "only called where there are magnitudes"
-    bins, shift = ranges.bins, ranges.shift if ranges.shift >= 1 else ranges.shift * image_size
+    bins, shift = ranges.bins, ranges.shift if ranges.shift >= 1 else ranges.shift * shorter
     shears, shifts, angles, factors = (
         _steps(0, most, bins) for most in (ranges.shear, shift, ranges.rotation, ranges.factor)
     )

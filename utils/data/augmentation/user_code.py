@@ -33,6 +33,7 @@ from utils.distributed.group import DistEnv
 from utils.errors import UserError, first_line
 from utils.options.resolved import ResolvedConfig
 from utils.options.schedules import size_schedule
+from utils.options.sizes import ImageSize, sides_of
 from utils.options.validation import require_user_code, split_transform
 
 TRIED_IMAGES = 64  # on which the function is tried: enough to see most of what it does at random
@@ -79,7 +80,7 @@ def check_user_code(config: ResolvedConfig, env: DistEnv) -> None:
         return
     with sync_errors(env):
         code = load_user_code(config)
-        for size in sorted({config.image_size, *size_schedule(config).values()}):
+        for size in sorted({config.image_size, *size_schedule(config).values()}, key=sides_of):
             _try_transform(code, dataclasses.replace(config, image_size=size), env)
     identities = all_gather_object(code_identity(config), env)
     for name, value in identities[0].items():
@@ -192,14 +193,14 @@ def _describe_error(error: BaseException, path: str) -> str:
 
 
 def apply_transform(images: Any, config: ResolvedConfig, device: str) -> Any:
-    """Graph op: the user's function on uint8 HWC images (image_size, image_size, 3), where there is one.
+    """Graph op: the user's function on uint8 HWC images of image_size, where there is one.
 
     Its images may come back on the CPU and without a layout, as those of fn.python_function do.
     """
     if config.transform is not None:
         code = _code_of(config)
         images = on_device(code.function(images, config), device)
-        images = fn.reshape(images, shape=[config.image_size, config.image_size, 3], layout="HWC")
+        images = fn.reshape(images, shape=[*sides_of(config.image_size), 3], layout="HWC")
     return images
 
 
@@ -219,8 +220,8 @@ def _trial_pipeline(code: UserCode, config: ResolvedConfig, device: str) -> Any:
 
 
 @dali.pipeline.do_not_convert  # type: ignore[untyped-decorator]
-def _random_images(size: int) -> Callable[[Any], Any]:
-    images = np.random.default_rng(0).integers(0, 256, (TRIED_IMAGES, size, size, 3), dtype=np.uint8)
+def _random_images(size: ImageSize) -> Callable[[Any], Any]:
+    images = np.random.default_rng(0).integers(0, 256, (TRIED_IMAGES, *sides_of(size), 3), dtype=np.uint8)
     return lambda info: images
 
 
@@ -242,7 +243,7 @@ def _try_transform(code: UserCode, config: ResolvedConfig, env: DistEnv) -> None
         if isinstance(error.__context__, UserError):  # AutoGraph's wrapping of ours
             raise error.__context__ from None
         raise code.refusal(f"fails, {_describe_error(error, code.path)}") from None
-    expected = (config.image_size, config.image_size, 3)
+    expected = (*sides_of(config.image_size), 3)
     if kind != "UINT8":
         raise code.refusal(f"returns {kind.lower()} images instead of uint8 (fn.cast changes that)")
     if layout not in ("", "HWC"):
@@ -266,7 +267,7 @@ def explain_failure(config: ResolvedConfig, rank: int) -> Iterator[None]:
         code = _code_of(config)
         what = f"fails, {_describe_error(error, code.path)}"
         if code.path not in str(error):
-            what = f"returns images of another shape than ({config.image_size}, {config.image_size}, 3)"
+            what = f"returns images of another shape than {(*sides_of(config.image_size), 3)}"
         raise UserError(
             f"rank {rank}: {code.option}: {what}; correct it, and go on by --resume PATH --accept-changes"
         ) from error

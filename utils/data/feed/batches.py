@@ -53,7 +53,7 @@ class BaseFeed:
         data_dir: folder with train/ and val/.
         split: train or val.
         batch_size: images per process and batch, 1 or more.
-        image_size: side of the images, pixels, 8 or more.
+        image_size: side of the images, or (height, width); pixels, 8 or more.
         seed: of order and random draws, 0 or more.
         device: auto, cpu, cuda, or a device of torch. auto is a GPU if there is one. Without an index it is torch's
             current GPU, or that of LOCAL_RANK where the program has chosen none.
@@ -75,7 +75,7 @@ class BaseFeed:
         split: Literal["train", "val"] = "train",
         *,
         batch_size: int = BATCH_SIZE,
-        image_size: int = 224,
+        image_size: int | tuple[int, int] = 224,
         seed: int = 0,
         device: str | torch.device = "auto",
         rank: int | None = None,

@@ -5,7 +5,7 @@ import dataclasses
 import numbers
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -23,6 +23,7 @@ from utils.errors import BadFile, UserError
 from utils.options.config import TrainConfig, choices, flag_fields
 from utils.options.flags import flag, kinds
 from utils.options.resolved import ResolvedConfig
+from utils.options.sizes import ImageSize, as_image_size
 from utils.options.validation import validate
 from utils.text import count
 
@@ -124,14 +125,24 @@ def create_config(data_dir: str | os.PathLike[str], split: str, values: Mapping[
     for name, value in values.items():
         if name not in {"batch_size", "image_size", "seed", *DataOptions.__annotations__}:
             raise UserError(f"{name}: no such option; there are {', '.join(DataOptions.__annotations__)}")
-        _check_type(name, value)
+        if name != "image_size":
+            _check_type(name, value)
     given = {name: value for name, value in values.items() if value is not None}
+    given["image_size"] = _image_size(given.get("image_size", TrainConfig.image_size))
     if "stage_dir" in given:
         given["stage_dir"] = Path(os.path.expanduser(given["stage_dir"]))
     folder = Path(os.path.expanduser(data_dir))
     config = TrainConfig(data_dir=folder, evaluate=split == "val", given=frozenset(given), **given)
     validate(config)
     return config
+
+
+def _image_size(value: Any) -> ImageSize:
+    height, width = value if isinstance(value, Sequence) and len(value) == 2 else (value, value)
+    for side in (height, width):
+        if isinstance(side, bool) or not isinstance(side, numbers.Integral):
+            raise UserError(f"image_size {value!r}: must be int or (height, width)")
+    return as_image_size(int(height), int(width))
 
 
 def _check_type(name: str, value: Any) -> None:

@@ -8,6 +8,7 @@ same in every pass, so that those of DALI's first pass stay.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,6 +29,7 @@ from utils.distributed.group import DistEnv
 from utils.distributed.machine import free_memory
 from utils.errors import UserError
 from utils.options.resolved import ResolvedConfig
+from utils.options.sizes import sides_of
 
 # Images that are decoded at once. Not --batch-size: the batch decides which of DALI's decoders takes an image on a GPU,
 # and the pixels must not depend on the number of processes.
@@ -147,7 +149,7 @@ class MemoryValLoader:
         self._batches: list[Batch] = []
         images = len(shard(len(manifest), env.rank, env.world_size))
         self._num_batches = -(-images // config.batch_size)
-        self._size = images * 3 * config.val_image_size**2  # bytes
+        self._size = images * 3 * math.prod(sides_of(config.val_image_size))  # bytes
         self._device = env.device
 
     def __iter__(self) -> Iterator[Batch]:

@@ -8,6 +8,7 @@ from utils.data.images.batch import Batch, TrainLoader
 from utils.data.loaders.sampler import Sampler
 from utils.options.resolved import ResolvedConfig
 from utils.options.schedules import policy_schedule, size_schedule, value_at
+from utils.options.sizes import ImageSize
 
 OpenLoader = Callable[[ResolvedConfig, int, dict[str, Any] | None], TrainLoader]
 
@@ -21,7 +22,7 @@ def config_of_epoch(config: ResolvedConfig, epoch: int) -> ResolvedConfig:
     )
 
 
-def _settings(config: ResolvedConfig, epoch: int) -> tuple[int, str]:
+def _settings(config: ResolvedConfig, epoch: int) -> tuple[ImageSize, str]:
     found = config_of_epoch(config, epoch)
     return found.image_size, found.augment
 

@@ -1,6 +1,7 @@
 """Settings of the input pipeline that the user left open, chosen from the machine and the size of the images."""
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 from utils.distributed.group import DistEnv
@@ -9,6 +10,7 @@ from utils.errors import UserError
 from utils.options.config import TrainConfig
 from utils.options.data_flags import PREFETCH
 from utils.options.resolved import ResolvedConfig
+from utils.options.sizes import sides_of
 
 SMALL = 1 / 8  # of the free memory: decoded images that take no more are cached by default, on the CPU
 SMALL_ON_GPU = 1 / 4  # of the GPU's, where one kernel makes the batches
@@ -112,11 +114,12 @@ def resolve_pixels(config: TrainConfig) -> dict[str, Any]:
     A network that is trained on whole images is evaluated on whole ones.
     """
     size = config.val_image_size or config.image_size
+    shorter = min(sides_of(size))
     is_random = config.train_crop == "random"
     crop = config.val_crop or ("center" if is_random else config.train_crop)
     return {
         "val_image_size": size,
-        "val_resize": config.val_resize or (round(size * 8 / 7) if is_random and crop != "pad" else size),
+        "val_resize": config.val_resize or (round(shorter * 8 / 7) if is_random and crop != "pad" else shorter),
         "val_crop": crop,
         "interpolation": config.interpolation or "bilinear",
     }
@@ -147,7 +150,8 @@ def with_val_batch(config: ResolvedConfig) -> ResolvedConfig:
     """
     if config.cache != "gpu":
         return config
-    most = 4 * config.batch_size * (config.image_size / config.val_image_size) ** 2
+    pixels, val_pixels = (math.prod(sides_of(size)) for size in (config.image_size, config.val_image_size))
+    most = 4 * config.batch_size * pixels / val_pixels
     return dataclasses.replace(config, batch_size=max(config.batch_size, min(VAL_BATCH, int(most))))
 
 

@@ -10,6 +10,7 @@ from utils.data.images.manifest import Manifest
 from utils.data.loaders.sampler import shard
 from utils.distributed.group import DistEnv
 from utils.options.resolved import ResolvedConfig
+from utils.options.sizes import ImageSize, sides_of
 
 
 class SyntheticTrainLoader:
@@ -47,8 +48,8 @@ def _num_labels(manifest: Manifest) -> int:
     return len(manifest.classes if manifest.label_sets is None else manifest.label_sets)
 
 
-def _random_batch(batch_size: int, image_size: int, num_classes: int, device: torch.device) -> Batch:
+def _random_batch(batch_size: int, image_size: ImageSize, num_classes: int, device: torch.device) -> Batch:
     generator = torch.Generator().manual_seed(0)
-    images = torch.randint(0, 256, (batch_size, image_size, image_size, 3), dtype=torch.uint8, generator=generator)
+    images = torch.randint(0, 256, (batch_size, *sides_of(image_size), 3), dtype=torch.uint8, generator=generator)
     targets = torch.randint(0, num_classes, (batch_size,), generator=generator)
     return Batch(images.to(device).permute(0, 3, 1, 2), targets.to(device))

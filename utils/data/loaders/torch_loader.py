@@ -32,6 +32,7 @@ from utils.data.reading.shard_reader import ShardFiles
 from utils.distributed.group import DistEnv
 from utils.distributed.process_pool import safe_fork
 from utils.options.resolved import ResolvedConfig
+from utils.options.sizes import Sides, sides_of
 from utils.seed import Stream, seed_sequence
 
 
@@ -59,8 +60,8 @@ class TorchImages(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
 
 def torch_train_transform(config: ResolvedConfig) -> Callable[[Image.Image], Tensor]:
-    """Crop, flips, turn, policy and color jitter of an RGB image: uint8 (3, image_size, image_size)."""
-    jitter, size = config.color_jitter, config.image_size
+    """Crop, flips, turn, policy and color jitter of an RGB image: uint8 (3, height, width) of image_size."""
+    jitter, size = config.color_jitter, sides_of(config.image_size)
     names = ("bilinear", "bicubic") if config.interpolation == "random" else (config.interpolation,)
     crops: list[Callable[[Image.Image], Image.Image]] = [
         v2.RandomResizedCrop(size, (config.crop_scale, 1.0), RATIO, v2.InterpolationMode(name))
@@ -83,34 +84,43 @@ def torch_train_transform(config: ResolvedConfig) -> Callable[[Image.Image], Ten
 
 
 def torch_val_transform(config: ResolvedConfig) -> Callable[[Image.Image], Tensor]:
-    """A whole RGB image in the geometry of `--val-crop`: uint8 (3, val_image_size, val_image_size)."""
-    geometry = config.val_crop, config.val_resize, config.val_image_size, config.val_interpolation, config.padding
-    transform: Callable[[Image.Image], Tensor] = v2.Compose([_fit(*geometry), v2.PILToTensor()])
+    """A whole RGB image in the geometry of `--val-crop`: uint8 (3, height, width) of val_image_size."""
+    before, size = config.val_sides_before_crop, sides_of(config.val_image_size)
+    fit = _fit(config.val_crop, before, size, config.val_interpolation, config.padding)
+    transform: Callable[[Image.Image], Tensor] = v2.Compose([fit, v2.PILToTensor()])
     return transform
 
 
 def _fit(
-    crop: str, resize: int, size: int, interpolation: str, padding: tuple[int, ...]
+    crop: str, resize: Sides, size: Sides, interpolation: str, padding: tuple[int, ...]
 ) -> Callable[[Image.Image], Image.Image]:
     """Resize and crop, as `pipelines._fit`."""
     mode = v2.InterpolationMode(interpolation)
-    if crop == "pad":
-        return functools.partial(_pad, resize=resize, size=size, mode=mode, padding=padding)
-    sides = [resize] * (2 if crop == "squash" else 1)  # both, or the shorter one
-    transform: Callable[[Image.Image], Image.Image] = v2.Compose([v2.Resize(sides, mode), v2.CenterCrop(size)])
+    if crop == "squash":
+        resizing: Callable[[Image.Image], Image.Image] = v2.Resize(list(resize), mode)
+    elif crop == "center" and resize.height == resize.width:
+        resizing = v2.Resize(resize.height, mode)
+    else:
+        resizing = functools.partial(_resize_within, resize=resize, mode=mode, covers=crop == "center")
+    border = [functools.partial(_pad, size=size, padding=padding)] if crop == "pad" else []
+    transform: Callable[[Image.Image], Image.Image] = v2.Compose([resizing, *border, v2.CenterCrop(list(size))])
     return transform
 
 
-def _pad(
-    image: Image.Image, resize: int, size: int, mode: v2.InterpolationMode, padding: tuple[int, ...]
-) -> Image.Image:
-    """The longer side becomes `resize`, the other follows, and what is less than `size` gets a border."""
-    height, width = (max(round(Fraction(resize * side, max(image.size))), 1) for side in image.size[::-1])
-    resized = functional.resize(image, [height, width], mode)
-    missing = max(size - width, 0), max(size - height, 0)
-    sides = [missing[0] // 2, missing[1] // 2, (missing[0] + 1) // 2, (missing[1] + 1) // 2]
-    found: Image.Image = functional.center_crop(functional.pad(resized, sides, fill=list(padding)), [size, size])
-    return found
+def _resize_within(image: Image.Image, resize: Sides, mode: v2.InterpolationMode, covers: bool) -> Image.Image:
+    """Keep the aspect: one side becomes that of `resize`, the other is at most that of it, or at least (`covers`)."""
+    scales = [Fraction(wanted, side) for wanted, side in zip(resize, image.size[::-1], strict=True)]
+    scale = max(scales) if covers else min(scales)
+    resized: Image.Image = functional.resize(image, [max(round(scale * side), 1) for side in image.size[::-1]], mode)
+    return resized
+
+
+def _pad(image: Image.Image, size: Sides, padding: tuple[int, ...]) -> Image.Image:
+    """What is less than `size` gets a border."""
+    missing = max(size.width - image.width, 0), max(size.height - image.height, 0)
+    borders = [missing[0] // 2, missing[1] // 2, (missing[0] + 1) // 2, (missing[1] + 1) // 2]
+    padded: Image.Image = functional.pad(image, borders, fill=list(padding))
+    return padded
 
 
 def _turn_at_random(image: Image.Image) -> Image.Image:

@@ -20,6 +20,7 @@ from utils.data.splits.selection import read_data
 from utils.distributed.group import DistEnv
 from utils.errors import RunFailed, UserError
 from utils.options.resolved import ResolvedConfig
+from utils.options.sizes import ImageSize, sides_of
 
 NUM_IMAGES = 100
 BATCH_SIZES = (1, 2, 32)  # the last one again and again; one shows a batch size that became a constant
@@ -99,7 +100,7 @@ def check_images(config: ResolvedConfig, folder: Path | None) -> tuple[Tensor, s
         folder: that has images; None for the validation images of the run, and generated ones where they are missing.
 
     Returns:
-        At most `NUM_IMAGES` pixels, uint8 (N, val_image_size, val_image_size, 3), and what they are, for the user.
+        At most `NUM_IMAGES` pixels, uint8 (N, height, width, 3), and what they are, for the user.
 
     Raises:
         UserError: the folder that was given has no image, or cannot be read.
@@ -141,7 +142,7 @@ def _spread(count: int) -> list[int]:
 
 
 def _decode(config: ResolvedConfig, records: list[Record]) -> Tensor:
-    """uint8 (N, val_image_size, val_image_size, 3) of those that can be read."""
+    """uint8 (N, height, width, 3) of those that can be read."""
     transform, shards = torch_val_transform(config), ShardFiles()
     found: list[Tensor] = []
     for record in records:
@@ -152,9 +153,9 @@ def _decode(config: ResolvedConfig, records: list[Record]) -> Tensor:
     return torch.stack(found) if found else torch.empty(0, dtype=torch.uint8)
 
 
-def _generate(size: int) -> Tensor:
-    """uint8 (N, size, size, 3): soft spots of color, always the same."""
+def _generate(size: ImageSize) -> Tensor:
+    """uint8 (N, height, width, 3): soft spots of color, always the same."""
     generator = torch.Generator().manual_seed(0)
     spots = torch.rand(NUM_IMAGES, 3, 8, 8, generator=generator)
-    images = torch.nn.functional.interpolate(spots, (size, size), mode="bilinear", antialias=True)
+    images = torch.nn.functional.interpolate(spots, sides_of(size), mode="bilinear", antialias=True)
     return (255 * images).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()

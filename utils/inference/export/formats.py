@@ -19,6 +19,7 @@ from utils.files import write_json
 from utils.inference.export.classifier import Classifier
 from utils.inference.export.trained import Trained
 from utils.options.arguments import model_arguments
+from utils.options.sizes import sides_of, timm_size
 from utils.training.settings.preprocessing import TIMM_CROPS
 
 LABELS, METADATA = "labels.txt", "metadata.json"
@@ -48,10 +49,10 @@ class Format:
 
 def write_timm(trained: Trained, classifier: Classifier, metadata: dict[str, Any], folder: Path) -> None:
     """model.safetensors and config.json, as `timm.create_model("local-dir:FOLDER")` reads them."""
-    size = trained.config.val_image_size
+    height, width = sides_of(trained.config.val_image_size)
     mean, std = trained.normalization
     data_config = {
-        "input_size": (3, size, size),
+        "input_size": (3, height, width),
         "interpolation": trained.config.val_interpolation,
         "crop_pct": trained.crop_pct,
         "crop_mode": next(name for name, crop in TIMM_CROPS.items() if crop == trained.config.val_crop),
@@ -61,7 +62,7 @@ def write_timm(trained: Trained, classifier: Classifier, metadata: dict[str, Any
     settings: Any = trained.model.pretrained_cfg
     # Without the rates of dropout, which belong to training.
     model_args = model_arguments(trained.config)
-    model_args |= {"img_size": size} if settings["fixed_input_size"] else {}
+    model_args |= {"img_size": timm_size(trained.config.val_image_size)} if settings["fixed_input_size"] else {}
     try:
         timm.models.save_for_hf(
             trained.model,
@@ -145,8 +146,7 @@ def read_pt2(folder: Path) -> Network:
 
 def example(trained: Trained, classifier: Classifier) -> Tensor:
     """Two images: torch.export takes a size of one for a constant."""
-    size = trained.config.val_image_size
-    return classifier.prepare(torch.zeros(2, size, size, 3, dtype=torch.uint8))
+    return classifier.prepare(torch.zeros(2, *sides_of(trained.config.val_image_size), 3, dtype=torch.uint8))
 
 
 def batch_is_dynamic() -> dict[str, dict[int, Any]]:

@@ -14,8 +14,8 @@ from utils.inference.weights import choose_network, find_best_checkpoints, thres
 from utils.network.weight_files import Normalization
 from utils.options.arguments import model_options
 from utils.options.resolved import ResolvedConfig
+from utils.options.sizes import as_image_size, crop_pct, timm_size
 from utils.text import count
-from utils.training.settings.preprocessing import crop_pct
 from utils.training.state.checkpoint import load
 from utils.training.state.train_state import NETWORKS
 
@@ -27,8 +27,8 @@ class Trained:
     """A network that is ready to be used.
 
     Attributes:
-        model: timm's layers in evaluation mode, float32, on the CPU; images (N, 3, val_image_size, val_image_size)
-            to logits (N, num_classes).
+        model: timm's layers in evaluation mode, float32, on the CPU; images (N, 3, height, width) of
+            val_image_size to logits (N, num_classes).
         classes: names in label order. There may be fewer than the head has outputs, if `--num-classes` said so.
         normalization: mean and standard deviation per channel, of images in [0, 1].
         weights: which of the checkpoint's networks it is: "model" or "model_ema".
@@ -61,8 +61,8 @@ class Trained:
             "classes": list(self.classes),
             "mean": list(mean),
             "std": list(std),
-            "image_size": self.config.val_image_size,
-            "val_resize": self.config.val_resize,
+            "image_size": timm_size(self.config.val_image_size),
+            "val_resize": timm_size(as_image_size(*self.config.val_sides_before_crop)),
             "interpolation": self.config.val_interpolation,
             "crop": self.config.val_crop,
             "padding": list(self.config.padding),

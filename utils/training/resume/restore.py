@@ -25,6 +25,7 @@ from utils.network.parallel import warm_up_ddp_buckets
 from utils.options.config import TrainConfig, flags_with
 from utils.options.flags import flag
 from utils.options.resolved import ResolvedConfig
+from utils.options.sizes import sides_of
 from utils.options.store_url import store_url
 from utils.options.validation import require_data, validate
 from utils.report.tracking.sender import SENT, TRACKING
@@ -119,9 +120,11 @@ def settings_of_checkpoint(
         values["val_image_size"] = config.image_size
     size = config.val_image_size or values["val_image_size"]
     if config.val_crop == "pad" and before.val_crop != "pad":  # the size before a crop has no meaning then
-        values["val_resize"] = size if "val_resize" in values else config.val_resize
+        values["val_resize"] = min(sides_of(size)) if "val_resize" in values else config.val_resize
     elif size and "val_resize" in values and before.val_resize is not None:
-        values["val_resize"] = round(size * before.val_resize / (before.val_image_size or before.image_size))
+        values["val_resize"] = round(
+            min(sides_of(size)) * before.val_resize / min(sides_of(before.val_image_size or before.image_size))
+        )
     config = dataclasses.replace(config, **values)
     validate(config)
     require_data(config)

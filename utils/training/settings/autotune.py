@@ -1,6 +1,7 @@
 """Settings that the user left open, chosen from the machine, the data and the checkpoint: given -> resolved config."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from utils.errors import START_ANEW, UserError
 from utils.figures import Task
 from utils.options.config import TrainConfig
 from utils.options.resolved import ResolvedConfig
+from utils.options.sizes import sides_of
 from utils.text import count
 from utils.training.optimization.optim import resolve_optimizer
 from utils.training.settings.batch_layout import choose_batch_size, describe_processes
@@ -135,7 +137,7 @@ def _choose_step(config: TrainConfig, on_cuda: bool, num_train: int | None, worl
     is_long = num_train is None
     if num_train is not None:
         images = config.epochs * num_train / world_size
-        is_long = images * (config.image_size / 224) ** 2 >= MIN_COMPILE_IMAGES
+        is_long = images * math.prod(sides_of(config.image_size)) / 224**2 >= MIN_COMPILE_IMAGES
     compiled = on_cuda and is_long if config.compile is None else config.compile
     fused = on_cuda and compiled and not config.sync_bn
     graph = on_cuda and config.grad_accum_steps == 1 and (compiled or not config.grad_checkpointing)

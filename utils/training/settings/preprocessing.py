@@ -15,6 +15,7 @@ from utils.network.weight_files import read_weights
 from utils.network.weight_names import current_name
 from utils.options.config import TrainConfig, choices
 from utils.options.flags import flag
+from utils.options.sizes import ImageSize, as_image_size, crop_pct, sides_of
 from utils.options.validation import check_sizes
 from utils.training.state.checkpoint import Checkpoint
 
@@ -29,9 +30,9 @@ class Preprocessing:
 
     Attributes:
         source: what says so, for the user.
-        image_size: side of the training images, pixels.
+        image_size: of the training images.
         is_fixed: whether the network is built for one size.
-        val_image_size: side of the evaluated images, pixels.
+        val_image_size: of the evaluated images.
         crop_pct: share of the shorter side that the center crop takes, at other sizes than `val_image_size`.
         val_crop_pct: the same, at `val_image_size`.
         val_crop, interpolation: values of the flags.
@@ -39,9 +40,9 @@ class Preprocessing:
     """
 
     source: str
-    image_size: int
+    image_size: ImageSize
     is_fixed: bool
-    val_image_size: int
+    val_image_size: ImageSize
     crop_pct: float
     val_crop_pct: float
     val_crop: str
@@ -95,7 +96,7 @@ def _of_weights(config: TrainConfig, wanted: Preprocessing) -> dict[str, Any]:
     given = "image_size" in config.given
     if not given and (wanted.is_fixed or config.evaluate):
         values["image_size"] = wanted.image_size
-    image_size: int = values.get("image_size", config.image_size)
+    image_size: ImageSize = values.get("image_size", config.image_size)
     size = config.val_image_size
     is_whole = config.train_crop != "random" and not config.evaluate  # judged as it is trained, not as the weights were
     if size is None:
@@ -106,9 +107,9 @@ def _of_weights(config: TrainConfig, wanted: Preprocessing) -> dict[str, Any]:
         if share > 1 and wanted.val_crop != "pad":
             raise UserError(
                 f"--pretrained: {wanted.source} evaluates with a black border (crop_pct {share:g}), which there is not "
-                f"here; give --val-resize {size}"
+                f"here; give --val-resize {min(sides_of(size))}"
             )
-        values["val_resize"] = math.floor(size / share)
+        values["val_resize"] = math.floor(min(sides_of(size)) / share)
     for name in ("interpolation",) if is_whole else ("val_crop", "interpolation"):
         if getattr(config, name) is None:
             value = values[name] = getattr(wanted, name)
@@ -148,21 +149,12 @@ def _find_preprocessing(config: TrainConfig) -> Preprocessing | None:
 
 
 def _of_timm(settings: PretrainedCfg, source: str) -> Preprocessing:
-    """As `timm.data.resolve_data_config` reads them, with and without its `use_test_size`.
-
-    Raises:
-        UserError: the images are not square.
-    """
-    _, height, width = settings.input_size
-    if height != width:
-        raise UserError(
-            f"--pretrained: {source} is for images of {width} x {height} px, not square; give other weights"
-        )
+    """As `timm.data.resolve_data_config` reads them, with and without its `use_test_size`."""
     return Preprocessing(
         source=source,
-        image_size=width,
+        image_size=as_image_size(*settings.input_size[1:]),
         is_fixed=settings.fixed_input_size,
-        val_image_size=(settings.test_input_size or settings.input_size)[-1],
+        val_image_size=as_image_size(*(settings.test_input_size or settings.input_size)[1:]),
         crop_pct=settings.crop_pct,
         val_crop_pct=settings.test_crop_pct or settings.crop_pct,
         val_crop=TIMM_CROPS.get(settings.crop_mode, settings.crop_mode),
@@ -174,7 +166,7 @@ def _of_run(settings: Mapping[str, Any], source: str) -> Preprocessing:
     """Of the configuration that a checkpoint of Brisk holds."""
     before = TrainConfig.from_dict(settings)
     size = before.val_image_size or before.image_size
-    share = crop_pct(size, before.val_resize or size)
+    share = crop_pct(size, before.val_resize or min(sides_of(size)))
     built_for = timm.get_pretrained_cfg(before.arch)
     return Preprocessing(
         source=source,
@@ -186,11 +178,3 @@ def _of_run(settings: Mapping[str, Any], source: str) -> Preprocessing:
         val_crop=before.val_crop or "center",
         interpolation=before.interpolation or "bilinear",
     )
-
-
-def crop_pct(size: int, resized: int) -> float:
-    """Share of `resized` that a crop of `size` takes, from which timm computes exactly `resized`."""
-    share = size / resized
-    while math.floor(size / share) != resized:  # rounding
-        share = math.nextafter(share, 0.0)
-    return share
