@@ -12,10 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
+from tests import odd_images as odd
 from tests.damage import ARITHMETIC as JPEG
 from tests.shards import with_imagenet_names, write_devkit, write_ilsvrc, write_tar
 
 Make = Callable[[Path], object]
+BANDS, FLOATS = odd.tiff(np.zeros((16, 16, 13), "u2"), t338=[0] * 12), odd.tiff(np.zeros((16, 16), "f4"))
 
 
 class Case(NamedTuple):
@@ -124,6 +128,8 @@ FOLDERS = [
     Case("class folders", "images one folder deeper", folders(change=files({"train/blue/dark/x.jpg": JPEG}))),
     Case("class folders", "a class without images", folders(change=files({"train/gray/x.gif": JPEG}))),
     Case("class folders", "an empty file", folders(change=files({"train/red/x.jpg": ""}))),
+    Case("class folders", "a TIFF of 13 bands", folders(change=files({"train/red/x.tif": BANDS}))),
+    Case("class folders", "a TIFF of floating point", folders(change=files({"train/red/x.tif": FLOATS}))),
     Case("class folders", "a broken link", folders(change=lambda root: (root / "val/red/x.jpg").symlink_to("gone"))),
     Case("class folders", "a broken class", folders(change=lambda root: (root / "val/gray").symlink_to("gone"))),
     Case("class folders", "a pipe", folders(change=lambda root: os.mkfifo(root / "val/red/x.jpg"))),

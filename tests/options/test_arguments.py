@@ -37,6 +37,7 @@ def test_values_are_yaml(text: str | None, expected: dict[str, Any]) -> None:
         ("=a", "--model-args =a: '=a' is not NAME=VALUE"),
         ("a=1,a=2", "--model-args a=1,a=2: a is given twice; keep one"),
         ("a=[1", "--model-args a=[1: '[1' is not YAML ("),
+        ("in_chans=1", "--model-args in_chans=1: images have 3 channels of 8 bits, gray ones three equal ones, which"),
         (
             "a=!!python/name:os.system",
             "--model-args a=!!python/name:os.system: '!!python/name:os.system' is not YAML (",

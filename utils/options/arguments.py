@@ -68,9 +68,15 @@ def model_arguments(config: TrainConfig) -> dict[str, Any]:
     """`--model-args`: arguments for `timm.create_model`.
 
     Raises:
-        UserError: it cannot be read, or names what another flag sets.
+        UserError: it cannot be read, names what another flag sets, or wants other channels than images have.
     """
-    return parse_arguments("--model-args", config.model_args, _MODEL_FLAGS)
+    found = parse_arguments("--model-args", config.model_args, _MODEL_FLAGS)
+    if found.get("in_chans", 3) != 3:
+        raise UserError(
+            f"--model-args in_chans={found['in_chans']}: images have 3 channels of 8 bits, gray ones three equal ones, "
+            "which a network reads as it reads one; leave it out (docs/own-data.md, gray images)"
+        )
+    return found
 
 
 def format_model_arguments(arguments: Mapping[str, Any]) -> str | None:

@@ -38,7 +38,7 @@ def read_image_size(text: str) -> ImageSize:
     Raises:
         ValueError: it is something else; the message says what is expected.
     """
-    if not re.fullmatch(r"-?\d+(x\d+)?", text):
+    if not re.fullmatch(r"-?\d{1,9}(x\d{1,9})?", text):
         raise ValueError("a size in pixels: 224, or HEIGHTxWIDTH")
     height, _, width = text.partition("x")
     return as_image_size(int(height), int(width or height))

@@ -98,7 +98,7 @@ def prepare_run(
         UserError: on all ranks: something of it fails; no folder was made.
     """
     # Tried first: a launch that is refused leaves no folder behind.
-    check_start(config, listed, env)
+    check_start(config, listed, env, opened.saved is not None)
     prepare_output(config.output_dir, env, stack)
     if not opened.is_locked:
         lock_output(config.output_dir, env, stack)

@@ -1,7 +1,10 @@
 """What a run needs later is tried at its start: files, user code, room for batches."""
 
 from utils.data.augmentation.user_code import check_user_code
+from utils.data.dali import dali_device
 from utils.data.images.manifest import Manifest
+from utils.data.reading.decoding import decoder_of
+from utils.data.reading.sample import check_sample
 from utils.data.splits.selection import Splits, check_files
 from utils.distributed.collective import collective
 from utils.distributed.collectives import all_gather_object, sync_errors
@@ -15,9 +18,12 @@ from utils.training.settings.class_weights import class_weights, weights_identit
 
 
 @collective
-def check_start(config: ResolvedConfig, listed: Splits, env: DistEnv) -> None:
-    """Raise UserError on all ranks for what would end the run later."""
+def check_start(config: ResolvedConfig, listed: Splits, env: DistEnv, resumes: bool) -> None:
+    """Raise UserError on all ranks for what would end the run later, or spoil it; `resumes` goes on with its images."""
     check_files(listed, config.data_dir, env)
+    with sync_errors(env):
+        if env.is_main and not resumes and config.bad_files == "error":  # else all images are looked at
+            check_sample(listed["train"], decoder_of(config.loader, dali_device(env)))
     check_best_by(config.best_by, config.num_classes, listed.get("val"))
     with sync_errors(env):
         class_weights(config, listed["train"])

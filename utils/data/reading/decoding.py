@@ -6,6 +6,7 @@ An image counts as readable by DALI only where DALI and Pillow have the same pix
 import contextlib
 import functools
 import io
+import logging
 import os
 import threading
 import warnings
@@ -42,6 +43,7 @@ _TRANSPOSES = {
 }
 _BITS, _PHOTOMETRIC, _SAMPLE_FORMAT = 258, 262, 339  # tags of a TIFF
 _WHITE_IS_ZERO, _UNSIGNED = 0, 1  # values of the last two
+logging.getLogger("PIL").addHandler(logging.NullHandler())  # it logs an error beside the one that it raises
 _REDIRECTED = threading.Lock()  # standard error, by one thread at a time
 
 

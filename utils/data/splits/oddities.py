@@ -9,6 +9,7 @@ import numpy as np
 from utils.data.images.manifest import Manifest
 from utils.data.reading.decode_pool import content_digest
 from utils.data.reading.reader import read_image
+from utils.data.reading.sample import describe_depth
 from utils.data.splits.groups import shared_groups
 from utils.data.splits.selection import Splits
 from utils.errors import some
@@ -38,6 +39,8 @@ def describe_oddities(splits: Splits, steps_per_epoch: int, balance: float) -> l
         lines.append(f"{count(len(lacking), 'class')} without validation images ({names}): no figure says how it does")
     if alike := describe_alike(train.classes, train.classes):
         lines.append(f"two classes look the same: {alike}")
+    if depth := describe_depth(train):
+        lines.append(depth)
     if steps_per_epoch < FEW_STEPS:
         steps, images = count(steps_per_epoch, "step"), count(len(train), "image")
         lines.append(f"{steps} per epoch, as train/ has {images}: a smaller --batch-size gives more")

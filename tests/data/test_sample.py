@@ -1,0 +1,60 @@
+"""The look at some images before a run: gray images of 16 bits, and kinds with pixels that DALI gets wrong."""
+
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.conftest import TINY
+from tests.forked import launch_series
+from tests.harness import ROOT
+from tests.pages import blocks
+from utils.data.formats.folder import scan
+from utils.data.reading.sample import describe_depth, gray_range
+
+
+def write_gray(root: Path, lowest: int, highest: int, kind: str = "u2") -> None:
+    """A training image of each of two classes, from `lowest` to `highest`."""
+    for split in ("train", "val"):
+        for name in ("a", "b"):
+            ramp = np.linspace(lowest, highest, 32 * 32).round().reshape(32, 32).astype(kind)
+            path = root / split / name / "0.png"
+            path.parent.mkdir(parents=True)
+            Image.fromarray(ramp if name == "a" else ramp.T.copy()).save(path)
+
+
+@pytest.mark.parametrize(
+    ("lowest", "highest", "kind", "levels"),
+    [(0, 4095, "u2", 17), (300, 1023, "u2", 4), (40000, 50000, "u2", 40), (0, 65535, "u2", 0), (0, 20, "u1", 0)],
+)
+def test_levels_that_8_bits_leave(tmp_path: Path, lowest: int, highest: int, kind: str, levels: int) -> None:
+    write_gray(tmp_path, lowest, highest, kind)
+    train = scan(tmp_path, "train")
+    assert gray_range(train) == ((lowest, highest) if kind == "u2" else None)
+    line = describe_depth(train)
+    found = re.search(r"from ([\d,]+) to ([\d,]+) of 65,535, of which 8 bits leave (\d+) of 256 levels", line)
+    assert (found and found.groups()) == ((f"{lowest:,}", f"{highest:,}", str(levels)) if levels else None)
+
+
+def test_stretched_images_are_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program of the page: before it the start warns, after it all levels are there."""
+    write_gray(tmp_path / "raw", 0, 4095)
+    page = ROOT / "docs" / "own-data.md"
+    (program,) = (block.text for block in blocks(page) if "sys.argv[4]" in block.text)
+    words = ["stretch.py", str(tmp_path / "raw"), str(tmp_path / "stretched"), "0", "4095"]
+    monkeypatch.setattr(sys, "argv", words)
+    exec(compile(program, "stretch.py", "exec"), {})
+    (stretched,) = {len(np.unique(np.asarray(Image.open(path)))) for path in (tmp_path / "stretched").rglob("*.png")}
+    assert stretched == 256
+    flags = (*TINY, "--batch-size", "2", "--epochs", "1")
+    names = ("raw", "stretched")
+    raw, done = launch_series(
+        *((*flags, "--data-dir", tmp_path / name, "--output-dir", tmp_path / f"run-{name}") for name in names)
+    )
+    assert [each.status for each in (raw, done)] == [0, 0], raw.err + done.err
+    line = "gray images of 16 bits have values from 0 to 4,095 of 65,535, of which 8 bits leave 17 of 256 levels"
+    assert line in " ".join(raw.out.split())
+    assert "16 bits" not in done.out
