@@ -92,10 +92,14 @@ def start_on_terminal(*flags: object, terminal: str, env: Mapping[str, object] |
 
 
 def launch_forked(
-    *flags: object, program: str, env: Mapping[str, object] | None = None, timeout: float = LIMIT
+    *flags: object,
+    program: str,
+    env: Mapping[str, object] | None = None,
+    cwd: Path | None = None,
+    timeout: float = LIMIT,
 ) -> Finished:
     """Run the text of a Python program to its end."""
-    with start_forked(*flags, program=program, env=env) as started:
+    with start_forked(*flags, program=program, env=env, cwd=cwd) as started:
         return started.end(timeout)
 
 
@@ -182,14 +186,14 @@ with open(f"{folder}/results", "w") as file:
 """
 
 
-def launch_series(*commands: Sequence[object], timeout: float = LIMIT) -> list[Finished]:
+def launch_series(*commands: Sequence[object], cwd: Path | None = None, timeout: float = LIMIT) -> list[Finished]:
     """Run train.py once for each tuple of flags, one after the other in one process that has already imported it.
 
     For tests of what launches leave to each other. A test of the process itself needs `launch`.
     """
     with tempfile.TemporaryDirectory() as name:
         folder, words = Path(name), json.dumps([list(map(str, flags)) for flags in commands])
-        done = launch_forked(folder, words, program=_SERIES, timeout=timeout)
+        done = launch_forked(folder, words, program=_SERIES, cwd=cwd, timeout=timeout)
         assert done.status == 0, (done, [path.read_text() for path in sorted(folder.iterdir())])
         return [
             Finished(status, Path(out).read_text(), Path(err).read_text(), frozenset(written))

@@ -9,7 +9,6 @@ EXIT_INTERRUPTED = 130  # as a shell reports Ctrl-C, of a program with nothing t
 EXIT_STOPPED = 143  # as a shell reports SIGTERM, whatever requested the stop
 
 SHOWN = 3  # names of a list that one line shows; a data set can have millions
-START_ANEW = "start again: --name NEW or --output-dir NEW for another folder, --resume none --overwrite to replace it"
 
 
 class UserError(Exception):

@@ -245,7 +245,7 @@ def test_a_stopped_run_ends_as_the_uninterrupted_one(data: Path, tmp_path: Path,
         done = run_train(*alone, "--output-dir", cut)
         assert_refused(
             done, "1 process x 4 images: --loader stock goes on only as its checkpoint was saved, by 2 processes x 4",
-            "--accept-changes --loader dali",
+            f"by --loader dali --resume {cut}/last.pt --accept-changes --output-dir NEW",
         )  # fmt: skip
         accepted = ("--resume", cut / "last.pt", "--accept-changes", "--output-dir", tmp_path / "other")
         done = run_train(*alone, *accepted)

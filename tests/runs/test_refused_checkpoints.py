@@ -121,14 +121,14 @@ OTHER_RUNS: dict[str, tuple[str, ...]] = {
 def test_checkpoint_of_another_run(refused: Refused, data: Path, finished_run: Path, flags: str) -> None:
     check = refused(*SHORT, "--data-dir", data, "--output-dir", finished_run, *flags.split())
     accept = () if flags.startswith(("--arch", "--num-classes")) else ("--accept-changes",)
-    remedies = (*accept, "--name NEW", "--resume none --overwrite")
+    remedies = (*accept, "--output-dir NEW", "--resume none --overwrite")
     check(f"--resume {finished_run}/last.pt:", "its run had other settings", *OTHER_RUNS[flags], *remedies)
 
 
 def test_checkpoint_of_another_global_batch(refused: Refused, data: Path, finished_run: Path) -> None:
     check = refused(*SHORT, "--data-dir", data, "--output-dir", finished_run, "--grad-accum-steps", 2)
     saved_by = "--batch-size 4: the checkpoint was saved by 1 process x 4 images, a global batch of 4; on 1 process"
-    check(f"{saved_by} x --grad-accum-steps 2 give --batch-size 2 or leave it out", "start again: --name NEW")
+    check(f"{saved_by} x --grad-accum-steps 2 give --batch-size 2 or leave it out", "start again: --output-dir NEW")
 
 
 @pytest.mark.parametrize("split", ["train", "val"])

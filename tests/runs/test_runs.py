@@ -126,12 +126,15 @@ def test_a_resume_does_not_load_pretrained_weights_again(data: Path, tmp_path: P
         (*flags, "--epochs", 2, "--output-dir", run, *weights),
         (*flags, "--epochs", 3, "--output-dir", run),
     )
-    reason = (
-        f"--pretrained {fresh}/last.pt: {fresh} holds the run that these weights are of; give --name NEW to train on"
+    reason = f"--pretrained {fresh}/last.pt: {fresh} holds the run that these weights are of; give --pretrained {fresh}"
+    assert_refused(
+        done.pop(2),
+        reason,
+        "--output-dir NEW to train on from them",
+        "or leave --pretrained out to go on with this one",
     )
-    assert_refused(done.pop(2), reason, "or leave --pretrained out to go on with this one")
     reason = f"--pretrained {run}/last.pt: not used, as {fresh}/last.pt is of a run that began with None"
-    assert_refused(done.pop(2), reason, "leave it out, or start again: --name NEW")
+    assert_refused(done.pop(2), reason, "leave it out, or start again: --output-dir NEW")
     assert [run.status for run in done] == [0, 0, 0, 0], done
     for resumed in done[2:]:
         assert not [line for line in resumed.out.splitlines() if " changed " in line and "--pretrained" in line]
@@ -172,7 +175,7 @@ def test_a_folder_is_of_one_run(data: Path, two_epochs: Path, tmp_path: Path) ->
         (*flags, *earlier, "--output-dir", fork),
     )
     holds = f"--output-dir {run} holds last.pt"
-    assert_refused(again, f"--resume none: {holds}, of an earlier run; give --name NEW or --output-dir NEW")
+    assert_refused(again, f"--resume none: {holds}, of an earlier run; give --output-dir NEW for another")
     assert_refused(back, f"--resume {run}/last-1.pt: {holds}, which is later, of step 10 and epoch 2")
     assert elsewhere.status == 0, elsewhere.err
     assert_refused(forked, f"--output-dir {fork} holds last.pt, of another run; give")
@@ -237,7 +240,7 @@ def test_more_epochs_change_the_schedule(data: Path, tmp_path: Path) -> None:
     (more,) = launch_series((*flags, 13))
     assert [one.status for one in (first, same, more)] == [0, 0, 0], more.err
     assert f"resumed after all 3 epochs, step 15, from {tmp_path}/last.pt" in same.out
-    assert f"start a new run from its weights: --pretrained {tmp_path}/best.pt --name NEW" in same.out
+    assert f"start a new run from its weights: --pretrained {tmp_path}/best.pt --output-dir NEW" in same.out
     assert "warning" not in same.out
     warnings = [line for line in more.out.splitlines() if line.startswith("warning: ")]
     lines = [line for line in warnings if "the learning rate goes from" in line]

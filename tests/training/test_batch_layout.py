@@ -76,7 +76,7 @@ def test_another_global_batch_is_refused_with_the_arithmetic(world_size: int, gi
     ("world_size", "given", "accumulated", "words"),
     [
         (1, None, 1, "1 process x 32 images: --loader stock goes on only as its checkpoint was saved, by 2 processes x "
-                     "32 images; start the same, go on with another loader by .*--accept-changes --loader dali"),
+                     "32 images; start the same, go on with another loader by --loader dali .*--accept-changes"),
         (4, 16, 1, "4 processes x 16 images: --loader stock"),
         (2, 16, 2, "2 processes x 16 images x 2 batches: --loader stock"),
         (2, None, 2, "x 2 batches: --loader stock"),

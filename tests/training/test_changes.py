@@ -138,14 +138,15 @@ def test_a_changed_run_goes_on(data: Path, tmp_path: Path) -> None:
     assert steps(forked) == list(range(6, 16))
     # Epochs of another length.
     reason = f"--accept-changes: an epoch has 10 steps instead of 5, and metrics.jsonl in --output-dir {first}"
-    assert_refused(done[4], reason, "give --name NEW")
+    assert_refused(done[4], reason, "give --output-dir NEW")
     assert "an epoch has 10 steps instead of 5" in done[5].out
     assert steps(halved) == list(range(11, 21))
     assert json.loads((halved / "summary.json").read_text())["timed_steps"] < 10
     before, after = (read_checkpoint(folder, name) for folder, name in ((forked, "last-1.pt"), (halved, "last.pt")))
     torch.testing.assert_close(before["model"]["fc.weight"], after["model"]["fc.weight"])
     # What has other weights.
-    assert_refused(done[6], "--accept-changes: --arch cannot change within a run", f"--pretrained {path} --name NEW")
+    again = "start again: --resume none --no-accept-changes --output-dir NEW"
+    assert_refused(done[6], "--accept-changes: --arch cannot change within a run", again)
     # In the same folder, with a file more.
     assert "accepted changes: --momentum: 0.875 then, 0.5 now; train/ has 1 file more (blue/new.jpg)" in done[7].out
     assert steps(first) == list(range(1, 11))

@@ -111,7 +111,7 @@ def test_the_newest_whole_checkpoint_is_used(trained: Path, tmp_path: Path, how:
         assert load_newest(find_checkpoints(config)) == (None, [])
     else:
         with pytest.raises(UserError, match=r"none of its 4 checkpoints is whole; start again: "):
-            load_newest(find_checkpoints(config))
+            load_newest(find_checkpoints(config), config=config)
 
 
 @pytest.mark.parametrize("bits", [20, pytest.param(200, marks=pytest.mark.slow)])

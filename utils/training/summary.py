@@ -24,6 +24,7 @@ from utils.log import SUMMARY
 from utils.network.folding import sums_in_cudnn
 from utils.network.fused_layers import BatchNorm2d
 from utils.options.flags import flag
+from utils.options.remedies import from_weights
 from utils.options.resolved import ResolvedConfig
 from utils.report.output_folder import DATA_WAIT_WARNING, read_run
 from utils.report.terminal import epoch_table
@@ -236,8 +237,8 @@ def _describe_end(run: Run) -> str:
     best = f", best {figure(run.state.best.by).title} {run.state.best.shown}" if run.state.best else ""
     epochs = f"All {run.config.epochs} epochs are" if run.config.epochs > 1 else "The epoch is"
     return (
-        f"{epochs} done{best}. To train on, start a new run from its weights: --pretrained "
-        f"{run.config.output_dir / BEST} --name NEW"
+        f"{epochs} done{best}. To train on, start a new run from its weights: "
+        f"{from_weights(run.config, run.config.output_dir / BEST)}"
     )
 
 

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import hashlib
 import inspect
+import os
 import re
 import sys
 import traceback
@@ -31,6 +32,7 @@ from utils.distributed.collective import collective
 from utils.distributed.collectives import all_gather_object, sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import UserError, first_line
+from utils.options.remedies import accept_changes
 from utils.options.resolved import ResolvedConfig
 from utils.options.schedules import size_schedule
 from utils.options.sizes import ImageSize, sides_of
@@ -268,6 +270,6 @@ def explain_failure(config: ResolvedConfig, rank: int) -> Iterator[None]:
         what = f"fails, {_describe_error(error, code.path)}"
         if code.path not in str(error):
             what = f"returns images of another shape than {(*sides_of(config.image_size), 3)}"
-        raise UserError(
-            f"rank {rank}: {code.option}: {what}; correct it, and go on by --resume PATH --accept-changes"
-        ) from error
+        last = config.output_dir / "last.pt"
+        resume = f", and go on by {accept_changes(config, last)}" if os.path.isfile(last) else ""
+        raise UserError(f"rank {rank}: {code.option}: {what}; correct it{resume}") from error

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from utils.data.images.records import ImageTable, Record
-from utils.errors import START_ANEW, UserError, escape_control_chars, some
+from utils.errors import UserError, escape_control_chars, some
 from utils.figures import Task
 from utils.text import count
 
@@ -271,10 +271,7 @@ class Manifest:
             if not len(good):
                 name = self.name(index)
                 place = self.place(self.labels[index]) if self.label_sets is None else str(self.root)
-                raise UserError(
-                    f"{place}: no image is left that this run began with; "
-                    f"repair one ({name}: {bad[name]}), or {START_ANEW}"
-                )
+                raise UserError(f"{place}: no image is left that this run began with; repair one ({name}: {bad[name]})")
             order[index] = good[np.searchsorted(good, index) % len(good)]
         return dataclasses.replace(
             self.select(order),

@@ -7,9 +7,10 @@ from typing import Any
 
 from utils.data.loaders.sampler import Sampler
 from utils.data.splits.selection import SPLITS, SYNTHETIC_TRAIN
-from utils.errors import START_ANEW, UserError
-from utils.options.config import flags_with
+from utils.errors import UserError
+from utils.options.config import TrainConfig, flags_with
 from utils.options.flags import flag
+from utils.options.remedies import from_weights, other_folder, start_again
 from utils.text import count
 from utils.training.settings.batch_layout import saved_layout
 from utils.training.state.checkpoint import Checkpoint
@@ -40,14 +41,16 @@ def is_fixed(names: Sequence[str]) -> bool:
     return any(name in FIXED for name in names)
 
 
-def require_acceptable(saved: Checkpoint, names: Sequence[str], classes: Sequence[str]) -> None:
+def require_acceptable(config: TrainConfig, saved: Checkpoint, names: Sequence[str], classes: Sequence[str]) -> None:
     """Raise UserError for changes after which the weights of the checkpoint do not fit."""
     fixed = [name for name in names if name in FIXED]
     if fixed or tuple(classes) != saved.record.classes:
         what = " and ".join(fixed) if fixed else "names of classes"
+        remedy = f"{from_weights(config, saved.path)} starts a run from them"
+        if not {"--arch", "--model-args"}.isdisjoint(fixed):  # of other layers than the head, too
+            remedy = start_again(config)
         raise UserError(
-            f"--accept-changes: {what} cannot change within a run, as its weights are made for the former; "
-            f"--pretrained {saved.path} --name NEW starts a run from them"
+            f"--accept-changes: {what} cannot change within a run, as its weights are made for the former; {remedy}"
         )
 
 
@@ -57,16 +60,16 @@ def steps_before(saved: Checkpoint) -> int:
     return num_images // saved_layout(saved).global_batch_size
 
 
-def require_other_folder(saved: Checkpoint, output_dir: os.PathLike[str], steps_per_epoch: int) -> None:
+def require_other_folder(config: TrainConfig, saved: Checkpoint, steps_per_epoch: int) -> None:
     """Raise UserError where a run would go on in its folder with epochs of another length.
 
     Lines of metrics.jsonl are kept or removed by their step, so that all of a folder must count alike.
     """
-    before = steps_before(saved)
-    if before != steps_per_epoch and saved.path and os.path.realpath(saved.path.parent) == os.path.realpath(output_dir):
+    before, folder = steps_before(saved), config.output_dir
+    if before != steps_per_epoch and saved.path and os.path.realpath(saved.path.parent) == os.path.realpath(folder):
         raise UserError(
             f"--accept-changes: an epoch has {count(steps_per_epoch, 'step')} instead of {before}, and metrics.jsonl "
-            f"in --output-dir {output_dir} counts the latter; give --name NEW or --output-dir NEW, or {START_ANEW}",
+            f"in --output-dir {folder} counts the latter; give {other_folder(config)}, or {start_again(config)}",
             on_all_ranks=True,
         )
 

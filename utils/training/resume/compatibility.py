@@ -22,9 +22,10 @@ from utils.data.splits.selection import Splits, initial_manifest
 from utils.distributed.collective import collective
 from utils.distributed.collectives import broadcast, sync_errors
 from utils.distributed.group import DistEnv
-from utils.errors import START_ANEW, UserError
+from utils.errors import UserError
 from utils.options.config import flags_with
 from utils.options.flags import flag
+from utils.options.remedies import accept_changes, from_weights, start_again
 from utils.options.resolved import ResolvedConfig
 from utils.text import count
 from utils.training.optimization.lr_schedule import rate_at
@@ -75,16 +76,18 @@ def check_fingerprint(config: ResolvedConfig, splits: Splits, env: DistEnv, save
     with sync_errors(env):
         differing = changed_names(saved, now) if saved else []
         if saved and config.accept_changes:
-            require_acceptable(saved, differing, splits["train"].classes)
+            require_acceptable(config, saved, differing, splits["train"].classes)
         elif saved and differing:
             listed = describe_changes(saved, now, splits)
             forgotten = config.bad_files == "error" and any(saved.record.excluded_files.values())
             forgotten &= any(name.startswith("files of") for name in differing)
             hint = "give --bad-files skip, without whose bad files it ran, or " if forgotten else ""
-            accept = "" if is_fixed(differing) else f"go on with them by --resume {saved.path} --accept-changes, "
+            accept = f"go on with them by {accept_changes(config, saved.path)}, "
+            if is_fixed(differing) or tuple(splits["train"].classes) != saved.record.classes:
+                accept = ""
             raise UserError(
                 f"--resume {saved.path}: its run had other settings or data ({listed}); {hint}restore these, "
-                f"{accept}or {START_ANEW}"
+                f"{accept}or {start_again(config)}"
             )
     return now
 
@@ -234,7 +237,7 @@ def describe_files(
                 changed = np.flatnonzero(before["mtimes"] != begun.mtimes)
                 unsure, other = compare_contents(begun, changed, before["digests"], digests)
                 if other is not None:
-                    lines.append(_describe_content(begun.record(other).name, saved, config.accept_changes))
+                    lines.append(_describe_content(begun.record(other).name, saved, config))
                 digests = np.where((digests == 0) & (before["mtimes"] == begun.mtimes), before["digests"], digests)
                 if len(unsure):
                     lines.append(
@@ -245,16 +248,17 @@ def describe_files(
     return files, lines
 
 
-def _describe_content(name: str, saved: Checkpoint, accepted: bool) -> str:
+def _describe_content(name: str, saved: Checkpoint, config: ResolvedConfig) -> str:
     """A line on a file with another content, where that is accepted.
 
     Raises:
         UserError: it is not.
     """
     what = f"{name} has another content than when it was saved, with the same name and size"
-    if not accepted:
+    if not config.accept_changes:
         raise UserError(
-            f"--resume {saved.path}: {what}; restore it, add --accept-changes to --resume {saved.path}, or {START_ANEW}"
+            f"--resume {saved.path}: {what}; restore it, go on by {accept_changes(config, saved.path)}, or "
+            f"{start_again(config)}"
         )
     return f"accepted changes: {what}"
 
@@ -276,6 +280,6 @@ def schedule_jump(config: ResolvedConfig, saved: Checkpoint, steps_per_epoch: in
     flags = ", ".join(f"{flag(name)} {format_change(getattr(before, name), getattr(config, name))}" for name in changed)
     return [
         f"the learning rate goes from {last:.4g} to {now:.4g} in one step, from {last / peaks[0]:.2%} to "
-        f"{now / peaks[1]:.2%} of its peak ({flags}); --pretrained {saved.path} --name NEW trains on with a "
+        f"{now / peaks[1]:.2%} of its peak ({flags}); {from_weights(config, saved.path)} trains on with a "
         "schedule of its own"
     ]

@@ -19,11 +19,12 @@ from utils.distributed.collective import collective
 from utils.distributed.collectives import all_gather_object, broadcast, sync_errors
 from utils.distributed.group import DistEnv
 from utils.distributed.launcher import restarted_by
-from utils.errors import START_ANEW, UserError
+from utils.errors import UserError
 from utils.log import EVENTS, emit
 from utils.network.parallel import warm_up_ddp_buckets
 from utils.options.config import TrainConfig, flags_with
 from utils.options.flags import flag
+from utils.options.remedies import from_weights, other_folder, start_again
 from utils.options.resolved import ResolvedConfig
 from utils.options.sizes import sides_of
 from utils.options.store_url import store_url
@@ -58,7 +59,7 @@ def open_checkpoint(config: TrainConfig, env: DistEnv) -> Checkpoint | None:
     if saved_before_restart(config, env):
         config = dataclasses.replace(config, resume="auto")
     with sync_errors(env):
-        saved, skipped = load_newest(find_checkpoints(config))
+        saved, skipped = load_newest(find_checkpoints(config), config=config)
     if env.is_main:
         for line in skipped:
             emit(line)
@@ -218,14 +219,15 @@ def inherit_start(config: TrainConfig, saved: Checkpoint | None) -> TrainConfig:
         same = _same_source(now, before[name]) if name == "pretrained" else now == before[name]
         if name == "pretrained" and not same and now and os.path.dirname(os.path.realpath(now)) == _folder_of(saved):
             raise UserError(
-                f"--pretrained {now}: {config.output_dir} holds the run that these weights are of; give --name NEW to "
-                "train on from them in another run, or leave --pretrained out to go on with this one",
+                f"--pretrained {now}: {config.output_dir} holds the run that these weights are of; give "
+                f"{from_weights(config, Path(now))} to train on from them in another run, or leave --pretrained out to "
+                "go on with this one",
                 on_all_ranks=True,
             )
         if name in config.given and not same:
             raise UserError(
                 f"{flag(name)} {now}: not used, as {saved.path} is of a run that began with {before[name]}; leave "
-                f"it out, or {START_ANEW}",
+                f"it out, or {start_again(config)}",
                 on_all_ranks=True,
             )
     return dataclasses.replace(config, **before)
@@ -256,9 +258,10 @@ def files_to_replace(config: ResolvedConfig, saved: Checkpoint | None, env: Dist
             found = not_continued(config.output_dir, saved)
             if found and not config.overwrite:
                 newest, reason = next(iter(found.items()))
+                undo = " --no-accept-changes" if config.accept_changes else ""
                 raise UserError(
                     f"--resume {config.resume}: --output-dir {config.output_dir} holds {newest.name}, {reason}; give "
-                    "--name NEW or --output-dir NEW for another folder, --resume auto to go on with it, or --overwrite "
+                    f"{other_folder(config)} for another folder, --resume auto{undo} to go on with it, or --overwrite "
                     "to remove it"
                 )
             replaced = list(found)
@@ -353,7 +356,7 @@ def _load(
     changes = changed_names(saved, fingerprint)
     replicated = saved.state
     if changes:
-        require_other_folder(saved, config.output_dir, sampler.steps_per_epoch)
+        require_other_folder(config, saved, sampler.steps_per_epoch)
         replicated, rank_state = adapt(saved, rank_state, state, changes, sampler)
     state.load(replicated, rank_state)
     if not same_layout or changes:

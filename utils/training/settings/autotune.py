@@ -21,9 +21,10 @@ from utils.distributed.collective import collective
 from utils.distributed.collectives import all_gather_object, raise_on_all_ranks, sync_errors
 from utils.distributed.group import DistEnv
 from utils.distributed.machine import all_pairs_nvlink, inspect_machine
-from utils.errors import START_ANEW, UserError
+from utils.errors import UserError
 from utils.figures import Task
 from utils.options.config import TrainConfig
+from utils.options.remedies import start_again
 from utils.options.resolved import ResolvedConfig
 from utils.options.sizes import sides_of
 from utils.text import count
@@ -70,7 +71,7 @@ def choose_common_loader_settings(
     )
     remedy = "use --cache none"
     if saved and "cache" in open_names:
-        remedy = f"its checkpoint was trained so: resume where they fit, or {START_ANEW}"
+        remedy = f"its checkpoint was trained so: resume where they fit, or {start_again(config)}"
     raise_on_all_ranks(check_cache_fits(choice.cache, machine, decoded, remedy), env)
     shown = {name: reasons[name] for name in open_names if name in reasons and config.loader in BY_DALI}
     if reason := describe_processes(config, env.world_size):

@@ -3,9 +3,10 @@
 import dataclasses
 
 from utils.distributed.group import DistEnv
-from utils.errors import START_ANEW, UserError
+from utils.errors import UserError
 from utils.options.config import TrainConfig
 from utils.options.data_flags import BATCH_SIZE
+from utils.options.remedies import accept_changes, start_again
 from utils.options.resolved import ResolvedConfig
 from utils.text import count
 from utils.training.state.checkpoint import Checkpoint
@@ -66,12 +67,12 @@ def describe_processes(config: TrainConfig, world_size: int) -> str:
     return text if rest else f"{text}; --batch-size {same} keeps both"
 
 
-def _require_same_layout(now: Layout, before: Layout, saved: Checkpoint) -> None:
+def _require_same_layout(config: TrainConfig, now: Layout, before: Layout, saved: Checkpoint) -> None:
     """Raise UserError on all ranks for another layout: DALI's own reader knows its position in one alone."""
     if now != before:
         raise UserError(
             f"{now}: --loader stock goes on only as its checkpoint was saved, by {before}; start the same, go on with "
-            f"another loader by --resume {saved.path} --accept-changes --loader dali, or {START_ANEW}",
+            f"another loader by --loader dali {accept_changes(config, saved.path)}, or {start_again(config)}",
             on_all_ranks=True,
         )
 
@@ -90,13 +91,13 @@ def choose_batch_size(config: TrainConfig, env: DistEnv, saved: Checkpoint | Non
         return BATCH_SIZE if given is None else given
     before, accumulated = saved_layout(saved), config.grad_accum_steps
     if config.loader == saved.config.loader == "stock" and not config.accept_changes:
-        _require_same_layout(Layout(env.world_size, given or before.batch_size, accumulated), before, saved)
+        _require_same_layout(config, Layout(env.world_size, given or before.batch_size, accumulated), before, saved)
     total = before.global_batch_size
     same_total, rest = divmod(total, env.world_size * accumulated)
     if given is not None and (config.accept_changes or given * env.world_size * accumulated == total):
         return given
     origin = f"the checkpoint was saved by {before}, a global batch of {total}"
-    again = f"go on with it by --resume {saved.path} --accept-changes, or {START_ANEW}"
+    again = f"go on with it by {accept_changes(config, saved.path)}, or {start_again(config)}"
     now = count(env.world_size, "process") + (f" x --grad-accum-steps {accumulated}" if accumulated > 1 else "")
     if (rest or not same_total) and config.accept_changes:
         return saved.config.batch_size

@@ -17,10 +17,11 @@ from utils.data.splits.selection import SPLITS, InitialFiles
 from utils.distributed.collective import collective
 from utils.distributed.collectives import gather_to_rank0
 from utils.distributed.launcher import launch_ids
-from utils.errors import START_ANEW, UserError, first_line
+from utils.errors import UserError, first_line
 from utils.files import link_temporary, rename, temporary_of, write_temporary
 from utils.options.arguments import model_options
 from utils.options.config import TrainConfig
+from utils.options.remedies import from_weights, start_again
 from utils.options.resolved import ResolvedConfig
 from utils.options.validation import require_checkpoint
 from utils.training.state.train_state import NETWORKS, BestEpoch, RankState, ReplicatedState, TrainState, mean_buffers
@@ -179,14 +180,16 @@ def find_checkpoints(config: TrainConfig) -> list[Path]:
     return paths
 
 
-def load_newest(paths: Sequence[Path], flag: str = "--resume") -> tuple[Checkpoint | None, list[str]]:
+def load_newest(
+    paths: Sequence[Path], flag: str = "--resume", config: TrainConfig | None = None
+) -> tuple[Checkpoint | None, list[str]]:
     """The first of `paths` that is whole, and a line for each that was skipped; (None, []) for no paths.
 
     Where the first is damaged, the others need not be of its run: only those of the run that has saved last count.
 
     Args:
         paths: of checkpoints, the preferred one first.
-        flag: see `load`.
+        flag, config: see `load`.
 
     Raises:
         UserError: there are some, but none is whole: nobody is to lose a run by starting from scratch unasked.
@@ -197,7 +200,7 @@ def load_newest(paths: Sequence[Path], flag: str = "--resume") -> tuple[Checkpoi
     whole: list[tuple[Path, float, str]] = []
     for path in paths:
         try:
-            found = load(path, flag)
+            found = load(path, flag, config)
         except UserError as error:
             if len(paths) == 1 or isinstance(error, OtherFormat):
                 raise
@@ -207,7 +210,7 @@ def load_newest(paths: Sequence[Path], flag: str = "--resume") -> tuple[Checkpoi
             return found, []
         whole.append((path, found.saved_at, found.record.run))
     if not whole:
-        remedy = START_ANEW if flag == "--resume" else "give another run"
+        remedy = "give another run" if config is None or config.evaluate else start_again(config)
         none = f"none of its {len(paths)} checkpoints is whole" if len(paths) > 1 else "its checkpoint is not whole"
         raise UserError(f"{paths[0].parent}: {none}; {remedy}")
     _, _, newest_run = max(whole, key=lambda candidate: candidate[1])
@@ -249,21 +252,23 @@ def not_continued(folder: Path, saved: Checkpoint | None) -> dict[Path, str]:
     return found
 
 
-def load(path: Path, flag: str = "--resume") -> Checkpoint:
+def load(path: Path, flag: str = "--resume", config: TrainConfig | None = None) -> Checkpoint:
     """Read a checkpoint onto the CPU. Nothing in the file is executed.
 
     Args:
         path: of the file.
         flag: that names it, for messages.
+        config: of the run that it is for, if there is one, for what its messages offer.
 
     Raises:
         UserError: the file is damaged, or is no checkpoint of Brisk.
     """
-    content = _read_whole(path, flag)
+    is_found = config is not None and config.resume == "auto" and not config.evaluate  # by us, in the output folder
+    content = _read_whole(path, flag, start_again(config) if config and is_found else "give another file")
     message = f"{flag} {path}: not a checkpoint of this version of Brisk"
-    remedy = f"--pretrained {path} with another --output-dir starts from its weights"
-    if flag != "--resume":
-        remedy = "train.py --pretrained takes its weights"
+    remedy = "train.py --pretrained takes its weights"
+    if config is not None:
+        remedy = f"{from_weights(config, path)} starts from its weights"
     if not isinstance(content, dict) or "format" not in content:
         raise UserError(f"{message}; {remedy}")
     if str(content["format"]) != str(FORMAT):
@@ -275,7 +280,7 @@ def load(path: Path, flag: str = "--resume") -> Checkpoint:
         raise UserError(f"{message}: a part is missing; {remedy}") from None
 
 
-def _read_whole(path: Path, flag: str) -> Any:
+def _read_whole(path: Path, flag: str, remedy: str) -> Any:
     """What torch.save wrote to `path`.
 
     Raises:
@@ -293,9 +298,7 @@ def _read_whole(path: Path, flag: str) -> Any:
     except Exception as error:
         # torch's own messages are about its releases and its arguments, which are not the user's.
         reason = getattr(error, "strerror", None) or type(error).__name__
-        raise UserError(
-            f"{flag} {path}: damaged, or not a readable checkpoint ({reason}); give another file"
-        ) from error
+        raise UserError(f"{flag} {path}: damaged, or not a readable checkpoint ({reason}); {remedy}") from error
     return content
 
 
