@@ -30,7 +30,7 @@ def check_arch(arch: str) -> None:
     """Raise UserError, with the closest names, unless timm knows the architecture."""
     name, _, tag = arch.partition(".")  # timm writes pretrained variants as arch.tag
     if not timm.is_model(name):
-        close = ", ".join(difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.0))
+        close = ", ".join(difflib.get_close_matches(name.lower(), timm.list_models(), n=3, cutoff=0.0))
         raise UserError(f"--arch {arch}: unknown to timm; the closest are {close}")
     variants = timm.list_pretrained(f"{name}.*")
     if tag and arch not in variants:

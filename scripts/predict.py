@@ -20,7 +20,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -63,7 +63,7 @@ def read_options(
     *,
     batch_size: int | None,
     workers: int | None,
-    device: Literal["auto", "cuda", "cpu"],
+    device: str,
     output_dir: Path,
     eval_flip: bool,
 ) -> PredictOptions:

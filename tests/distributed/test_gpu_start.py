@@ -26,8 +26,9 @@ import ctypes, torch
 driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
 found |= {"status": driver.cuDeviceGetCount(ctypes.byref(count)), "seen": count.value}
 found |= {"counted": jpeg_engines.cache_info().currsize, "all": torch.cuda.device_count()}
-found["device"] = str(hide_other_gpus(choose_device("cuda", read_launch())))
+found["device"] = str(hide_other_gpus(choose_device(sys.argv[1], read_launch())))
 found["sum"] = torch.ones(5, device=found["device"]).sum().item()
+found["now"] = os.environ["CUDA_VISIBLE_DEVICES"]
 """
 
 
@@ -50,7 +51,7 @@ def test_one_of_several_processes_starts_its_gpu_later(
     assert json.loads(done.out)["connections"] == connections
 
 
-@pytest.mark.parametrize(("choice", "connections"), [("cpu", None), ("auto", "32"), ("cuda", "32")])
+@pytest.mark.parametrize(("choice", "connections"), [("cpu", None), ("auto", "32"), ("cuda", "32"), ("cuda:1", "32")])
 def test_without_gpus_the_environment_stays(choice: str, connections: str | None) -> None:
     done = launch(
         choice, program=STARTS + PRINTS, env={"CUDA_VISIBLE_DEVICES": "", "CUDA_DEVICE_MAX_CONNECTIONS": None}
@@ -73,9 +74,10 @@ def test_a_deterministic_run_starts_its_gpu_later(deterministic: bool, connectio
 
 
 @pytest.mark.gpu
-def test_cuda_starts_on_the_first_gpu() -> None:
+@pytest.mark.parametrize(("choice", "visible"), [("cuda", "0"), pytest.param("cuda:1", "1", marks=pytest.mark.gpus)])
+def test_cuda_starts_on_the_first_gpu_or_on_that_which_is_named(choice: str, visible: str) -> None:
     variables = {"CUDA_VISIBLE_DEVICES": None, "CUDA_DEVICE_MAX_CONNECTIONS": None}
-    done = launch("cuda", program=STARTS + USES_TORCH + PRINTS, env=variables)
+    done = launch(choice, program=STARTS + USES_TORCH + PRINTS, env=variables)
     assert done.status == 0, done.err
     found = json.loads(done.out)
     assert found["started"], "in a thread"
@@ -83,3 +85,4 @@ def test_cuda_starts_on_the_first_gpu() -> None:
     assert found["all"] >= 1, "torch still counts all GPUs"
     assert (found["counted"], found["device"], found["sum"]) == (1, "cuda:0", 5.0)
     assert (found["visible"], found["connections"]) == (None, "32"), "as it was"
+    assert found["now"] == visible

@@ -59,7 +59,7 @@ ON_A_GPU = (
     "--task multilabel --loss asymmetric --mixup 0.2 --report --compile --fused-layers --amp fp16",
     "--task multilabel --cache gpu --ema-decay 0.9 --class-weights auto",
     "--device cpu",
-    "--device auto --processes 1",
+    "--device cuda:0 --processes 1",
 )
 
 # The same on two GPUs.

@@ -17,17 +17,20 @@ def choose_device(choice: str, launch: Launch) -> torch.device:
     """`--device` -> the device of this process.
 
     Args:
-        choice: auto, cuda or cpu.
+        choice: auto, cuda, cuda:N or cpu.
         launch: this process among those of its machine.
 
     Raises:
-        UserError: CUDA asked for and absent, or fewer GPUs than processes.
+        UserError: CUDA asked for and absent, fewer GPUs than processes, or one GPU named for several processes.
     """
     gpus = torch.cuda.device_count()
     if choice == "cpu" or (choice == "auto" and gpus == 0):
         return torch.device("cpu")
     if gpus == 0:
-        raise UserError("--device cuda: no usable GPU here; use --device cpu, or check nvidia-smi and the driver")
+        given = choice if ":" in choice else "cuda"
+        raise UserError(f"--device {given}: no usable GPU here; use --device cpu, or check nvidia-smi and the driver")
+    if ":" in choice:
+        return _named_gpu(choice, gpus, launch.world_size)
     if gpus == 1 and launch.world_size > 1 and "LOCAL_RANK" not in os.environ:
         return torch.device("cuda", 0)  # Slurm can show each task its own GPU alone
     if launch.local_rank >= gpus:
@@ -36,6 +39,24 @@ def choose_device(choice: str, launch: Launch) -> torch.device:
             "GPU (torchrun --nproc_per_node, srun --ntasks-per-node)"
         )
     return torch.device("cuda", launch.local_rank)
+
+
+def _named_gpu(choice: str, gpus: int, world_size: int) -> torch.device:
+    if world_size > 1:
+        raise UserError(
+            f"--device {choice} with {world_size} processes: each has a GPU of its own; give --device cuda",
+            on_all_ranks=True,
+        )
+    device = torch.device(choice)
+    require_gpu(device, gpus, "--device")
+    return device
+
+
+def require_gpu(device: torch.device, gpus: int, name: str) -> None:
+    """Raise UserError unless the index of `device` is one of `gpus`; `name` is what the user set."""
+    if device.index >= gpus:
+        are, others = ("is", "") if gpus == 1 else ("are", f" to cuda:{gpus - 1}")
+        raise UserError(f"{name} {device}: there {are} {count(gpus, 'GPU')} here; give cuda:0{others}")
 
 
 def hide_other_gpus(device: torch.device) -> torch.device:

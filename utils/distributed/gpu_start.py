@@ -13,7 +13,7 @@ _thread: threading.Thread | None = None
 
 
 def start_gpu(device_choice: str) -> None:
-    """Let a thread start CUDA on the first visible GPU, if there is one, and count its JPEG decoders.
+    """Let a thread start CUDA on the first visible GPU, or on number N, if it is there, and count its JPEG decoders.
 
     That takes 1.2 s, mostly without Python's lock. CUDA then sees this GPU alone. Sets CUDA_DEVICE_MAX_CONNECTIONS
     (`set_max_connections`). Does nothing in one of several processes: torch counts the GPUs of all before CUDA starts.
@@ -21,7 +21,7 @@ def start_gpu(device_choice: str) -> None:
     To be followed by `wait_for_gpu`; until then nothing else may read or change CUDA_VISIBLE_DEVICES.
 
     Args:
-        device_choice: auto, cuda or cpu.
+        device_choice: auto, cuda, cuda:N or cpu.
 
     Raises:
         UserError: the launcher's variables are incomplete.
@@ -30,7 +30,8 @@ def start_gpu(device_choice: str) -> None:
     if device_choice == "cpu" or read_launch() != Launch():
         return
     set_max_connections()
-    _thread = threading.Thread(target=_start, name="GPU start")
+    index = int(device_choice.partition(":")[2] or 0)
+    _thread = threading.Thread(target=_start, args=(index,), name="GPU start")
     _thread.start()
 
 
@@ -54,13 +55,15 @@ def visible_device_for_rank(visible: str | None, local_rank: int) -> str:
     return str(local_rank) if visible is None else visible.split(",")[local_rank].strip()
 
 
-def _start() -> None:
+def _start(index: int) -> None:
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = visible_device_for_rank(visible, 0)
+    if visible is not None and index >= len(visible.split(",")):
+        return  # there is no such GPU, which `choose_device` says
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible_device_for_rank(visible, index)
     has_started = driver.cuInit(0) == 0
     if visible is None:
         del os.environ["CUDA_VISIBLE_DEVICES"]

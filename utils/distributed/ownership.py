@@ -26,7 +26,7 @@ def own_process(device_choice: str, deterministic: bool | None = None) -> torch.
     more, and a run has one wherever DALI or a capture frees memory.
 
     Args:
-        device_choice: auto, cuda or cpu.
+        device_choice: auto, cuda, cuda:N or cpu.
         deterministic: whether torch must compute the same bits in every run; False lets cuDNN choose its algorithms by
             trial, None leaves torch as it is.
 

@@ -67,7 +67,7 @@ def start_imports(device_choice: str, deterministic: bool = False) -> None:
     They make a million objects and no garbage; searching them takes a tenth of the time. The GPU starts beside them.
 
     Args:
-        device_choice: auto, cuda or cpu.
+        device_choice: auto, cuda, cuda:N or cpu.
         deterministic: of `own_process`. The GPU then starts there, as cuBLAS has to find the variable that it sets.
     """
     show_first_line(IMPORTS)

@@ -54,7 +54,7 @@ class PredictOptions:
     ema: bool | None
     batch_size: int | None
     workers: int | None
-    device: Literal["auto", "cuda", "cpu"]
+    device: str
     output_dir: Path
     eval_flip: bool
 

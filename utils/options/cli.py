@@ -1,5 +1,6 @@
 """Command line of train.py and of every script: Typer options, YAML recipes, error messages and exit statuses."""
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -22,6 +23,7 @@ from utils.errors import (
     UserError,
 )
 from utils.log import accept_all_characters, emit, print_error
+from utils.options.aliases import PAGE, VALUES, explain
 from utils.options.config import TrainConfig, choices, flag_fields
 from utils.options.flags import FlagInfo, flag, flag_info, kinds
 from utils.options.readers import number_option, read_choice, read_path, read_size, with_path_reader
@@ -97,8 +99,7 @@ class Program(Generic[Options]):
         try:
             result = self.command().main(list(argv), prog_name=self.name, standalone_mode=False)
         except _USAGE_ERROR as error:
-            message = " ".join(error.format_message().split()).rstrip(".")
-            raise UserError(f"{message}; {self.name} --help lists all flags", on_all_ranks=True) from None
+            raise UserError(_explain(error, argv, self.name), on_all_ranks=True) from None
         except UserError as error:
             raise UserError(str(error), on_all_ranks=True) from None
         if isinstance(result, int):
@@ -146,6 +147,24 @@ class Program(Generic[Options]):
             return EXIT_STOPPED
         except KeyboardInterrupt:
             return EXIT_INTERRUPTED
+
+
+def _explain(error: Any, argv: Sequence[str], program: str) -> str:
+    """The message of a usage error, with the names here for those of other trainers."""
+    message = " ".join(error.format_message().split()).rstrip(".")
+    option = getattr(error, "param", None)
+    name = option.opts[0] if option is not None else getattr(error, "option_name", "")
+    if note := VALUES.get(name.lstrip("-")):
+        return f"{message}; {note}"
+    if (context := error.ctx) is not None:  # it is None where the last flag lacks its value
+        flags = {each for option in context.command.params for each in (*option.opts, *option.secondary_opts)}
+        parser, words = context.command.make_parser(context), [name]
+        parser.ignore_unknown_options = True
+        with contextlib.suppress(_USAGE_ERROR):  # one more mistake, which is answered after this one
+            _, words, _ = parser.parse_args(list(argv))
+        if explained := explain(words, flags):
+            return f"other names here: {explained}; {PAGE} has more"
+    return f"{message}; {program} --help lists all flags"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -220,7 +239,8 @@ def _help(field: dataclasses.Field[Any], info: FlagInfo) -> str:
 def _spelling(field: dataclasses.Field[Any]) -> tuple[str, ...]:
     # A recipe may turn any switch on, and the command line must be able to turn it off.
     both = bool in kinds(field)
-    return (f"{flag(field.name)}/--no-{flag(field.name)[2:]}",) if both else (flag(field.name),)
+    name = f"{flag(field.name)}/--no-{flag(field.name)[2:]}" if both else flag(field.name)
+    return (name, short) if (short := flag_info(field).short) else (name,)
 
 
 def _reader(field: dataclasses.Field[Any], info: FlagInfo) -> dict[str, Any]:

@@ -157,7 +157,7 @@ class TrainConfig(DataFlags):
     amp: Literal["auto", "bf16", "fp16", "none"] = _flag(
         "auto", PRECISION, "Mixed precision.", role="logged", from_checkpoint=True, chosen=True
     )
-    device: Literal["auto", "cuda", "cpu"] = _flag("auto", PRECISION, "Device to train on.", chosen=True)
+    device: str = _flag("auto", PRECISION, "Device to train on.", names=("auto", "cuda", "cuda:N", "cpu"), chosen=True)
 
     resume: str = _flag(
         "auto", RUN, "Checkpoint to go on from; auto is last.pt of the output folder, if it is there.",

@@ -32,8 +32,9 @@ class DataFlags:
     arch: str = _flag("resnet50", FIRST, "Architecture: any name that timm knows.", role="fixed", from_checkpoint=True)
     epochs: int = _flag(90, FIRST, "Passes over the training images.", MIN_1, role="logged")
     batch_size: int | None = _flag(
-        None, FIRST, "Images per process and step.", MIN_1, shown=f"{BATCH_SIZE}, or as resumed", from_checkpoint=True
-    )
+        None, FIRST, "Images per process and step.", MIN_1, shown=f"{BATCH_SIZE}, or as resumed", short="-b",
+        from_checkpoint=True,
+    )  # fmt: skip
     lr: float | None = _flag(
         None, FIRST, "Peak learning rate for a global batch of 256 images; see --lr-scaling.", ABOVE_0,
         shown="by optimizer; 0.256 for sgd", role="logged", chosen=True,
@@ -51,7 +52,7 @@ class DataFlags:
         chosen=True,
     )  # fmt: skip
     cache: Literal["auto", "none", "gpu", "host"] = _flag(
-        "auto", DATA, "Where decoded training images are kept.", chosen=True
+        "auto", DATA, "Where decoded training images stay.", chosen=True
     )
     prefetch: int | None = _flag(None, DATA, "Batches that DALI prepares ahead.", MIN_1, shown=str(PREFETCH))
     bad_files: Literal["error", "skip"] = _flag(
@@ -80,7 +81,7 @@ class DataFlags:
         shown="bilinear, or by the weights", role="fixed", from_checkpoint=True, chosen=True,
     )  # fmt: skip
     val_split: str = _flag(
-        "val", DATA, "Folder of the validation images, beside train/.", role="logged", from_checkpoint=True
+        "val", DATA, "Folder of validation images, beside train/.", role="logged", from_checkpoint=True
     )
     train_data: str | None = _flag(
         None, DATA, "Training shards or label file, below --data-dir.", shown="found", metavar="GLOB",
@@ -108,7 +109,7 @@ class DataFlags:
     balance: float = _flag(0.0, DATA, "How evenly classes come; 1: all alike.", _SHARE, shown="0, off", role="fixed")
     workers: int | None = _flag(
         None, DATA, "CPU threads per process that load data; with --loader torch, worker processes.", MIN_1,
-        shown="its share of the cores", chosen=True,
+        shown="its share of the cores", short="-j", chosen=True,
     )  # fmt: skip
     augment: str = _flag("none", AUGMENTATION, "Augmentation policy.", names=tuple(POLICIES), role="fixed")
     randaugment_magnitude: int = _flag(

@@ -25,6 +25,7 @@ class FlagInfo:
         panel: heading of its part of `--help`.
         help: one sentence.
         shown: the default as `--help` shows it: as it is (True), not at all (False), or these words.
+        short: its short spelling, such as `-b`; "" for none.
         metavar: name of its value in `--help`; "" for that of its type.
         limits: ranges, each with its own message, that the value must be in.
         names: the words that the value can be, where its type does not name them.
@@ -42,6 +43,7 @@ class FlagInfo:
     panel: str
     help: str
     shown: str | bool = True
+    short: str = ""
     metavar: str = ""
     unit: str = ""
     limits: tuple[Limit, ...] = ()

@@ -4,6 +4,7 @@ import copy
 import functools
 import inspect
 import os
+import re
 import typing
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,8 +36,8 @@ def choice_option(words: Any) -> dict[str, Any]:
 
 
 def read_choice(names: tuple[str, ...], text: str) -> str:
-    """One of the words `names`."""
-    if text not in names:
+    """One of the words `names`; the N of `cuda:N` stands for a number."""
+    if text.endswith(":N") or re.sub(r":\d+$", ":N", text) not in names:
         raise typer.BadParameter(f"{text!r} is not one of {', '.join(names)}")
     return text
 

@@ -7,8 +7,9 @@ from typing import Any
 import yaml
 
 from utils.errors import UserError
+from utils.options.aliases import PAGE, alias_of
 from utils.options.config import flag_fields, flags_with
-from utils.options.flags import kinds
+from utils.options.flags import flag, kinds
 from utils.options.resolved import CHOSEN
 
 MAX_LENGTH = 1_000_000  # characters
@@ -53,6 +54,8 @@ def read_run_recipe(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     for key, value in recipe.items():
         name = str(key).replace("-", "_")
         if name not in fields:
+            if meant := alias_of(name, [flag(each) for each in fields]):
+                raise UserError(f"--config {path}: unknown key '{key}'; it is {meant} here; {PAGE} has more")
             close = difflib.get_close_matches(name, fields, n=1, cutoff=0.0)
             raise UserError(f"--config {path}: unknown key '{key}'; the closest is '{close[0].replace('_', '-')}'")
         if value is not None and not (name == "pretrained" and value is False):

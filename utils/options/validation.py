@@ -257,6 +257,11 @@ def require_tracker(name: str) -> None:
 
 def _check_device(config: TrainConfig) -> None:
     """What needs a GPU, and what a CUDA graph excludes."""
+    if ":" in config.device and config.processes != 1:
+        raise UserError(
+            f"--device {config.device} with --processes {config.processes}: it is the GPU of one process; give "
+            "--processes 1, or --device cuda"
+        )
     if config.cuda_graph and config.device == "cpu":
         raise UserError("--cuda-graph with --device cpu: there is no GPU to launch it on; use --no-cuda-graph")
     if config.cuda_graph and config.grad_accum_steps > 1:

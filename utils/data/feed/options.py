@@ -15,7 +15,7 @@ import torch.distributed as dist
 from utils.data.images.manifest import OR_SKIP, Manifest
 from utils.data.loaders.cache import mean_decoded_bytes
 from utils.data.loaders.settings import check_cache_fits, choose_loader_settings, resolve_pixels
-from utils.distributed.device import choose_device
+from utils.distributed.device import choose_device, require_gpu
 from utils.distributed.group import DistEnv
 from utils.distributed.launcher import read_launch
 from utils.distributed.machine import inspect_machine
@@ -25,7 +25,6 @@ from utils.options.flags import flag, kinds
 from utils.options.resolved import ResolvedConfig
 from utils.options.sizes import ImageSize, as_image_size
 from utils.options.validation import validate
-from utils.text import count
 
 STATE_FORMAT = 1
 # Training settings of ResolvedConfig, which no loader reads.
@@ -188,11 +187,7 @@ def _choose_device(choice: str | torch.device) -> torch.device:
     if device.index is None:
         current = torch.cuda.current_device()
         return torch.device("cuda", current) if current or gpus == 1 else choose_device("cuda", read_launch())
-    if device.index >= gpus:
-        raise UserError(
-            f"device {device}: there {'is' if gpus == 1 else 'are'} {count(gpus, 'GPU')} here; give "
-            f"cuda:0{f' to cuda:{gpus - 1}' if gpus > 1 else ''}"
-        )
+    require_gpu(device, gpus, "device")
     return device
 
 

@@ -181,7 +181,7 @@ def check_optimizer(name: str, world_size: int = 1) -> None:
     """Raise UserError, with the closest names, unless timm knows the optimizer and our step is enough for it."""
     known = timm.optim.list_optimizers()
     if name not in known:
-        close = ", ".join(difflib.get_close_matches(name, known, n=3, cutoff=0.0))
+        close = ", ".join(difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.0))
         raise UserError(f"--optimizer {name}: unknown to timm; the closest are {close}")
     info = timm.optim.get_optimizer_info(name)
     if info.second_order:
