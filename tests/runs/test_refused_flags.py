@@ -44,7 +44,7 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
     ("--rot90 --resize-schedule 0:32,1:32x48", ("--rot90 with images of 32x48 px:", "give --image-size 48")),
     ("--augment foo", ("'--augment'", "'foo'", "none, autoaugment, randaugment, trivialaugment, three-augment")),
     ("--amp foo", ("'--amp'", "'foo'", "auto, bf16, fp16, none")),
-    ("--device gpu", ("'--device'", "'gpu'", "auto, cuda, cpu")),
+    ("--device gpu", ("'--device'", "'gpu'", "auto, cuda, cuda:N, cpu")),
     ("--randaugment-magnitude 31", ("--randaugment-magnitude 31:", "at least 0 and at most 30")),
     ("--randaugment-ops 0", ("--randaugment-ops 0:", "at least 1 and at most 14")),
     ("--color-jitter 1.5", ("--color-jitter 1.5:", "at least 0 and at most 1")),
@@ -94,7 +94,7 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
     ("--hw-decoder-load 1.5", ("--hw-decoder-load 1.5", "from 0 to 1")),
     ("--cache disk", ("'--cache'", "'disk'", "auto, none, gpu, host")),
     ("--cache gpu", ("--cache gpu", "--device cpu", "use --cache host")),
-    ("--cache host --loader torch", ("--cache host", "--loader torch", "only --loader dali")),
+    ("--cache host --loader torch", ("--cache host", "--loader torch", "use --loader dali")),
     ("--cache host --decode fused", ("--cache host", "--decode fused", "leave --decode out")),
     ("--prefetch 0", ("--prefetch 0", "1 or more")),
     ("--evaluate --resume none", ("--evaluate with --resume none:", "give --resume PATH or --pretrained")),
@@ -177,7 +177,8 @@ def test_path_that_the_system_refuses(refused: Refused, good: list[str], flag: s
 CANNOT, MAPPING = ("cannot be read", "give a YAML file of flags"), ("must be a mapping like 'lr: 0.5'",)
 RECIPES: dict[str, tuple[str | bytes, tuple[str, ...]]] = {
     "list": ("- lr\n- 1\n", (*MAPPING, "not list")),
-    "unknown underscore": ("label_smooth: 3", ("unknown key 'label_smooth'", "the closest is 'label-smoothing'")),
+    "unknown underscore": ("labl_smooth: 3", ("unknown key 'labl_smooth'", "the closest is 'label-smoothing'")),
+    "of another trainer": ("img_size: 3", ("unknown key 'img_size'; it is --image-size here", "docs/coming-from.md")),
     "key of no text": ("3: 4", ("unknown key '3'", "the closest is")),
     "key of two lines": ('"a\\nb": 3', ("unknown key 'a\\nb'", "the closest is")),
     "recipe in recipe": ("config: other.yaml", ("unknown key 'config'",)),

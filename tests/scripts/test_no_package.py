@@ -25,7 +25,7 @@ def test_pip_ends_with_our_line(tmp_path: Path, words: list[str]) -> None:
     for name in ("pyproject.toml", "scripts/no_package.py"):
         shutil.copy(ROOT / name, tmp_path / name)
     target = ["--target", tmp_path / "out"] if words[0] == "install" else ["--wheel-dir", tmp_path / "out"]
-    command = [sys.executable, "-m", "pip", *words, "--no-deps", "--no-index", *target]
+    command = [sys.executable, "-m", "pip", *words, "--no-deps", "--no-index", *map(str, target)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "Brisk is a checkout, not a package: pip install -r requirements.txt" in done.stdout + done.stderr

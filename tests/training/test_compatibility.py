@@ -39,8 +39,12 @@ def test_what_a_resume_depends_on(
     assert check_fingerprint(config, splits, cpu, checkpoint_of(config, fingerprint=found)) == found
     without = dataclasses.replace(config, ema_decay=0.0)
     words = r"settings or data \(--ema-decay above 0: True then, False now\); restore these, go on with them by"
+    saved = checkpoint_of(config, fingerprint=found)
+    same = dataclasses.replace(saved.record, classes=splits["train"].classes)
     with pytest.raises(UserError, match=words):
-        check_fingerprint(without, splits, cpu, checkpoint_of(config, fingerprint=found))
+        check_fingerprint(without, splits, cpu, dataclasses.replace(saved, record=same))
+    with pytest.raises(UserError, match="restore these, or start again"):  # other names of classes are not accepted
+        check_fingerprint(without, splits, cpu, saved)
     before = checkpoint_of(config, fingerprint=found | {"files of val/": "x", "--seed": 4})
     before.record.excluded_files["train"] = ["blue/1.jpg"]
     words = r"\(--seed: 4 then, 3 now; val/ has other files or classes\); give --bad-files skip, without whose"

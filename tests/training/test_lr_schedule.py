@@ -141,7 +141,7 @@ def test_what_is_printed(flags: dict[str, Any], expected: str) -> None:
         ({"schedule": "constant", "cooldown_epochs": 2}, "--cooldown-epochs 2 with --schedule constant: not used"),
         ({"decay_rate": 0.5}, "--decay-rate 0.5 with --schedule cosine: not used; use --schedule step"),
         ({"schedule": "step", "epochs": 20},
-         "--decay-epochs 30: must be less than --epochs 20, or the rate never falls; lower it, or use --schedule "),
+         "--decay-epochs 30: must be less than --epochs 20, or the rate never falls; give --decay-epochs 6.7"),
         ({"cooldown_epochs": 5},
          "--cooldown-epochs 5 without --min-lr: these epochs would have a rate of 0; give --min-lr"),
         ({"cooldown_epochs": 8, "min_lr": 0.1, "warmup_epochs": 2.0, "epochs": 10},

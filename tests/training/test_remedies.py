@@ -10,6 +10,8 @@ import pytest
 from tests.conftest import TINY
 from tests.forked import launch_series
 from tests.harness import error_line
+from tests.runs.test_refused_flags import VALUES
+from utils.errors import UserError
 from utils.options.cli import TRAIN, parse
 from utils.options.remedies import accept_changes, from_weights, other_folder, start_again
 
@@ -150,3 +152,48 @@ def test_what_is_offered_works(data: Path, tmp_path: Path) -> None:
             reasons.append((line, words))
     results = zip(reasons, launch_series(*commands, cwd=tmp_path), strict=True)
     assert [(*reason, done.err) for reason, done in results if done.status not in (0, 143)] == []
+
+
+FLAGS = (
+    *(flags for flags, _ in VALUES),
+    "--cooldown-epochs 3",
+    "--min-lr 0.1 --schedule step",
+    "--decay-rate 0.2",
+    "--schedule step",
+    "--decay-epochs 2 --schedule step",
+    "--val-data v.csv --val-fraction 0.1",
+    "--transform f.py:n --loader torch",
+    "--cuda-graph --device auto --grad-accum-steps 2",
+    "--loss asymmetric --task multiclass",
+    "--focal 1 --loss asymmetric",
+    "--augment randaugment --augment-schedule 0:none",
+    "--real-labels x",
+    "--eval-classes present",
+    "--overwrite",
+    "--pretrained-head new",
+    "--device cuda:1 --processes 2",
+    "--loader proxy --cache gpu --device auto",
+)
+
+
+def test_what_is_offered_before_a_run_works() -> None:
+    """As far as the command line alone says."""
+    given = ["--data-dir", "x", "--epochs", "1", *map(str, TINY)]
+    tried = []
+    for flags in FLAGS:
+        message = refusal([*given, *flags.split()])
+        for words in offered(message) if "; " in message else ():
+            is_open = TAKES_VALUE.get(words[-1]) or words[-1].isupper()  # the user is to give a value
+            if words != ["--help"] and not is_open:
+                tried.append((message, refusal([*given, *flags.split(), *words])))
+    assert [(message, again) for message, again in tried if again] == []
+    assert len(tried) > 20
+
+
+def refusal(words: Sequence[str]) -> str:
+    """The message of a command that is refused before it looks at files; "" for another."""
+    try:
+        parse(words)
+    except UserError as error:
+        return str(error)
+    return ""

@@ -66,7 +66,11 @@ class Program(Generic[Options]):
     help: str | None = None
 
     def command(self) -> Any:
-        """Typer's command for `read_options`."""
+        """Typer's command for `read_options`, made once."""
+        return self._command
+
+    @functools.cached_property
+    def _command(self) -> Any:
         app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
         settings = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 

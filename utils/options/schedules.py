@@ -99,14 +99,17 @@ def unused_by(schedule: str) -> tuple[str, ...]:
 
 def check_lr_schedule(config: TrainConfig) -> None:
     """Raise UserError for flags that `--schedule` does not use, and for parts of it that have no epoch."""
+    third = f"--decay-epochs {config.epochs / 3:.2g}" if decay_epochs(config) >= config.epochs else ""
     for name in unused_by(config.schedule):
         if value := getattr(config, name):
-            remedy = "use --schedule step" if name.startswith("decay_") else "leave it out, or use cosine or linear"
+            remedy = "leave it out, or use cosine or linear"
+            if name.startswith("decay_"):
+                remedy = f"use --schedule step {third}".rstrip()
             raise UserError(f"{flag(name)} {value:g} with --schedule {config.schedule}: not used; {remedy}")
-    if config.schedule == "step" and decay_epochs(config) >= config.epochs:
+    if config.schedule == "step" and third:
         raise UserError(
             f"--decay-epochs {decay_epochs(config):g}: must be less than --epochs {config.epochs}, or the rate "
-            "never falls; lower it, or use --schedule constant"
+            f"never falls; give {third}"
         )
     if config.cooldown_epochs and not config.min_lr:
         raise UserError(

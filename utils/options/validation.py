@@ -201,7 +201,9 @@ def _check_val_images(config: TrainConfig) -> None:
     if not name.strip(".") or "/" in name:
         raise UserError(f"--val-split {name}: must be the name of a folder beside train/, such as val")
     if name == "train" and not config.evaluate:
-        raise UserError("--val-split train: the training images; --val-fraction 0.1 holds out a tenth of them")
+        raise UserError(
+            "--val-split train: the training images; --val-split val --val-fraction 0.1 holds out a tenth of them"
+        )
     if fraction and config.val_data:
         raise UserError(
             f"--val-fraction {fraction:g} with --val-data {config.val_data}: two sources of validation images; give "
@@ -218,7 +220,9 @@ def _check_cache(config: TrainConfig) -> None:
     if config.cache not in ("gpu", "host"):
         return
     if config.loader != "dali":
-        raise UserError(f"--cache {config.cache} with --loader {config.loader}: only --loader dali keeps images")
+        raise UserError(
+            f"--cache {config.cache} with --loader {config.loader}: only DALI keeps images; use --loader dali"
+        )
     if config.decode == "fused":
         raise UserError(f"--cache {config.cache} with --decode fused: whole images are kept; leave --decode out")
     if config.cache == "gpu" and config.device == "cpu":
