@@ -221,7 +221,7 @@ def _check_cache(config: TrainConfig) -> None:
         return
     if config.loader != "dali":
         raise UserError(
-            f"--cache {config.cache} with --loader {config.loader}: only DALI keeps images; use --loader dali"
+            f"--cache {config.cache} with --loader {config.loader}: only --loader dali keeps images; use --loader dali"
         )
     if config.decode == "fused":
         raise UserError(f"--cache {config.cache} with --decode fused: whole images are kept; leave --decode out")
