@@ -17,8 +17,9 @@ from utils.errors import UserError, first_line
 from utils.network.convolutions import prepare_depthwise
 from utils.network.fused_layers import swap_fused_layers
 from utils.network.head import head_tensors
+from utils.network.published_weights import published_weights
 from utils.network.variants import prepare_training
-from utils.network.weight_files import Normalization, Weights, published_weights, read_weights
+from utils.network.weight_files import Normalization, Weights, read_weights
 from utils.network.weight_names import match_weights
 from utils.options.arguments import model_options, refused_model_option
 from utils.options.resolved import ResolvedConfig

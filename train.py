@@ -47,6 +47,7 @@ from utils.training.build import build, open_output, prepare_run, resolve_settin
 from utils.training.optimization.optim import check_optimizer
 from utils.training.preflight import check_best_by
 from utils.training.run import Run
+from utils.training.settings.preprocessing import adopt_arch
 from utils.training.summary import log_run_summary, write_summary
 
 
@@ -129,7 +130,7 @@ def run(config: TrainConfig) -> None:
     require_tracker(config.track)
     with processes(config) as (env, stack, stop):
         show_startup("listing the images")
-        config = stage(config, env)
+        config = adopt_arch(stage(config, env), env)
         listed = read_data(config, env)
         show_startup("preparing the run")
         opened = open_output(config, env, stack)

@@ -1,6 +1,7 @@
 """Which run a folder holds, what a checkpoint decides for the runs that use it, and what they log."""
 
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -114,17 +115,19 @@ def test_what_a_run_starts_from(data: Path, tmp_path: Path) -> None:
 
 
 def test_a_resume_does_not_load_pretrained_weights_again(data: Path, tmp_path: Path) -> None:
-    """And a run that started without them is not resumed with them."""
+    """And a run that started without them is not resumed with them. The architecture is theirs, too."""
     flags = ("--data-dir", data, *TINY, "--batch-size", 8)
+    assert TINY[0] == "--arch"
+    without_arch = ("--data-dir", data, *TINY[2:], "--batch-size", 8)
     fresh, run = tmp_path / "fresh", tmp_path / "run"
     weights = ("--pretrained", fresh / LAST)
     done = launch_series(
         (*flags, "--epochs", 1, "--output-dir", fresh),
-        (*flags, "--epochs", 1, "--output-dir", run, *weights),
+        (*without_arch, "--epochs", 1, "--output-dir", run, *weights),
         (*flags, "--epochs", 2, "--output-dir", fresh, *weights),
         (*flags, "--epochs", 2, "--output-dir", fresh, "--pretrained", run / LAST),
         (*flags, "--epochs", 2, "--output-dir", run, *weights),
-        (*flags, "--epochs", 3, "--output-dir", run),
+        (*without_arch, "--epochs", 3, "--output-dir", run),
     )
     reason = f"--pretrained {fresh}/last.pt: {fresh} holds the run that these weights are of; give --pretrained {fresh}"
     assert_refused(
@@ -136,6 +139,7 @@ def test_a_resume_does_not_load_pretrained_weights_again(data: Path, tmp_path: P
     reason = f"--pretrained {run}/last.pt: not used, as {fresh}/last.pt is of a run that began with None"
     assert_refused(done.pop(2), reason, "leave it out, or start again: --output-dir NEW")
     assert [run.status for run in done] == [0, 0, 0, 0], done
+    assert re.search(rf"--arch {TINY[1]}, --val-[^;]*: {fresh}/last.pt\n", done[1].out)
     for resumed in done[2:]:
         assert not [line for line in resumed.out.splitlines() if " changed " in line and "--pretrained" in line]
     assert read_checkpoint(run)["config"]["pretrained"] == str(fresh / LAST)

@@ -18,13 +18,14 @@ from tests.forked import launch_series
 from tests.harness import assert_refused, read_checkpoint, read_metrics
 from tests.training.checkpoints import checkpoint_of
 from utils.data.loaders.settings import resolve_pixels
+from utils.distributed.group import DistEnv
 from utils.errors import UserError
 from utils.options.arguments import model_arguments
 from utils.options.cli import parse
 from utils.options.config import TrainConfig
 from utils.options.sizes import as_image_size, crop_pct, sides_before_crop, sides_of
 from utils.training.resume.changes import changed_names
-from utils.training.settings.preprocessing import TIMM_CROPS, fill_preprocessing
+from utils.training.settings.preprocessing import TIMM_CROPS, adopt_arch, fill_preprocessing
 from utils.training.state.checkpoint import FORMAT, Checkpoint
 
 A1 = "resnet50.a1_in1k"  # 224 px with a crop of 0.95, tested at 288 with one of 1.0
@@ -172,6 +173,31 @@ def test_what_says_how_a_file_was_trained(tmp_path: Path) -> None:
         (("--pretrained", run, "--image-size", "48"), (48, 64, 70, "center", "random")),
     ):
         assert pixels(filled(*flags)) == expected, flags
+
+
+def test_a_file_names_its_architecture(tmp_path: Path, cpu: DistEnv, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And with it the output folder; not where `--arch` is given, nor where the file does not know."""
+    monkeypatch.chdir(tmp_path)
+    bare, beside = write_weights(tmp_path / "bare"), write_weights(tmp_path / "timm", input_size=[3, 64, 64])
+    saved = torch.load(bare)
+    torch.save({"state_dict": saved, "arch": "test_vit.r160_in1k"}, "other.pt")
+    torch.save({"model": saved, "config": resolved(arch="test_resnet").to_dict()}, "best.pt")
+    for flags, arch, folder in (
+        ((beside,), "test_resnet", "images-test_resnet"),
+        (("best.pt",), "test_resnet", "images-test_resnet"),
+        (("other.pt",), "test_vit.r160_in1k", "images-test_vit.r160_in1k"),
+        (("best.pt", "--name", "mine"), "test_resnet", "mine"),
+        (("best.pt", "--output-dir", "runs/there", "--evaluate"), "test_resnet", "there"),
+        (("best.pt", "--arch", "test_vit"), "test_vit", "images-test_vit"),
+        ((bare,), "resnet50", "images-resnet50"),
+        (("gone.pt",), "resnet50", "images-resnet50"),
+    ):
+        config = adopt_arch(parse(["--data-dir", "images", "--pretrained", *flags]), cpu)
+        assert (config.arch, str(config.output_dir)) == (arch, f"runs/{folder}"), flags
+        told = {} if flags == ("gone.pt",) else fill_preprocessing(config, None)[1]
+        assert told.get("arch") == (flags[0] if arch not in ("resnet50", "test_vit") else None), flags
+    resumed = filled("--pretrained", "gone.pt", saved=checkpoint_of(resolved(pretrained="gone.pt", arch="test_vit")))
+    assert resumed.arch == "test_vit"
 
 
 @pytest.mark.parametrize("text", ["{", '{"pretrained_cfg": 3}', '{"pretrained_cfg": {}}', '{"pretrained_cfg": []}'])

@@ -31,7 +31,8 @@ from utils.inference.real_labels import RealAccuracy, read_real_labels
 from utils.log import emit
 from utils.network.augment import Normalize
 from utils.network.gradients import AMP_DTYPES
-from utils.network.weight_files import published_weights, read_weights
+from utils.network.published_weights import published_weights, require_published
+from utils.network.weight_files import read_weights
 from utils.options.config import TrainConfig
 from utils.options.flags import flag
 from utils.options.resolved import ResolvedConfig
@@ -42,7 +43,7 @@ from utils.text import count, describe_alike
 from utils.training.resume.restore import open_checkpoint, settings_of_checkpoint
 from utils.training.run import Run
 from utils.training.settings.autotune import choose_common_loader_settings, resolve
-from utils.training.settings.preprocessing import fill_preprocessing
+from utils.training.settings.preprocessing import adopt_arch, fill_preprocessing
 from utils.training.state.checkpoint import BEST, Checkpoint, load
 from utils.training.state.output import EVALUATION, prepare_output
 from utils.training.state.train_state import NETWORKS
@@ -184,6 +185,7 @@ def evaluate_checkpoint(config: TrainConfig, env: DistEnv) -> None:
         UserError: on all ranks: flags, data or the weights do not fit.
     """
     show_status("preparing the evaluation")
+    config = adopt_arch(config, env)
     saved = open_checkpoint(config, env)
     notes: list[str] = []
     classes: tuple[str, ...] | None = None
@@ -234,9 +236,11 @@ def _settings_of_weights(config: TrainConfig, env: DistEnv) -> tuple[TrainConfig
         before = TrainConfig.from_dict(weights.settings)
         return *settings_of_checkpoint(config, before, weights.source, env), weights.classes
     config, sources = fill_preprocessing(config, None)
+    if config.pretrained == "timm":
+        require_published(config.arch)
     names = [name for name in sources if name != "pretrained"]
     chosen = ", ".join(f"{flag(name)} {getattr(config, name)}" for name in names)
-    return config, [f"{chosen}: {sources['pretrained']}"] if chosen else [], weights.classes
+    return config, [f"{chosen}: {sources[names[-1]]}"] if chosen else [], weights.classes
 
 
 def describe_result(result: Mapping[str, Any]) -> str:

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import timm
-import timm.data
 import torch
 from timm.models import PretrainedCfg
 from torch import Tensor
@@ -179,11 +178,3 @@ def _state_dicts(content: Mapping[Any, Any], key: str = "") -> Iterator[tuple[st
     for name, value in content.items():
         if isinstance(name, str) and isinstance(value, Mapping):
             yield from _state_dicts(value, f"{key}.{name}" if key else name)
-
-
-def published_weights(arch: str) -> Weights:
-    """What is known of timm's own weights: class names only of ImageNet and its subsets."""
-    settings = timm.get_pretrained_cfg(arch)
-    subset = timm.data.infer_imagenet_subset(settings.to_dict()) if settings is not None else None
-    classes = tuple(timm.data.ImageNetInfo(subset).label_names()) if subset else None
-    return Weights(f"timm's {arch}", classes=classes)

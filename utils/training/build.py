@@ -22,6 +22,7 @@ from utils.network.augment import create_augment
 from utils.network.gradients import AMP_DTYPES, capture_stream, on_stream
 from utils.network.loss import create_criterion
 from utils.network.parallel import create_forward_backward, distribute
+from utils.network.published_weights import require_published
 from utils.options.config import TrainConfig
 from utils.options.resolved import ResolvedConfig
 from utils.report.tracking.sender import TrackerProcess
@@ -82,6 +83,8 @@ def resolve_settings(
     inherited = inherit_start(given, saved)
     with sync_errors(env):
         filled, by_weights = fill_preprocessing(inherited, saved)
+        if filled.pretrained == "timm" and saved is None:
+            require_published(filled.arch)
     settings = choose_common_loader_settings(filled, env, saved, listed["train"])
     train = listed["train"]
     config = resolve(filled, train.classes, env, settings, saved, len(train), train.task)

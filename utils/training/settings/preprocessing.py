@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,11 @@ import timm
 from timm.models import PretrainedCfg
 
 import models
+from utils.distributed.collective import collective
+from utils.distributed.collectives import broadcast, sync_errors
+from utils.distributed.group import DistEnv
 from utils.errors import UserError
-from utils.network.weight_files import read_weights
+from utils.network.weight_files import Weights, read_weights
 from utils.network.weight_names import current_name
 from utils.options.config import TrainConfig, choices
 from utils.options.flags import flag
@@ -50,6 +54,33 @@ class Preprocessing:
     model_args: str | None = None
 
 
+@collective
+def adopt_arch(config: TrainConfig, env: DistEnv) -> TrainConfig:
+    """The configuration with the architecture that the file of `--pretrained` names, where `--arch` was not given.
+
+    The output folder that was not given is named after it. A file that is gone changes nothing: a resume has no need
+    of it.
+
+    Raises:
+        UserError: on all ranks: rank 0 cannot read the file.
+    """
+    arch = None
+    with sync_errors(env):
+        if env.is_main and _takes_arch(config) and os.path.exists(str(config.pretrained)):
+            arch = read_weights(Path(str(config.pretrained))).arch
+    arch = broadcast(arch, env)
+    if arch is None:
+        return config
+    is_default = config.output_dir == dataclasses.replace(config, output_dir=None).output_dir  # type: ignore[arg-type]
+    values: dict[str, Any] = {"output_dir": None} if is_default else {}
+    return dataclasses.replace(config, arch=arch, **values)
+
+
+def _takes_arch(config: TrainConfig) -> bool:
+    """Whether the architecture is that of a file."""
+    return config.pretrained not in (None, "timm") and "arch" not in config.given
+
+
 def fill_preprocessing(config: TrainConfig, saved: Checkpoint | None) -> tuple[TrainConfig, dict[str, str]]:
     """The configuration with the sizes, crop, interpolation and `--model-args` of its weights, if these were not given.
 
@@ -64,23 +95,30 @@ def fill_preprocessing(config: TrainConfig, saved: Checkpoint | None) -> tuple[T
     Raises:
         UserError: the weights cannot be read, or want what there is not.
     """
+    sources: dict[str, str] = {}
     if saved is not None:
         values, source = _of_checkpoint(config, saved.config), "as in the checkpoint"
-    elif wanted := _find_preprocessing(config):
-        values, source = _of_weights(config, wanted), wanted.source
     else:
-        return config, {}
+        from_file = config.pretrained not in (None, "timm")
+        weights = read_weights(Path(str(config.pretrained))) if from_file else None
+        if weights and weights.arch and _takes_arch(config):  # by `adopt_arch`
+            sources["arch"] = weights.source
+        wanted = _find_preprocessing(config, weights)
+        if wanted is None:
+            return config, sources
+        values, source = _of_weights(config, wanted), wanted.source
     filled = dataclasses.replace(config, **values)
     check_sizes(filled, is_final=True)
-    return filled, dict.fromkeys((*values, "pretrained"), source)
+    return filled, sources | dict.fromkeys((*values, "pretrained"), source)
 
 
 def _of_checkpoint(config: TrainConfig, before: TrainConfig) -> dict[str, Any]:
     """What a resume takes over; of a run that began without weights nothing, as its command says it all."""
     if before.pretrained is None:
         return {}
-    values: dict[str, Any] = {} if "image_size" in config.given else {"image_size": before.image_size}
-    same_size = (values or vars(config))["image_size"] == before.image_size
+    values: dict[str, Any] = {"arch": before.arch} if _takes_arch(config) else {}
+    values |= {} if "image_size" in config.given else {"image_size": before.image_size}
+    same_size = (vars(config) | values)["image_size"] == before.image_size
     names: tuple[str, ...] = (*PIXELS, "model_args") if before.model_args is not None else PIXELS
     if config.train_crop != before.train_crop or _pads(config, before.val_crop):
         names = tuple(name for name in names if name not in ("val_resize", "val_crop"))
@@ -126,13 +164,12 @@ def _pads(config: TrainConfig, before: str | None) -> bool:
     return config.val_crop == "pad" and before != "pad"
 
 
-def _find_preprocessing(config: TrainConfig) -> Preprocessing | None:
-    """Of the weights that `--pretrained` names; None where nothing says what they want."""
+def _find_preprocessing(config: TrainConfig, weights: Weights | None) -> Preprocessing | None:
+    """Of the weights that `--pretrained` names, `weights` of a file; None where nothing says what they want."""
     if config.pretrained is None:
         return None
     models.check_arch(config.arch)
-    if config.pretrained != "timm":
-        weights = read_weights(Path(config.pretrained))
+    if weights is not None:
         model_args = (
             weights.model_args if weights.arch and current_name(weights.arch) == current_name(config.arch) else None
         )
