@@ -2,24 +2,27 @@
 
 import io
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import timm.data
 import torch
 from torch import Tensor
 
 from pipelines import Feed, create_train_loader
 from tests.conftest import NUMBERED, assert_same, number_of, resolved, write_data, write_numbered
 from tests.forked import launch_forked, launch_ranks
-from utils.data.feed.options import DataOptions, create_config, resolve_options
+from tests.refusals import FOLDERS, LABELS, written
+from utils.data.feed.options import OPTIONS, DataOptions, create_config, resolve_options
 from utils.data.formats.folder import scan
 from utils.data.loaders.sampler import RandomSampler
 from utils.distributed.group import DistEnv
 from utils.errors import BadFile, UserError
-from utils.options.config import TrainConfig
+from utils.options.config import TrainConfig, flag_fields
 from utils.training.settings.autotune import choose_common_loader_settings
 
 SMALL: dict[str, Any] = {"batch_size": 8, "image_size": 32, "device": "cpu", "workers": 1}
@@ -44,6 +47,7 @@ def test_batches_have_the_promised_form(data: Path) -> None:
     for split in ("train", "val"):
         with Feed(data, split, **SMALL) as feed:
             assert (feed.classes, feed.device) == (("blue", "green", "red"), torch.device("cpu"))
+            assert (feed.mean, feed.std) == (timm.data.IMAGENET_DEFAULT_MEAN, timm.data.IMAGENET_DEFAULT_STD)
             batches = list(feed)
             assert len(batches) == len(feed) == (5 if split == "train" else 6)
         images, targets = batches[0]  # valid after close
@@ -280,6 +284,22 @@ def test_a_mistake_is_one_line_that_names_the_option(data: Path, options: dict[s
     with pytest.raises(UserError, match=message) as caught:
         Feed(**{"data_dir": data} | SMALL | options)
     assert "--" not in str(caught.value)
+
+
+def test_no_refused_data_set_names_what_a_feed_lacks() -> None:
+    """Of all folders and label files that a run refuses without a flag."""
+    others = {name for field in flag_fields() if (name := field.name) not in OPTIONS and "_" in name}
+    messages = []
+    for case in (case for case in (*FOLDERS, *LABELS) if not case.flags and not case.unprivileged):
+        with written(case) as folder:
+            for split in ("train", "val"):
+                try:
+                    Feed(folder / "data", split, **SMALL).close()
+                except UserError as error:
+                    messages.append(str(error))
+    assert [text for text in messages if "--" in text or others & {*re.findall(r"\w+", text)}] == []
+    assert len(messages) > 50
+    assert any(text.endswith("has no val/ folder; it must hold train/ and val/") for text in messages)
 
 
 def test_options_are_flags() -> None:

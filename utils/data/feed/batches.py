@@ -62,10 +62,15 @@ class BaseFeed:
         classes: names that the split must have. Those of train are the default for val, where there is a train.
         options: see `DataOptions`.
 
+    Attributes:
+        mean, std: ImageNet's per channel, of images in [0, 1], with which most networks of timm were trained.
+
     Raises:
         UserError: an option or the data set is wrong; the message names it and the remedy.
     """
 
+    mean: ClassVar[tuple[float, float, float]] = (0.485, 0.456, 0.406)
+    std: ClassVar[tuple[float, float, float]] = (0.229, 0.224, 0.225)
     create_train_loader: ClassVar[Callable[..., TrainLoader]]
     create_val_loader: ClassVar[Callable[..., ValLoader]]
 

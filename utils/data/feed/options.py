@@ -99,6 +99,9 @@ class DataOptions(TypedDict, total=False):
     stage_dir: str | os.PathLike[str] | None
 
 
+OPTIONS = ("data_dir", "batch_size", "image_size", "seed", *DataOptions.__annotations__)  # that are flags, too
+
+
 @contextlib.contextmanager
 def option_errors() -> Iterator[None]:
     """Errors name options instead of flags: batch_size, not --batch-size."""
@@ -107,10 +110,18 @@ def option_errors() -> Iterator[None]:
     except BadFile as error:
         raise BadFile(error.path, error.reason, error.rank, remedy="delete or replace it") from error.__cause__
     except UserError as error:
-        text = str(error).replace(OR_SKIP, "")
+        text = _own_remedies(str(error).replace(OR_SKIP, ""))
         for field in sorted(flag_fields(), key=lambda field: -len(field.name)):
             text = re.sub(rf"(?<!\S){flag(field.name)}(?![\w-])", field.name, text)
         raise UserError(text) from None
+
+
+def _own_remedies(text: str) -> str:
+    """`text` without the remedies, behind its last semicolon, that name flags of which a feed has no option."""
+    problem, _, remedy = text.rpartition("; ")
+    others = {flag(field.name) for field in flag_fields()} - {flag(name) for name in OPTIONS}
+    kept = [part for part in remedy.split(", or ") if others.isdisjoint(re.findall(r"--[a-z\d-]+", part))]
+    return "; ".join([*([problem] if problem else []), *([", or ".join(kept)] if kept else [])])
 
 
 def create_config(data_dir: str | os.PathLike[str], split: str, values: Mapping[str, Any]) -> TrainConfig:
@@ -122,7 +133,7 @@ def create_config(data_dir: str | os.PathLike[str], split: str, values: Mapping[
     if split not in ("train", "val"):
         raise UserError(f"split {split!r}: must be train or val; val_split names another folder than val/")
     for name, value in values.items():
-        if name not in {"batch_size", "image_size", "seed", *DataOptions.__annotations__}:
+        if name not in OPTIONS:
             raise UserError(f"{name}: no such option; there are {', '.join(DataOptions.__annotations__)}")
         if name != "image_size":
             _check_type(name, value)
