@@ -152,6 +152,10 @@ def test_timm(trained: Trained, tmp_path: Path) -> None:
     write(trained, "timm", "float", tmp_path / "out")
     content = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (content["architecture"], content["num_classes"], content["label_names"]) == ("test_resnet", 3, [*CLASSES])
+    assert content["pretrained_cfg"].keys() == {
+        "custom_load", "input_size", "fixed_input_size", "interpolation", "crop_pct", "crop_mode", "mean", "std",
+        "num_classes", "pool_size", "first_conv", "classifier",
+    }, "no license, origin or paper of timm's weights"  # fmt: skip
     assert (tmp_path / "out" / "model.safetensors").stat().st_mode & 0o044, "others may read it"
     assert_timm_transform(trained, tmp_path / "out")
     assert_reads(trained, "timm", "float", tmp_path / "out")

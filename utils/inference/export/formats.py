@@ -24,8 +24,12 @@ from utils.training.settings.preprocessing import TIMM_CROPS
 
 LABELS, METADATA = "labels.txt", "metadata.json"
 MAX_ONNX_BYTES = 2**31 - 2**27  # a protobuf holds 2 GiB; some of it is the graph
-# In timm's settings of an architecture: the name of its published weights, and the geometry of their evaluation.
-OF_OTHERS = ("tag", "test_input_size", "test_crop_pct", "test_pool_size")
+# What timm's settings say of a network whoever trained it. The others are of the published weights: their name,
+# license, origin, papers, and the sizes of their evaluation.
+OF_ANY_WEIGHTS = {
+    "custom_load", "input_size", "min_input_size", "fixed_input_size", "interpolation", "crop_pct", "crop_mode", "mean",
+    "std", "num_classes", "pool_size", "first_conv", "classifier",
+}  # fmt: skip
 Network = Callable[[Tensor], Tensor]
 
 
@@ -75,7 +79,7 @@ def write_timm(trained: Trained, classifier: Classifier, metadata: dict[str, Any
         raise OSError(first_line(error)) from error
     path = folder / "config.json"
     content = json.loads(path.read_text())
-    valid = {name: value for name, value in content["pretrained_cfg"].items() if name not in OF_OTHERS}
+    valid = {name: value for name, value in content["pretrained_cfg"].items() if name in OF_ANY_WEIGHTS}
     write_json(path, content | {"pretrained_cfg": valid})
     shutil.copymode(path, folder / "model.safetensors")  # which is written for its owner alone
 
