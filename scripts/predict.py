@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
-"""Predict the classes of images with a checkpoint, to a table with a row for each.
+"""Predict the classes of images with a checkpoint, on the terminal or to a table with a row for each.
 
-    scripts/predict.py CHECKPOINT SOURCE...
-    torchrun --nproc_per_node=8 scripts/predict.py CHECKPOINT SOURCE...
+    scripts/predict.py CHECKPOINT PHOTO...
+    scripts/predict.py CHECKPOINT SOURCE... --output-dir DIR
+    torchrun --nproc_per_node=8 scripts/predict.py CHECKPOINT SOURCE... --output-dir DIR
 
 CHECKPOINT is a file or the output folder of a run, whose best.pt is taken. A SOURCE is an image, a folder, a pattern in
 quotes or a shard, in any format that train.py reads. Sizes, normalization and precision are those of the checkpoint,
-and the numbers those of train.py --evaluate. Writes predictions.csv to --output-dir; where folders or shards give the
-classes, also per_class.csv and confusion.csv. An image that cannot be read gets a row with the reason.
+and the numbers those of train.py --evaluate.
+
+Prints a line for each image. With --output-dir, writes predictions.csv instead; where folders or shards give the
+classes, also per_class.csv and confusion.csv. An image that cannot be read gets a line with the reason.
 
 A file has its name when it is complete. The same command starts over.
 
@@ -31,7 +34,7 @@ from utils.distributed.startup import print_once, start_imports, start_program
 from utils.errors import UserError
 from utils.inference.inputs import expand_sources
 from utils.inference.predictions import Format, OutputType, PredictOptions, require_pyarrow
-from utils.options.cli import REQUIRED, Program, train_flag, with_train_flags
+from utils.options.cli import Program, train_flag, with_train_flags
 from utils.options.limits import MIN_1
 from utils.options.readers import choice_option, number_option
 from utils.progress import end_status
@@ -41,7 +44,9 @@ TIMEOUT = 600.0  # seconds to wait for another process, as train.py
 
 
 @with_train_flags(
-    train_flag("output_dir", default=REQUIRED, shown=False, help="Where predictions.csv and the other files go."),
+    train_flag(
+        "output_dir", help="Where predictions.csv and the other files go.", shown="none, the predictions are printed"
+    ),
     train_flag("batch_size", help="Images per process and batch.", shown="as in the run"),
     train_flag("workers"),
     train_flag("device", help="Where to compute."),
@@ -64,14 +69,16 @@ def read_options(
     batch_size: int | None,
     workers: int | None,
     device: str,
-    output_dir: Path,
+    output_dir: Path | None,
     eval_flip: bool,
 ) -> PredictOptions:
-    """Predict the classes of images with a checkpoint, to a table with a row for each.
+    """Predict the classes of images with a checkpoint, on the terminal or to a table with a row for each.
 
     Exit status: 0 done, 1 failed, 2 wrong usage, 143 stopped by a signal; the same command starts over.
     """
     MIN_1.check("--topk", topk)
+    if format != "csv" and output_dir is None:
+        raise UserError(f"--format {format} without --output-dir: predictions are printed; give --output-dir DIR")
     if format == "parquet":
         require_pyarrow()
     return PredictOptions(

@@ -80,7 +80,7 @@ COMMANDS = [
     Command("a compressed tar", "predict.py run images.tar.gz --output-dir out"),
     Command("a shard without images", "predict.py run none.tar --output-dir out"),
     Command("images and shards", "predict.py run image.jpg none.tar --output-dir out"),
-    Command("no output folder", "predict.py run image.jpg"),
+    Command("a format without an output folder", "predict.py run image.jpg --format jsonl"),
     Command("the output folder is a file", "predict.py run image.jpg --output-dir image.jpg"),
     Command("a folder where a file would be written", "predict.py run image.jpg --output-dir results"),
     Command("no class", f"{_PREDICT} --topk 0"),

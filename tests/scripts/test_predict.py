@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
@@ -25,7 +26,14 @@ from tests.data.test_verification import dali_accepts
 from tests.forked import launch_series
 from tests.harness import ROOT, launch, launch_and_end, read_checkpoint, read_metrics
 from utils.inference.predict import _finish
-from utils.inference.predictions import ClassCounts, Columns, PredictionsFile, PredictOptions
+from utils.inference.predictions import (
+    ClassCounts,
+    Columns,
+    MultilabelColumns,
+    PredictionsFile,
+    PredictOptions,
+    Rows,
+)
 from utils.training.state.output import PROBE_BYTES
 from utils.training.state.train_state import NETWORKS
 
@@ -109,6 +117,37 @@ def check_classes_files(folder: Path, rows: list[Row]) -> None:
     figures = precision_recall_fscore_support(targets, labels, labels=CLASSES, zero_division=0)
     for at, line in enumerate(lines):
         assert list(map(float, line[4:])) == pytest.approx([100 * each[at] for each in figures[:3]])
+
+
+def test_without_an_output_folder_the_answers_are_printed(
+    data: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = [*sorted((data / "val" / "red").glob("*.jpg"))[:2], tmp_path / "notes.jpg"]
+    files[-1].write_text("no image")
+    run_here(trained, *files, "--output-dir", "out", "--topk", 2)
+    rows = read_rows(Path("out"))
+    answers = [
+        ", ".join(f"{row[f'label{k}']} {100 * float(row[f'prob{k}']):.1f} %" for k in ("", "_2")) for row in rows[:2]
+    ]
+    lines = [f"{file}: {answer}" for file, answer in zip(files, [*answers, rows[2]["error"]], strict=True)]
+    capsys.readouterr()
+    run_here(trained, *files, "--topk", 2)
+    assert capsys.readouterr().out.splitlines()[1:5] == [*lines, "3 images, 1 of them cannot be read"]
+    run_here(trained, files[0], "--topk", 2)
+    assert capsys.readouterr().out.splitlines()[1:] == lines[:1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.jpg", "out"]
+
+
+def test_an_answer_has_the_classes_over_their_thresholds() -> None:
+    """Of a network for several labels."""
+    columns = MultilabelColumns("text", CLASSES, "prob", 3, False, thresholds=[0.5, 0.7, 0.2])
+    scores = np.array([[0.6, 0.6, 0.6], [0.1, 0.69, 0.1]], np.float32)
+    rows = Rows(["a", "b\n"], np.zeros((2, 3), np.int64), scores, np.full(2, -1), [None, None])
+    blue, green, red = CLASSES
+    assert columns.encode(rows).decode() == (
+        f"a: {blue} 60.0 %, {red} 60.0 %\nb\\n: none of the classes; the best is {green} 69.0 %\n"
+    )
 
 
 def test_mirror_images(data: Path, trained: Path, tmp_path: Path) -> None:

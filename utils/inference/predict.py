@@ -56,14 +56,15 @@ from utils.training.state.train_state import NETWORKS
 
 @collective
 def predict(options: PredictOptions, env: DistEnv, stack: contextlib.ExitStack) -> None:
-    """Write the predictions of all images.
+    """Write, or print, the predictions of all images.
 
     Raises:
         UserError: on all ranks: the checkpoint, a source or the output folder cannot be used.
     """
     saved = _open_checkpoint(options.checkpoint, env)
-    prepare_output(options.output_dir, env, stack, RESULTS)
-    lock_output(options.output_dir, env, stack)
+    if options.output_dir is not None:
+        prepare_output(options.output_dir, env, stack, RESULTS)
+        lock_output(options.output_dir, env, stack)
     show_status("listing the images")
     manifest, ignored = _list_images(options, saved.record.classes, env)
     show_status("preparing the predictions")
@@ -110,6 +111,10 @@ def _list_images(options: PredictOptions, classes: tuple[str, ...], env: DistEnv
     assert inputs is not None, "rank 0 has it"
     if not inputs.shards:
         return files_manifest(inputs.files, classes), inputs.ignored
+    if options.output_dir is None:
+        raise UserError(
+            "--output-dir is missing: predictions of shards are written to files; give a folder", on_all_ranks=True
+        )
     workers = options.workers or max(1, len(os.sched_getaffinity(0)) // env.local_world_size)
     groups = [
         (format, read_shards(split, format, paths, options.output_dir, workers, env))
@@ -131,7 +136,7 @@ def _describe_folders(manifest: Manifest) -> str:
 @collective
 def _resolve(options: PredictOptions, saved: Checkpoint, manifest: Manifest, env: DistEnv) -> ResolvedConfig:
     """The configuration with which `--evaluate` evaluates the checkpoint."""
-    values: dict[str, Any] = {"data_dir": options.output_dir, "val_fraction": 0.0}  # not read
+    values: dict[str, Any] = {"data_dir": Path(), "val_fraction": 0.0}  # not read
     # The loader takes memory for whole batches.
     values["batch_size"] = min(options.batch_size or saved.config.batch_size, len(manifest))
     if options.workers is not None:
@@ -141,7 +146,6 @@ def _resolve(options: PredictOptions, saved: Checkpoint, manifest: Manifest, env
     config = TrainConfig(
         evaluate=True,
         eval_flip=options.eval_flip,
-        output_dir=options.output_dir,
         device=options.device,
         given=frozenset(values),
         **values,
@@ -236,9 +240,10 @@ def _columns(
     config: ResolvedConfig, saved: Checkpoint, name: str, options: PredictOptions, manifest: Manifest
 ) -> Columns:
     classes = tuple(map(readable, saved.record.classes))
+    form = "text" if options.output_dir is None else options.format
     if config.task == "multiclass":
         return Columns(
-            format=options.format,
+            format=form,
             classes=classes,
             output_type=options.output_type,
             topk=min(options.topk, config.num_classes),
@@ -249,7 +254,7 @@ def _columns(
         with np.errstate(divide="ignore"):
             thresholds = (np.log(thresholds) - np.log1p(-np.array(thresholds))).tolist()
     return MultilabelColumns(
-        format=options.format, classes=classes, output_type=options.output_type, topk=config.num_classes,
+        format=form, classes=classes, output_type=options.output_type, topk=config.num_classes,
         has_targets=False, thresholds=thresholds,
     )  # fmt: skip
 
@@ -282,14 +287,14 @@ def _create_predictor(
 
 @collective
 def _write(predictor: _Predictor, options: PredictOptions, env: DistEnv, stack: contextlib.ExitStack) -> None:
-    """Predict, and write the files as the rows come; `stack` closes what an error leaves open.
+    """Predict, and write or print the rows as they come; `stack` closes what an error leaves open.
 
     Raises:
         UserError: on all ranks: the folder cannot be written any more.
     """
     file: PredictionsFile | None = None
     with _writing(options, env):
-        if env.is_main:
+        if env.is_main and options.output_dir is not None:
             file = PredictionsFile(predictions_path(options), predictor.columns)
             stack.callback(file.release)
     pieces = predictor.pieces()
@@ -297,8 +302,10 @@ def _write(predictor: _Predictor, options: PredictOptions, env: DistEnv, stack: 
         gathered = gather_to_rank0(next(pieces, b""), env)
         with _writing(options, env):
             for piece in gathered or ():
-                assert file is not None, "rank 0"
-                file.write(piece)
+                if file is not None:
+                    file.write(piece)
+                elif piece:
+                    emit(piece.decode().rstrip("\n"))
     results = gather_to_rank0((predictor.counts, len(predictor.reader.bad)), env)
     counts = ClassCounts()
     for part, _ in results or ():
@@ -328,7 +335,7 @@ def _writing(options: PredictOptions, env: DistEnv) -> Iterator[None]:
 
 def _finish(file: PredictionsFile, counts: ClassCounts, columns: Columns, options: PredictOptions) -> None:
     """Give the files their names, the predictions last: where they are, the others are theirs."""
-    folder = options.output_dir
+    folder = predictions_path(options).parent
     file.complete()  # what takes room comes before an earlier result is removed
     for name in RESULTS:
         (folder / name).unlink(missing_ok=True)  # of an earlier run, with other sources
@@ -340,12 +347,16 @@ def _finish(file: PredictionsFile, counts: ClassCounts, columns: Columns, option
 
 
 def _print_summary(images: int, bad: int, counts: ClassCounts, options: PredictOptions) -> None:
-    unread = f", {bad:,} of them cannot be read (column error)" if bad else ""
-    emit(f"{predictions_path(options)}: {count(images, 'image')}{unread}")
+    if options.output_dir is None and images == 1:
+        return
+    where = "" if options.output_dir is None else f"{predictions_path(options)}: "
+    unread = f", {bad:,} of them cannot be read{' (column error)' if where else ''}" if bad else ""
+    emit(f"{where}{count(images, 'image')}{unread}")
     if summary := counts.summary():
         emit(describe_result(summary))
 
 
 def predictions_path(options: PredictOptions) -> Path:
-    """The file of the predictions."""
+    """The file of the predictions, where there is one."""
+    assert options.output_dir is not None
     return options.output_dir / f"predictions.{options.format}"

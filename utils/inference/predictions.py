@@ -1,4 +1,4 @@
-"""The rows of predictions: as CSV, JSON lines or parquet, written in order; and what they say of each class.
+"""The rows of predictions: as CSV, JSON lines, parquet or text, written in order; and what they say of each class.
 
 Every rank encodes its own rows (`Columns.encode`), and rank 0 writes the pieces one behind the other.
 """
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from utils.data.images.manifest import SEVERAL
-from utils.errors import UserError, readable
+from utils.errors import UserError, escape_control_chars, readable
 from utils.files import atomic_write_text, json_text, rename, temporary_of
 from utils.inference.inputs import NO_TARGET
 from utils.inference.per_class import class_figures
@@ -43,6 +43,7 @@ class PredictOptions:
         ema: whether to take the moving average of the weights; None for the better of the two.
         batch_size: images per process and batch; None for that of the run.
         workers: CPU threads per process; None for its share of the cores.
+        output_dir: of the files; None prints the predictions as text.
         eval_flip: whether logits are means over an image and its mirror image.
     """
 
@@ -55,7 +56,7 @@ class PredictOptions:
     batch_size: int | None
     workers: int | None
     device: str
-    output_dir: Path
+    output_dir: Path | None
     eval_flip: bool
 
 
@@ -82,12 +83,13 @@ class Columns:
     """The columns of predictions, and how rows become bytes.
 
     Attributes:
+        format: of a file, or text for people.
         classes: names in label order. An output behind them has no label.
         output_type: what the scores are.
         has_targets: whether there are columns `target` and `correct`.
     """
 
-    format: Format
+    format: Format | Literal["text"]
     classes: Sequence[str]
     output_type: OutputType
     topk: int
@@ -101,6 +103,10 @@ class Columns:
 
     def encode(self, rows: Rows) -> bytes:
         """The rows as a piece of the file; without the heading of a CSV."""
+        if self.format == "text":
+            answers = zip(rows.paths, rows.errors, self._answers(rows), strict=True)
+            lines = (escape_control_chars(f"{path}: {error or answer}") for path, error, answer in answers)
+            return "".join(f"{readable(line)}\n" for line in lines).encode()
         values = self._values(rows)
         if self.format == "parquet":
             return self._encode_parquet(values)
@@ -129,6 +135,17 @@ class Columns:
             values["target"] = [self._label(target) for target in rows.targets.tolist()]
             values["correct"] = _where([*map(all, zip(good, rows.targets >= 0, strict=True))], correct)
         return values | {"error": [error and readable(error) for error in rows.errors]}
+
+    def _answers(self, rows: Rows) -> list[str]:
+        """The likeliest classes of each image and their scores."""
+        ranked = [zip(*row, strict=True) for row in zip(rows.indices.tolist(), rows.scores.tolist(), strict=True)]
+        return [
+            ", ".join(self._answer(self._label(index) or f"output {index}", score) for index, score in row)
+            for row in ranked
+        ]
+
+    def _answer(self, name: str, score: float) -> str:
+        return f"{name} {score:.1%}".replace("%", " %") if self.output_type == "prob" else f"{name} {score:.4g}"
 
     def _label(self, index: int) -> str | None:
         return self.classes[index] if 0 <= index < len(self.classes) else None
@@ -200,6 +217,16 @@ class MultilabelColumns(Columns):
         for name, column in zip(self.names[2:-1], scores.T, strict=True):
             values[name] = _where(good, [float(str(score)) for score in column])
         return values | {"error": [error and readable(error) for error in rows.errors]}
+
+    def _answers(self, rows: Rows) -> list[str]:
+        """The classes of each image and their scores; without one the best, which is below its threshold."""
+        answers = []
+        for scores in rows.scores[:, : len(self.classes)]:
+            found = np.flatnonzero(scores >= self._least).tolist()
+            best = int(scores.argmax())
+            shown = [self._answer(self.classes[index], scores[index]) for index in found or [best]]
+            answers.append(", ".join(shown) if found else f"none of the classes; the best is {shown[0]}")
+        return answers
 
     @property
     def _least(self) -> NDArray[np.float64]:
