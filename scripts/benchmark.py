@@ -29,6 +29,7 @@ import typer
 from scripts.bench.comparison import MIN_WINDOWS, Comparison, Seconds, Windows
 from utils.benchmark.verdict import CACHED, TITLES, diagnose
 from utils.distributed.launcher import read_launch
+from utils.distributed.startup import let_threads_sleep
 from utils.errors import BadFile, UserError, escape_control_chars
 from utils.files import write_json
 from utils.options.cli import Program, train_flag, with_train_flags
@@ -163,4 +164,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    let_threads_sleep()  # as train.py
     sys.exit(main(sys.argv[1:]))

@@ -112,6 +112,8 @@ print(json.dumps([str(device), changes()]))
 OF_TESTS: dict[str, object] = {
     "CUDA_DEVICE_MAX_CONNECTIONS": None,
     "CUBLAS_WORKSPACE_CONFIG": None,
+    "GOMP_SPINCOUNT": None,
+    "OMP_WAIT_POLICY": None,
 }  # set by another test, maybe
 
 
@@ -134,19 +136,16 @@ def test_a_notebook_keeps_its_process(data: Path, tmp_path: Path, launcher: dict
     assert list(tmp_path.iterdir()) == [], "no cache folder"
 
 
-CUDA_AND_TORCHRUN = {"CUDA_DEVICE_MAX_CONNECTIONS": "4", "TORCHELASTIC_RUN_ID": "1"}
+OF_USER = {"CUDA_DEVICE_MAX_CONNECTIONS": "4", "OMP_WAIT_POLICY": "ACTIVE", "TORCHELASTIC_RUN_ID": "1"}
+OURS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "GOMP_SPINCOUNT": "1000"}
 
 
 @pytest.mark.parametrize(
     ("arguments", "variables", "expected"),
     [
-        ([], CUDA_AND_TORCHRUN, {"death signal": signal.SIGTERM}),  # what the user has set stays
-        ([False], {}, {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "benchmark": True}),
-        (
-            [True],
-            {},
-            {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "deterministic": True, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
-        ),
+        ([], OF_USER, {"death signal": signal.SIGTERM}),  # what the user has set stays
+        ([False], {}, OURS | {"benchmark": True}),
+        ([True], {}, OURS | {"deterministic": True, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}),
     ],
     ids=["torchrun", "fast", "deterministic"],
 )

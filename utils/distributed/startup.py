@@ -5,6 +5,7 @@ Imports nothing slow.
 
 import contextlib
 import gc
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -61,6 +62,17 @@ def show_first_line(text: str) -> None:
         emit(text)
 
 
+def let_threads_sleep() -> None:
+    """Let torch's CPU threads wait for each other asleep after a short time. To be called before torch is imported.
+
+    They spin for milliseconds otherwise, on a core that the thread they wait for needs where other programs run, too.
+    1,000 turns are what libgomp takes where it knows that there are more threads than cores
+    (https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html). What the user has set is kept.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
 def start_imports(device_choice: str, deterministic: bool = False) -> None:
     """To be called before the imports that take seconds. Garbage is not collected from here until `own_process`.
 
@@ -71,6 +83,7 @@ def start_imports(device_choice: str, deterministic: bool = False) -> None:
         deterministic: of `own_process`. The GPU then starts there, as cuBLAS has to find the variable that it sets.
     """
     show_first_line(IMPORTS)
+    let_threads_sleep()
     if not deterministic:
         start_gpu(device_choice)
     gc.disable()
