@@ -2,7 +2,6 @@
 
 import io
 import json
-import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,13 +15,11 @@ from torch import Tensor
 from pipelines import Feed, create_train_loader
 from tests.conftest import NUMBERED, assert_same, number_of, resolved, write_data, write_numbered
 from tests.forked import launch_forked, launch_ranks
-from tests.refusals import FOLDERS, LABELS, written
-from utils.data.feed.options import OPTIONS, DataOptions, create_config, resolve_options
+from utils.data.feed.options import create_config, resolve_options
 from utils.data.formats.folder import scan
 from utils.data.loaders.sampler import RandomSampler
 from utils.distributed.group import DistEnv
 from utils.errors import BadFile, UserError
-from utils.options.config import TrainConfig, flag_fields
 from utils.training.settings.autotune import choose_common_loader_settings
 
 SMALL: dict[str, Any] = {"batch_size": 8, "image_size": 32, "device": "cpu", "workers": 1}
@@ -252,60 +249,6 @@ def test_a_state_of_other_images_or_another_rank_is_refused(data: Path, tmp_path
         for wrong in ({}, {"feed": {}}, None, {"model": 1}):
             with pytest.raises(UserError, match="not the state of a feed"):
                 feed.load_state_dict(wrong)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"batch_size": 0}, r"^batch_size 0: must be 1 or more"),
-        ({"batch_size": 64}, r"^batch_size 64: .* more than the 41 training images; give at most 41"),
-        ({"batch_size": "8"}, r"^batch_size '8': must be int or None"),
-        ({"image_size": 4}, r"^image_size 4: must be 8 or more"),
-        ({"image_size": True}, r"^image_size True: must be int or \(height, width\)"),
-        ({"val_resize": 16}, r"^val_resize 16: smaller than image_size 32"),
-        ({"val_resize": 16, "split": "val"}, r"^val_resize 16: smaller than image_size 32"),
-        ({"interpolation": "nearest"}, r"^interpolation 'nearest': must be bilinear or bicubic or random or None"),
-        ({"augment": "strong"}, r"^augment 'strong': must be none or autoaugment or randaugment or trivialaugment"),
-        ({"decode": "fused", "cache": "host"}, r"^cache host with decode fused"),
-        ({"cache": "gpu", "device": "auto", "decode": "full"}, r"cache gpu without a GPU: .*; use cache none"),
-        ({"hflip": 1.5}, r"^hflip 1.5: a probability, from 0 to 1"),
-        ({"mixup": 0.2}, r"^mixup: no such option; there are workers, augment"),
-        ({"split": "test"}, r"^split 'test': must be train or val"),
-        ({"split": "val", "val_split": "valid"}, r"has no valid/ folder.*give val_split val"),
-        ({"data_dir": "/nowhere"}, r"^data_dir /nowhere: no such folder"),
-        ({"device": "tpu"}, r"^device tpu: must be auto, cpu, cuda"),
-        ({"rank": 1}, r"^rank 1 with world_size None: give both or neither"),
-        ({"rank": 2, "world_size": 2}, r"^rank 2 with world_size 2: must be 0 or more and less"),
-        ({"classes": ["a", "b", "c"]}, r"^classes: the 3 of train are not the 3 given"),
-    ],
-)
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a message for machines without a GPU")
-def test_a_mistake_is_one_line_that_names_the_option(data: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message) as caught:
-        Feed(**{"data_dir": data} | SMALL | options)
-    assert "--" not in str(caught.value)
-
-
-def test_no_refused_data_set_names_what_a_feed_lacks() -> None:
-    """Of all folders and label files that a run refuses without a flag."""
-    others = {name for field in flag_fields() if (name := field.name) not in OPTIONS and "_" in name}
-    messages = []
-    for case in (case for case in (*FOLDERS, *LABELS) if not case.flags and not case.unprivileged):
-        with written(case) as folder:
-            for split in ("train", "val"):
-                try:
-                    Feed(folder / "data", split, **SMALL).close()
-                except UserError as error:
-                    messages.append(str(error))
-    assert [text for text in messages if "--" in text or others & {*re.findall(r"\w+", text)}] == []
-    assert len(messages) > 50
-    assert any(text.endswith("has no val/ folder; it must hold train/ and val/") for text in messages)
-
-
-def test_options_are_flags() -> None:
-    assert DataOptions.__annotations__.keys() <= TrainConfig.__dataclass_fields__.keys()
-    assert DataOptions.__doc__ is not None
-    assert all(f"        {name}: " in DataOptions.__doc__ for name in DataOptions.__annotations__)
 
 
 def test_a_bad_file_is_named(tmp_path: Path) -> None:
