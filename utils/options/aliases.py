@@ -32,7 +32,7 @@ _ANSWERS = {
     "model network backbone": "--arch",
     "model-kwargs": "--model-args NAME=VALUE,...",
     "gp drop-block bn-momentum bn-eps": "an argument in --model-args, such as global_pool=max",
-    "in-chans": "always 3",
+    "in-chans channels": "always 3, of 8 bits: gray images become three equal ones",
     "initial-checkpoint pretrained-path weights checkpoint": "--pretrained FILE",
     "nb-classes nc": "--num-classes",
     "drop dropout": "--drop-rate",
