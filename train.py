@@ -25,7 +25,7 @@ if __name__ == "__main__":  # before the imports that take seconds
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import models
-from utils.data.splits.selection import read_data, select_images
+from utils.data.splits.selection import hold_out_by_default, read_data, select_images
 from utils.data.staging.stage import stage
 from utils.distributed.elastic import report_status
 from utils.distributed.group import DistEnv, process_group
@@ -130,7 +130,7 @@ def run(config: TrainConfig) -> None:
     require_tracker(config.track)
     with processes(config) as (env, stack, stop):
         show_startup("listing the images")
-        config = adopt_arch(stage(config, env), env)
+        config = adopt_arch(hold_out_by_default(stage(config, env), env), env)
         listed = read_data(config, env)
         show_startup("preparing the run")
         opened = open_output(config, env, stack)

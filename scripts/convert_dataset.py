@@ -36,6 +36,7 @@ import typer
 from scripts.check_dataset import local_folder, record_signals
 from utils.data.conversion import parquet
 from utils.data.formats.sources import FORMATS, find_source, has_class_folders
+from utils.data.formats.split_folders import find_folder
 from utils.errors import Stopped, UserError
 from utils.files import atomic_write_text, temporary_of
 from utils.log import emit
@@ -198,7 +199,7 @@ def write_plan(target: Path, described: Mapping[str, Any], fingerprint: str) -> 
 def find_parquet(options: Options) -> dict[str, list[Path]]:
     """The parquet files of each split; {} where the source has another form, too."""
     config = options.config
-    if config.train_data or config.val_data or has_class_folders(options.source, config.val_split):
+    if config.train_data or config.val_data or has_class_folders(options.source, config):
         return {}
     found = parquet.find(options.source)
     return {} if found and any(each.find(options.source) for each in FORMATS) else found
@@ -220,8 +221,9 @@ def splits_of(config: TrainConfig) -> tuple[str, ...]:
     source = find_source(config, ())
     if not source.has_class_folders:
         return source.splits
-    folders = {"train": source.data_dir / "train", "val": source.data_dir / config.val_split}
-    return tuple(split for split, folder in folders.items() if folder.is_dir()) or ("train",)
+    folders = {"train": config.train_split, "val": config.val_split}
+    found = {split: find_folder(source.data_dir, split, name) for split, name in folders.items()}
+    return tuple(split for split, name in found.items() if name) or ("train",)
 
 
 def digest(parts: Sequence[object]) -> str:

@@ -123,11 +123,13 @@ def cpu() -> DistEnv:
 def resolved(**values: Any) -> ResolvedConfig:
     """What a run on the CPU would use, where a test gives no other values."""
     config = ResolvedConfig(
+        epochs=90,
         batch_size=8,
         decode="fused",
         hw_decoder_load=0.65,
         cache="none",
         prefetch=2,
+        val_fraction=0.0,
         val_resize=256,
         val_image_size=values.get("image_size", 224),
         val_crop="center",

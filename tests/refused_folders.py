@@ -110,15 +110,31 @@ def move_classes_up(root: Path) -> None:
     (root / "train").rmdir()
 
 
+def beside_table(root: Path) -> None:
+    move_classes_up(root)
+    (root / "notes.csv").write_text("name,color\n")
+
+
+def rename_splits(root: Path) -> None:
+    (root / "train").rename(root / "images_a")
+    (root / "val").rename(root / "images_b")
+
+
 CSV = "a.jpg,red\nb.jpg,blue\n"
 KAGGLE = "ImageId,PredictionString\na,red 1 2 3 4\n"
 FOLDERS = [
     Case("none", "no such folder", lambda root: root.rmdir()),
     Case("none", "an empty folder", lambda root: None),
     Case("class folders", "no train/", folders("val")),
-    Case("class folders", "classes beside each other, not in train/", folders("train", change=move_classes_up)),
+    Case("class folders", "classes and test/ beside each other", folders("train", "test", change=move_classes_up)),
+    Case("class folders", "a class that may be a split", files({f"{name}/x.jpg": JPEG for name in ("red", "Valid")})),
+    Case("class folders", "classes beside a table", folders("train", change=beside_table)),
+    Case("class folders", "one folder of images", files({"images/x.jpg": JPEG})),
+    Case("class folders", "one folder of images and a table", files({"images/x.jpg": JPEG, "cells.csv": "x.jpg 1\n"})),
+    Case("class folders", "splits of other names", folders("train", "val", change=rename_splits)),
+    Case("class folders", "the data one folder deeper", files({"data/red/x.jpg": JPEG, "data/blue/x.jpg": JPEG})),
+    Case("class folders", "two names of train/", files({"Train/red/x.jpg": JPEG, "TRAIN/red/x.jpg": JPEG})),
     Case("class folders", "no val/", folders("train")),
-    Case("class folders", "valid/ instead of val/", folders("train", "valid")),
     Case("class folders", "no class in train/", files({"train/x.jpg": JPEG, "val/red/x.jpg": JPEG})),
     Case("class folders", "a class of val/ alone", folders(change=lambda root: shutil.rmtree(root / "train/red"))),
     Case("class folders", "two Unicode forms of a class", renamed("caf\u00e9", "cafe\u0301")),
@@ -139,6 +155,7 @@ FOLDERS = [
     Case("class folders", "a list of classes", folders(change=files({"names": "x\n"})), "--class-names DATA/names"),
     Case("class folders", "val/ would not be used", folders(), "--val-fraction 0.5"),
     Case("class folders", "--val-split names no folder", folders(), "--val-split dev"),
+    Case("class folders", "--train-split names no folder", folders(), "--train-split dev"),
     Case("flat val/", "no file of labels", flat()),
     Case("flat val/", "an image without a label", flat("val.csv", CSV)),
     Case("flat val/", "the label of no image", flat("val.csv", f"{CSV}c.jpg,red\nd.jpg,red\n")),

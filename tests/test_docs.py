@@ -218,7 +218,7 @@ def run_pages(data: Path, root: Path, everything: bool) -> dict[str, str]:
     for split_name in ("train", "val"):
         write_images(root / "data" / "flowers" / split_name, (8, 8, 8), seed=3)
         (root / "data" / "flowers" / split_name / "red").rename(root / "data" / "flowers" / split_name / "rose")
-    for folder in ("birds/train", "birds/valid", "photos/train"):
+    for folder in ("animals", "birds/train", "birds/valid", "photos/train"):
         write_images(root / "data" / folder, (8, 8, 8))
     write_images(root / "data" / "waste" / "images", (8, 8, 8))
     photos = sorted(path.relative_to(root / "data" / "waste") for path in (root / "data" / "waste").rglob("*.jpg"))

@@ -15,8 +15,9 @@ from torchvision.datasets import ImageFolder
 
 import pipelines
 from tests.conftest import resolved
-from utils.data.formats.folder import check_folders, list_images, scan, scan_splits
+from utils.data.formats.folder import list_images, scan, scan_splits
 from utils.data.formats.naming import SYSTEM_NAMES
+from utils.data.formats.split_folders import check_folders
 from utils.data.images.manifest import FileEntry, Manifest, describe, describe_counts, stat_file, synthetic
 from utils.data.loaders.cache import decoded_bytes
 from utils.data.reading.reader import read_image

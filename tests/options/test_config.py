@@ -46,7 +46,7 @@ OTHER: dict[str, Any] = {
     "augment_schedule": "3:none", "accept_changes": True, "transform": "a.py:f", "dali_plugin": "lib.so",
     "train_data": "a-*.tar", "val_data": "b-*.tar", "class_names": Path("names.txt"),
     "stage_dir": Path("stage"),
-    "val_split": "valid", "val_fraction": 0.1, "eval_every": 2, "patience": 5,
+    "train_split": "training", "val_split": "valid", "val_fraction": 0.1, "eval_every": 2, "patience": 5,
     "model_args": "a=1", "drop_rate": 0.1, "drop_path": 0.2, "loss": "bce", "bce_target_thresh": 0.5,
     "schedule": "linear", "min_lr": 1e-5, "cooldown_epochs": 3, "decay_epochs": 2.5, "decay_rate": 0.5,
     "lr_scaling": "none", "optimizer_args": "b=[1,2]", "layer_decay": 0.75, "head_lr_scale": 10.0, "freeze_epochs": 1,
@@ -368,7 +368,7 @@ def test_a_limit_names_its_bounds(limit: Limit, value: float, message: str) -> N
 
 def test_roles_name_flags_in_the_order_of_the_fields() -> None:
     assert flags_with(role="fixed")[:4] == ("arch", "loader", "image_size", "val_resize")
-    assert flags_with(role="logged")[:4] == ("epochs", "lr", "val_split", "resize_schedule")
+    assert flags_with(role="logged")[:4] == ("epochs", "lr", "train_split", "val_split")
     assert flags_with(role="logged_if_several") == ("grad_exchange", "grad_compression", "sync_bn")
     assert "overwrite" in flags_with(role="free")
     assert flags_with(of_launch=True) == (*OF_LAUNCH, "config")

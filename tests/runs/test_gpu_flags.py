@@ -16,7 +16,7 @@ from utils.options.flags import flag
 
 # Read neither with the device nor with the number of processes, or by rank 0 alone; and dali-plugin, which is compiled.
 ON_ANY_DEVICE = """
-    output-dir name batch-size image-size val-data val-split class-names stage-dir crop-scale hflip
+    output-dir name batch-size image-size val-data train-split val-split class-names stage-dir crop-scale hflip
     num-classes momentum weight-decay lr-scaling warmup-epochs schedule min-lr cooldown-epochs decay-epochs decay-rate
     label-smoothing eval-every log-steps tensorboard track track-project track-checkpoint config dali-plugin
 """

@@ -69,8 +69,9 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
     ("--bad-files ignore", ("'--bad-files'", "'ignore'", "error, skip")),
     ("--image-size 64 --val-resize 60", ("--val-resize 60:", "--image-size 64", "try --val-resize 73")),
     ("--val-image-size 48", ("--val-resize 36:", "--val-image-size 48", "try --val-resize 55")),
-    *[(f"--val-split {name}", (f"--val-split {name}:", "a folder beside train/, such as val"))
+    *[(f"--val-split {name}", (f"--val-split {name}:", "a folder in --data-dir, such as val"))
       for name in ("sub/val", "..")],
+    ("--train-split a/b", ("--train-split a/b: must be the name of a folder in --data-dir, such as train",)),
     ("--val-split train", ("--val-split train:", "--val-fraction 0.1 holds out a tenth of them")),
     ("--warmup-epochs 1", ("--warmup-epochs 1:", "less than --epochs 1", "lower it")),
     ("--freeze-epochs 1", ("--freeze-epochs 1 without --pretrained:", "random layers", "give --pretrained")),

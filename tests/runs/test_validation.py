@@ -33,12 +33,15 @@ def test_a_run_on_held_out_images(tmp_path: Path) -> None:
     held_out = list(load_listing(run, "val"))
     shares = f"images  {41 - len(held_out)} train, {len(held_out)} val (the held-out part of train/, "
     assert shares in first.out
-    resumed, plain, elsewhere, given, changed = launch_series(
+    beside = ("--data-dir", root / "train", *TINY, "--epochs", 1, "--output-dir")
+    resumed, plain, elsewhere, given, changed, tenth, every = launch_series(
         (*flags, "--epochs", 2),
         ("--evaluate", "--output-dir", run, "--resume", run / LAST, "--workers", 1),
         ("--evaluate", "--output-dir", other, "--resume", run / LAST, "--workers", 1, "--val-split", "test"),
         ("--evaluate", "--output-dir", other, "--resume", run / LAST, "--workers", 1, "--data-dir", root),
         (*flags, "--epochs", 2, "--val-fraction", 0.2),
+        (*beside, tmp_path / "tenth"),
+        (*beside, tmp_path / "every", "--val-fraction", 0),
     )
     assert resumed.status == 0, resumed.err
     assert shares in resumed.out
@@ -50,6 +53,12 @@ def test_a_run_on_held_out_images(tmp_path: Path) -> None:
     assert evaluation(other) == expected
     assert " count 41" in elsewhere.out
     assert "note: --val-split test, its run had val\nnote: --val-fraction 0.0, its run had 0.3\n" in elsewhere.out
+    assert [tenth.status, every.status] == [0, 0], (tenth.err, every.err)
+    assert " val (the held-out part of train/, " in tenth.out
+    assert "; --val-fraction 0.1: there is no train/ and no val/; " in tenth.out
+    assert read_checkpoint(tmp_path / "tenth")["config"]["val_fraction"] == 0.1
+    assert "images  41 train, 41 val" in every.out
+    assert "warning: all images train and validate: accuracy says how well they are known" in every.out
     assert_refused(changed, "--val-fraction: 0.3 then, 0.2 now", "the held-out part of train/ has ", "fewer (")
 
 

@@ -1,6 +1,7 @@
 """The images of a benchmark: a folder of them or generated ones, and their mean size."""
 
 import contextlib
+import dataclasses
 import math
 import random
 from pathlib import Path
@@ -10,6 +11,7 @@ from PIL import Image, ImageDraw
 
 from utils.data.formats import folder
 from utils.data.formats.sources import find_source
+from utils.data.formats.split_folders import folder_of
 from utils.data.images.manifest import Manifest
 from utils.data.reading.reader import open_image
 from utils.data.splits.selection import read_data
@@ -36,7 +38,8 @@ def read_images(data_dir: Path, output_dir: Path, env: DistEnv, stage_dir: Path 
     assert config.data_dir is not None, "given"
     if not find_source(config, ()).has_class_folders:
         return read_data(config, env, ["train"])["train"]
-    return folder.scan(config.data_dir, "train" if (config.data_dir / "train").is_dir() else ".", skip_bad=True)
+    name = folder_of(dataclasses.replace(config, val_fraction=0.0), "train")
+    return folder.scan(config.data_dir, name, skip_bad=True, train=name)
 
 
 def repeat(manifest: Manifest, min_images: int) -> Manifest:

@@ -14,7 +14,14 @@ import models
 import pipelines
 from utils.data.images.manifest import Manifest
 from utils.data.loaders.settings import with_val_batch
-from utils.data.splits.selection import check_files, create_targets, describe_exclusions, read_data, select_images
+from utils.data.splits.selection import (
+    check_files,
+    create_targets,
+    describe_exclusions,
+    hold_out_by_default,
+    read_data,
+    select_images,
+)
 from utils.data.staging.stage import stage
 from utils.distributed.collective import collective
 from utils.distributed.collectives import all_gather_object, all_reduce_sum, sync_errors
@@ -196,7 +203,7 @@ def evaluate_checkpoint(config: TrainConfig, env: DistEnv) -> None:
         else:
             config, notes, classes = _settings_of_weights(config, env)
         require_data(config)
-    config = stage(config, env)
+    config = hold_out_by_default(stage(config, env), env)
     listed = {
         split: manifest.numbered_as(classes)
         if classes and manifest.images is not None and {*manifest.classes} < {*classes}

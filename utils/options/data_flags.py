@@ -10,7 +10,8 @@ from utils.options.limits import ABOVE_0, BELOW_1, MIN_0, MIN_1, MIN_8, Limit
 from utils.options.policies import POLICIES
 from utils.options.sizes import ImageSize
 
-BATCH_SIZE = 256  # images per process and step, of a new run
+BATCH_SIZE = 256  # images per process and step, of ImageNet's recipe
+EPOCHS = 90  # of it
 PREFETCH = 6  # batches
 
 _SHARE = Limit(minimum=0, maximum=1)
@@ -30,10 +31,13 @@ class DataFlags:
     )
     name: str | None = _flag(None, FIRST, "Name of the output folder within runs/.", shown="DATA-ARCH")
     arch: str = _flag("resnet50", FIRST, "Architecture: any name that timm knows.", role="fixed", from_checkpoint=True)
-    epochs: int = _flag(90, FIRST, "Passes over the training images.", MIN_1, role="logged")
+    epochs: int | None = _flag(
+        None, FIRST, "Passes over the training images.", MIN_1, shown=f"{EPOCHS}, or by the images", role="logged",
+        chosen=True,
+    )  # fmt: skip
     batch_size: int | None = _flag(
-        None, FIRST, "Images per process and step.", MIN_1, shown=f"{BATCH_SIZE}, or as resumed", short="-b",
-        from_checkpoint=True,
+        None, FIRST, "Images per process and step.", MIN_1, shown=f"{BATCH_SIZE}, or by the images", short="-b",
+        from_checkpoint=True, chosen=True,
     )  # fmt: skip
     lr: float | None = _flag(
         None, FIRST, "Peak learning rate for a global batch of 256 images; see --lr-scaling.", ABOVE_0,
@@ -80,9 +84,13 @@ class DataFlags:
         None, DATA, "Interpolation of every resize; random draws one for each training image.",
         shown="bilinear, or by the weights", role="fixed", from_checkpoint=True, chosen=True,
     )  # fmt: skip
-    val_split: str = _flag(
-        "val", DATA, "Folder of validation images, beside train/.", role="logged", from_checkpoint=True
+    train_split: str = _flag(
+        "train", DATA, "Folder of the training images.", shown="train, or alike", role="logged", from_checkpoint=True
     )
+    val_split: str = _flag(
+        "val", DATA, "Folder of the validation images.", shown="val, or alike", role="logged",
+        from_checkpoint=True,
+    )  # fmt: skip
     train_data: str | None = _flag(
         None, DATA, "Training shards or label file, below --data-dir.", shown="found", metavar="GLOB",
         is_path=True, from_checkpoint=True,
@@ -98,9 +106,9 @@ class DataFlags:
         None, DATA, "Folder to which the objects of an s3:// or gs:// URL are copied.", shown=False,
         from_checkpoint=True,
     )  # fmt: skip
-    val_fraction: float = _flag(
-        0.0, DATA, "Share of train/ that is held out and validated on, where there is no val/.", BELOW_1,
-        shown="0, off", role="fixed", from_checkpoint=True,
+    val_fraction: float | None = _flag(
+        None, DATA, "Share of train/ that is held out to validate on.", BELOW_1,
+        shown="0.1 without train/, else 0", role="fixed", from_checkpoint=True, chosen=True,
     )  # fmt: skip
     val_group: str | None = _flag(
         None, DATA, "What --val-fraction keeps whole: a column of the label file, or a pattern of paths.",

@@ -21,11 +21,13 @@ class ResolvedConfig(TrainConfig):
     means that there is none, and `grad_exchange`, which is "auto" for a single process, as that exchanges nothing.
     """
 
+    epochs: int
     batch_size: int
     decode: Literal["fused", "full"]
     hw_decoder_load: float
     cache: Literal["none", "gpu", "host"]
     prefetch: int
+    val_fraction: float
     val_resize: int
     val_image_size: ImageSize
     val_crop: Literal["center", "squash", "pad"]
@@ -60,6 +62,7 @@ class ResolvedConfig(TrainConfig):
         """Undo of `to_dict`; a checkpoint without one of the keys below was trained so."""
         size = values.get("image_size", TrainConfig.image_size)
         before = {"val_image_size": size, "val_crop": "center", "interpolation": "bilinear", "lr_scaling": "linear"}
+        before |= {"val_fraction": 0.0}
         before |= {"task": "multiclass", "loss": "cross-entropy", "label_smoothing": 0.1, "best_by": "top1"}
         return super().from_dict(before | dict(values))
 

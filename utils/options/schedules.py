@@ -5,6 +5,7 @@ from typing import TypeVar
 
 from utils.errors import UserError
 from utils.options.config import TrainConfig, choices
+from utils.options.data_flags import EPOCHS
 from utils.options.flags import flag
 from utils.options.limits import MIN_8
 from utils.options.sizes import ImageSize, read_image_size, sides_of
@@ -97,18 +98,26 @@ def unused_by(schedule: str) -> tuple[str, ...]:
     return (*(of_decay if schedule not in ("cosine", "linear") else ()), *(of_steps if schedule != "step" else ()))
 
 
+def most_epochs(config: TrainConfig) -> int:
+    """`--epochs`, or the most that are chosen where they are not given."""
+    return EPOCHS if config.epochs is None else config.epochs
+
+
 def check_lr_schedule(config: TrainConfig) -> None:
     """Raise UserError for flags that `--schedule` does not use, and for parts of it that have no epoch."""
-    third = f"--decay-epochs {config.epochs / 3:.2g}" if decay_epochs(config) >= config.epochs else ""
+    epochs = most_epochs(config)
+    third = f"--decay-epochs {epochs / 3:.2g}" if decay_epochs(config) >= epochs else ""
     for name in unused_by(config.schedule):
         if value := getattr(config, name):
             remedy = "leave it out, or use cosine or linear"
             if name.startswith("decay_"):
                 remedy = f"use --schedule step {third}".rstrip()
             raise UserError(f"{flag(name)} {value:g} with --schedule {config.schedule}: not used; {remedy}")
+    if config.warmup_epochs is not None and config.warmup_epochs >= epochs:
+        raise UserError(f"--warmup-epochs {config.warmup_epochs:g}: must be less than --epochs {epochs}; lower it")
     if config.schedule == "step" and third:
         raise UserError(
-            f"--decay-epochs {decay_epochs(config):g}: must be less than --epochs {config.epochs}, or the rate "
+            f"--decay-epochs {decay_epochs(config):g}: must be less than --epochs {epochs}, or the rate "
             f"never falls; give {third}"
         )
     if config.cooldown_epochs and not config.min_lr:
@@ -117,8 +126,8 @@ def check_lr_schedule(config: TrainConfig) -> None:
             "--min-lr"
         )
     warmup = config.warmup_epochs or 0.0
-    if config.cooldown_epochs and warmup + config.cooldown_epochs >= config.epochs:
+    if config.cooldown_epochs and warmup + config.cooldown_epochs >= epochs:
         raise UserError(
             f"--cooldown-epochs {config.cooldown_epochs}: with --warmup-epochs {warmup:g} must be less than --epochs "
-            f"{config.epochs}; lower one of them"
+            f"{epochs}; lower one of them"
         )

@@ -63,10 +63,6 @@ def _check_schedule_and_sizes(config: TrainConfig) -> None:
             f"--augment {config.augment} with --augment-schedule {config.augment_schedule}: two policies in epoch 0; "
             "leave --augment out"
         )
-    if config.warmup_epochs is not None and config.warmup_epochs >= config.epochs:
-        raise UserError(
-            f"--warmup-epochs {config.warmup_epochs:g}: must be less than --epochs {config.epochs}; lower it"
-        )
     check_lr_schedule(config)
     check_loss(config, config.loss or default_loss(config.task or "multiclass"), config.task)
 
@@ -198,11 +194,12 @@ def _check_sources(config: TrainConfig) -> None:
 def _check_val_images(config: TrainConfig) -> None:
     """Which images validate."""
     name, fraction = config.val_split, config.val_fraction
-    if not name.strip(".") or "/" in name:
-        raise UserError(f"--val-split {name}: must be the name of a folder beside train/, such as val")
-    if name == "train" and not config.evaluate:
+    for split, folder in {"train": config.train_split, "val": name}.items():
+        if not folder.strip(".") or "/" in folder:
+            raise UserError(f"--{split}-split {folder}: must be the name of a folder in --data-dir, such as {split}")
+    if name == config.train_split and not config.evaluate:
         raise UserError(
-            "--val-split train: the training images; --val-split val --val-fraction 0.1 holds out a tenth of them"
+            f"--val-split {name}: the training images; --val-split val --val-fraction 0.1 holds out a tenth of them"
         )
     if fraction and config.val_data:
         raise UserError(

@@ -25,6 +25,7 @@ from utils.network.parallel import create_forward_backward, distribute
 from utils.network.published_weights import require_published
 from utils.options.config import TrainConfig
 from utils.options.resolved import ResolvedConfig
+from utils.options.schedules import check_lr_schedule
 from utils.report.tracking.sender import TrackerProcess
 from utils.seed import seed_process, seed_weights
 from utils.training.optimization.lr_schedule import create_schedule
@@ -39,6 +40,7 @@ from utils.training.resume.restore import (
 )
 from utils.training.run import Run
 from utils.training.settings.autotune import choose_common_loader_settings, resolve
+from utils.training.settings.batch_layout import describe_processes, layout_of
 from utils.training.settings.class_weights import class_weights
 from utils.training.settings.preprocessing import fill_preprocessing
 from utils.training.state.checkpoint import Checkpoint
@@ -88,7 +90,11 @@ def resolve_settings(
     settings = choose_common_loader_settings(filled, env, saved, listed["train"])
     train = listed["train"]
     config = resolve(filled, train.classes, env, settings, saved, len(train), train.task)
-    return config, dataclasses.replace(settings, reasons=settings.reasons | by_weights)
+    with sync_errors(env):  # with the epochs of a checkpoint, where none were given
+        check_lr_schedule(dataclasses.replace(filled, epochs=config.epochs))
+    reason = describe_processes(filled, layout_of(config, env.world_size))
+    reasons = settings.reasons | by_weights | ({"processes": reason} if reason else {})
+    return config, dataclasses.replace(settings, reasons=reasons)
 
 
 @collective

@@ -35,6 +35,7 @@ from utils.training.resume.compatibility import changed_flags, format_change
 from utils.training.run import Run
 from utils.training.settings.batch_layout import layout_of, saved_layout
 from utils.training.settings.class_weights import class_weights
+from utils.training.settings.run_length import describe_length
 from utils.training.state.checkpoint import BEST, Checkpoint
 from utils.training.state.train_state import TrainState
 
@@ -48,13 +49,12 @@ def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: C
         settings: of the loaders, with the reasons of what was chosen.
         saved: the checkpoint that the run goes on from.
     """
-    config, env, state = run.config, run.env, run.state
-    images = run.sampler.global_batch_size
+    config, env, state, images = run.config, run.env, run.state, run.sampler.global_batch_size
     facts = {
         "brisk": f"{__version__}, torch {torch.__version__}, DALI {DALI_VERSION}, timm {timm.__version__}",
         "model": _describe_model(run),
         "data": _describe_data(splits),
-        "images": f"{len(splits['train']):,} train, {_describe_val(splits)}, {_describe_sizes(config)}",
+        "images": f"{_describe_train(splits)}, {_describe_val(splits)}, {_describe_sizes(config)}",
         "classes": _describe_classes(run, splits["train"]),
         "pixels": _describe_pixels(run, "the checkpoint" if saved else settings.reasons.get("pretrained", "")),
         "batch": f"{images} = {count(config.batch_size, 'image')} x {count(env.world_size, 'process')}"
@@ -70,7 +70,8 @@ def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: C
     if state.ema is not None:
         facts["ema"] = describe_ema(state.ema, config.epochs * run.sampler.steps_per_epoch)
     usual, unusual = describe_optimizer(config, images)
-    if chosen := [*([usual] if usual else []), *_describe_choices(config, settings)]:
+    length = () if saved else describe_length(config, len(splits["train"]), run.sampler.steps_per_epoch)
+    if chosen := [*([usual] if usual else []), *length, *_describe_choices(config, settings)]:
         facts["chosen"] = "; ".join(chosen)
     if repeated := describe_recipe(config):
         facts["recipe"] = repeated
@@ -92,7 +93,9 @@ def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: C
 
 
 def _describe_choices(config: ResolvedConfig, settings: LoaderSettings) -> Iterator[str]:
-    """Flags of the loaders that were chosen for one reason, and the reason."""
+    """Flags of the data that were chosen for one reason, and the reason."""
+    if config.val_fraction and "val_fraction" not in config.given:
+        yield f"--val-fraction {config.val_fraction:g}: there is no train/ and no val/"
     if config.loader == "synthetic":
         return
     reasons = [(name, reason) for name, reason in settings.reasons.items() if name != "pretrained"]
@@ -135,6 +138,12 @@ def _describe_classes(run: Run, train: Manifest) -> str:
         shown += f"; {numbers.min()} to {numbers.max()} an image, {numbers.mean():.3g} on average"
     factors = class_weights(run.config, train)
     return shown + (f"; weights in the loss {min(factors):.3g} to {max(factors):.3g}" if factors else "")
+
+
+def _describe_train(splits: Splits) -> str:
+    train = splits["train"]
+    is_unusual = train.source == "class folders" and train.title != "train/"
+    return f"{len(train):,} train" + (f" ({train.title})" if is_unusual else "")
 
 
 def _describe_val(splits: Splits) -> str:

@@ -22,8 +22,8 @@ from utils.data.feed.options import (
     resolve_options,
     state_identity,
 )
-from utils.data.formats.folder import class_folders
 from utils.data.formats.sources import find_source
+from utils.data.formats.split_folders import find_folder, folders_in
 from utils.data.images.batch import Batch, TrainLoader, ValLoader
 from utils.data.images.manifest import Manifest
 from utils.data.loaders.sampler import create_sampler, shard
@@ -287,7 +287,8 @@ def _list_images(config: TrainConfig, split: str, classes: Sequence[str] | None)
     if classes is None and split == "val":  # else labels could count other classes than those of the training feed
         source = find_source(config, ())
         names = ["train", "val"] if "train" in source.splits else ["val"]
-        expected, whose = class_folders(source.data_dir / "train") if source.has_class_folders else (), "of train"
+        train = find_folder(source.data_dir, "train", "train") if source.has_class_folders else None
+        expected, whose = folders_in(source.data_dir / train) if train else (), "of train"
     manifest = read_data(config, DistEnv.single(torch.device("cpu")), names)[split]
     if expected and tuple(expected) != manifest.classes and split == "val" and {*manifest.classes} < {*expected}:
         return manifest.numbered_as(tuple(expected))

@@ -21,6 +21,7 @@ from utils.distributed.launcher import read_launch
 from utils.distributed.machine import inspect_machine
 from utils.errors import BadFile, UserError
 from utils.options.config import TrainConfig, choices, flag_fields
+from utils.options.data_flags import EPOCHS
 from utils.options.flags import flag, kinds
 from utils.options.resolved import ResolvedConfig
 from utils.options.sizes import ImageSize, as_image_size
@@ -31,7 +32,7 @@ STATE_FORMAT = 1
 UNUSED: dict[str, Any] = {
     "compile": False, "fused_layers": False, "cuda_graph": False, "warmup_epochs": 0.0, "lr_scaling": "none",
     "lr": 0.0, "momentum": 0.0, "weight_decay": 0.0, "amp": "none", "loss": "cross-entropy", "label_smoothing": 0.0,
-    "best_by": "top1",
+    "best_by": "top1", "epochs": EPOCHS, "val_fraction": 0.0,
 }  # fmt: skip
 # What decides the batches, besides the images and the processes.
 PIXELS = {

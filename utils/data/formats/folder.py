@@ -1,7 +1,6 @@
 """Data in folders, train/CLASS/*.jpg and val/CLASS/*.jpg: lists them and makes the manifest."""
 
 import collections
-import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from utils.data.formats.flat import first_names, label_flat
-from utils.data.formats.naming import VAL_NAMES, is_hidden
+from utils.data.formats.naming import is_hidden
 from utils.data.formats.refused import refuse_unreadable
+from utils.data.formats.split_folders import folders_in, is_folder
 from utils.data.images.codecs import IMAGE_SUFFIXES, is_image
 from utils.data.images.manifest import (
     NO_CLASS,
@@ -28,7 +28,6 @@ from utils.data.images.manifest import (
 )
 from utils.data.images.records import Record
 from utils.errors import Stopped, UserError
-from utils.options.config import TrainConfig
 from utils.options.validation import require_folder
 from utils.text import count, describe_alike
 
@@ -110,8 +109,10 @@ def list_images(root: Path, stopped_by: Callable[[], str] = str) -> tuple[list[F
     return sorted(entries), others
 
 
-def scan(data_dir: Path, split: str, skip_bad: bool = False) -> Manifest:
+def scan(data_dir: Path, split: str, skip_bad: bool = False, train: str = "train") -> Manifest:
     """List the images of `data_dir/split`, one folder a class.
+
+    `train` is the folder of the training images, whose classes a flat `split` has.
 
     Empty files and what is no regular file are bad: refused, or excluded with `skip_bad`. No file is opened. Images
     beside the class folders and files with other suffixes are counted, hidden ones are not.
@@ -122,7 +123,7 @@ def scan(data_dir: Path, split: str, skip_bad: bool = False) -> Manifest:
     """
     root = data_dir / split
     try:
-        classes, listings, ignored = _list_flat(data_dir, split) or _list_split(data_dir, split)
+        classes, listings, ignored = _list_flat(data_dir, split, train) or _list_split(data_dir, split, train)
     except OSError as error:
         raise UserError(
             f"{error.filename}: cannot be read ({error.strerror}); remove it or check its permissions"
@@ -153,22 +154,29 @@ def scan(data_dir: Path, split: str, skip_bad: bool = False) -> Manifest:
         flat_in=f"{root.name}/" if images.is_flat else None,
         source="flat folder" if images.is_flat else "class folders",
     ).without(bad)
-    return manifest.with_all_classes() if split in ("train", ".") else manifest
+    return manifest.with_all_classes() if split == train else manifest
 
 
-def scan_splits(data_dir: Path, skip_bad: bool = False, val_split: str = "val") -> tuple[Manifest, Manifest]:
-    """Manifests of `train/` and of the folder `val_split` beside it, with the classes of `train/`.
+def scan_splits(
+    data_dir: Path, skip_bad: bool = False, val_split: str = "val", train_split: str = "train"
+) -> tuple[Manifest, Manifest]:
+    """Manifests of the folders `train_split` and `val_split`, with the classes of the first.
 
     Raises:
         UserError: as `scan`, and for classes that only `val_split` has.
     """
-    train, val = scan(data_dir, "train", skip_bad), scan(data_dir, val_split, skip_bad)
+    train = scan(data_dir, train_split, skip_bad, train_split)
+    if val_split == train_split:
+        return train, dataclasses.replace(train, bad={}, ignored={})
+    val = scan(data_dir, val_split, skip_bad, train_split)
     if only := sorted(set(val.classes) - set(train.classes)):
         names = first_names([repr(name) for name in only])
-        missing = f"{count(len(only), 'class')} of {val_split}/ {'is' if len(only) == 1 else 'are'} missing in train/"
+        missing = (
+            f"{count(len(only), 'class')} of {val_split}/ {'is' if len(only) == 1 else 'are'} missing in {train_split}/"
+        )
         alike = describe_alike(only, train.classes)
         remedy = (
-            f": {alike}, in {val_split}/ and train/; rename one as the other"
+            f": {alike}, in {val_split}/ and {train_split}/; rename one as the other"
             if alike
             else ("; add training images of it, or move the folder away")
         )
@@ -176,77 +184,14 @@ def scan_splits(data_dir: Path, skip_bad: bool = False, val_split: str = "val") 
     return train, val.numbered_as(train.classes)
 
 
-def train_folder(data_dir: Path, val_fraction: float) -> str:
-    """Folder of the training images in `data_dir`: train; or ".", if it has class folders itself and no train/.
-
-    A part of the latter must be held out, as there is nowhere else to validate on.
-    """
-    if val_fraction and not os.path.isdir(data_dir / "train") and _classes_beside(data_dir):
-        return "."
-    return "train"
-
-
-def _classes_beside(data_dir: Path) -> list[str]:
-    """Folders in `data_dir` that have images."""
-    with contextlib.suppress(OSError):  # as lost+found, which is no class
-        folders = [Path(entry.path) for entry in _visible(data_dir) if is_folder(entry)]
-        return sorted(path.name for path in folders if _has_images(path))
-    return []
-
-
-def check_folders(config: TrainConfig) -> None:
-    """Raise UserError unless the folders of the splits are there, as far as the command line alone names them."""
-    if config.data_dir is None or config.evaluate:  # an evaluation may take the folder's name from its checkpoint
-        return
-    train = train_folder(config.data_dir, config.val_fraction)
-    for split in (train,) if config.val_fraction else (train, config.val_split):
-        if not os.path.isdir(config.data_dir / split):
-            raise _missing_split(config.data_dir, split)
-
-
-def refuse_val_folder(data_dir: Path, val_fraction: float) -> None:
-    """Raise UserError if there is a folder of validation images, which `--val-fraction` would not use.
-
-    `test/` is none: it may be for the end of all experiments.
-    """
-    for name in VAL_NAMES[:-1]:
-        if os.path.isdir(data_dir / name):
-            instead = "" if name == "val" else f" and give --val-split {name}"
-            raise UserError(
-                f"--val-fraction {val_fraction:g}: --data-dir {data_dir} has {name}/, which would not be used; leave "
-                f"--val-fraction out{instead}, or move {name}/ away"
-            )
-
-
-def _missing_split(data_dir: Path, split: str) -> UserError:
-    message = f"--data-dir {data_dir}: has no {split}/ folder"
-    if split == "train":
-        if not (classes := _classes_beside(data_dir)):
-            refuse_unreadable(data_dir)
-            return UserError(f"{message}; it must hold train/ and val/, or shards")
-        return UserError(
-            f"{message}, but {count(len(classes), 'folder')} of images ({first_names(classes)}); give "
-            "--val-fraction 0.1 to train on them but for a tenth, which validates"
-        )
-    others = [name for name in VAL_NAMES if name != split and os.path.isdir(data_dir / name)]
-    if others:
-        found = ", ".join(f"{name}/" for name in others)
-        return UserError(f"{message}, but {found}; give --val-split {others[0]}")
-    return UserError(f"{message}; it must hold train/ and {split}/, or --val-fraction 0.1 holds out a tenth of train/")
-
-
-def _has_images(folder: Path) -> bool:
-    with contextlib.suppress(OSError):  # as lost+found, which is no class
-        return any(is_image(entry.name) for entry in _visible(folder))
-    return False
-
-
-def _list_flat(data_dir: Path, split: str) -> tuple[list[str], list[list[FileEntry]], dict[str, int]] | None:
+def _list_flat(
+    data_dir: Path, split: str, train: str
+) -> tuple[list[str], list[list[FileEntry]], dict[str, int]] | None:
     """As `_list_split`, of validation images in one folder whose labels are in a file; None if it is none."""
     root = data_dir / split
-    if split == "train" or not root.is_dir() or any(map(is_folder, _visible(root))):
+    if split == train or not root.is_dir() or any(map(is_folder, _visible(root))):
         return None
-    classes = class_folders(data_dir / "train")
+    classes = folders_in(data_dir / train)
     labels = label_flat(root, classes)
     if labels is None:
         return None
@@ -256,12 +201,12 @@ def _list_flat(data_dir: Path, split: str) -> tuple[list[str], list[list[FileEnt
     return [name for name in classes if listings[name]], [listing for listing in listings.values() if listing], {}
 
 
-def _list_split(data_dir: Path, split: str) -> tuple[list[str], list[list[FileEntry]], dict[str, int]]:
+def _list_split(data_dir: Path, split: str, train: str) -> tuple[list[str], list[list[FileEntry]], dict[str, int]]:
     """Class names, the images of each class, and `Manifest.ignored`."""
     root = data_dir / split
     require_folder(data_dir)
     if not root.is_dir():
-        raise _missing_split(data_dir, split)
+        raise UserError(f"{root}: no such folder; give --data-dir one that holds it")
     visible = _visible(root)
     classes = sorted(entry.name for entry in visible if is_folder(entry))
     beside = [entry for entry in visible if not is_folder(entry)]
@@ -270,7 +215,7 @@ def _list_split(data_dir: Path, split: str) -> tuple[list[str], list[list[FileEn
     if not classes:
         refuse_unreadable(data_dir)
         found = f" ({loose} image{'s lie' if loose > 1 else ' lies'} there without one)" if loose else ""
-        remedy = f", or their classes into {split}.csv" if loose and split != "train" else ""
+        remedy = f", or their classes into {split}.csv" if loose and split != train else ""
         raise UserError(
             f"{root}: no class folders{found}; put the images of each class into a folder of its name{remedy}"
         )
@@ -327,19 +272,6 @@ def _refuse_nested(folder: Path) -> None:
 def _visible(folder: Path) -> list[os.DirEntry[str]]:
     with os.scandir(folder) as entries:
         return [entry for entry in entries if not is_hidden(entry.name)]
-
-
-def class_folders(root: Path) -> tuple[str, ...]:
-    """Names of the class folders in a split's folder, sorted; () if there is none. No class is listed."""
-    return tuple(sorted(entry.name for entry in _visible(root) if is_folder(entry))) if root.is_dir() else ()
-
-
-def is_folder(entry: os.DirEntry[str]) -> bool:
-    """Whether it is a folder or a link to one. A broken link is not."""
-    try:
-        return entry.is_dir()
-    except OSError:  # a link to itself
-        return False
 
 
 def suffix_of(name: str) -> str:

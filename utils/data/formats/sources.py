@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
-from utils.data.formats import arrow_cache, folder, ilsvrc, lmdb_database, recordio, tfrecord, webdataset
+from utils.data.formats import arrow_cache, ilsvrc, lmdb_database, recordio, tfrecord, webdataset
 from utils.data.formats.flat import find_cls_loc
 from utils.data.formats.label_files import find_label_files
 from utils.data.formats.label_rows import has_rows_of, has_several, read_labels
-from utils.data.formats.naming import VAL_NAMES, is_hidden
+from utils.data.formats.naming import VAL_NAMES
 from utils.data.formats.shards import ClassNames
+from utils.data.formats.split_folders import HELD_OUT, check_folders, find_folder, folders_in, lie_beside
 from utils.data.formats.tables import is_table
 from utils.data.images.records import ShardFormat
 from utils.errors import UserError
@@ -73,7 +74,7 @@ def find_source(config: TrainConfig, splits: Sequence[str]) -> Source:
     given = {split: pattern for split in splits or GLOBS if (pattern := getattr(config, GLOBS[split]))}
     if not given and config.train_data and _has_val(config, class_folders.data_dir, config.train_data):
         given = {"train": config.train_data}
-    if not given and has_class_folders(class_folders.data_dir, config.val_split):
+    if not given and has_class_folders(class_folders.data_dir, config):
         return class_folders
     found = [] if any(map(is_table, given.values())) else _find_shards(config.data_dir, given)
     if not found and (labeled := _find_label_files(config, given, splits)):
@@ -90,11 +91,12 @@ def find_source(config: TrainConfig, splits: Sequence[str]) -> Source:
             f"--data-dir {config.data_dir}: holds {one} and {other}; name the shards of one format by --train-data and "
             "--val-data"
         )
-    if config.val_split != "val":
-        raise UserError(
-            f"--val-split {config.val_split}: names a folder of class folders; for shards leave it out, or give "
-            f"--val-data '{config.val_split}*'"
-        )
+    for split, name in {"train": config.train_split, "val": config.val_split}.items():
+        if name != split:
+            raise UserError(
+                f"--{split}-split {name}: names a folder of class folders; for shards leave it out, or give "
+                f"--{split}-data '{name}*'"
+            )
     _require_splits(found[0], config, splits)
     return found[0]
 
@@ -105,9 +107,10 @@ def check_source(config: TrainConfig) -> None:
         return
     if store_url(config.data_dir):  # which is staged first
         return
+    config = with_val_fraction(config)
     source = find_source(config, required_splits(config))
     if source.has_class_folders:
-        folder.check_folders(dataclasses.replace(config, data_dir=source.data_dir))
+        check_folders(dataclasses.replace(config, data_dir=source.data_dir))
     if any(path.stat().st_size > _READ_EARLY for path in source.label_files.values()):
         return
     several = has_several(source.label_files, config.task)
@@ -123,13 +126,21 @@ def required_splits(config: TrainConfig) -> tuple[str, ...]:
     return ("val",) if config.evaluate else ("train", "val")
 
 
-def has_class_folders(data_dir: Path, val_split: str) -> bool:
-    """Whether train/ or the folder of the validation images holds folders."""
-    for root in (data_dir / "train", data_dir / val_split):
-        with contextlib.suppress(OSError), os.scandir(root) as entries:  # the listing explains an error
-            if any(folder.is_folder(entry) for entry in entries if not is_hidden(entry.name)):
-                return True
-    return False
+def with_val_fraction(config: TrainConfig) -> TrainConfig:
+    """The configuration with the `--val-fraction` of class folders that lie beside each other, if none is given.
+
+    Raises:
+        UserError: as `find_source`.
+    """
+    if config.val_fraction is not None or not lie_beside(config) or not find_source(config, ()).has_class_folders:
+        return config
+    return dataclasses.replace(config, val_fraction=HELD_OUT)
+
+
+def has_class_folders(data_dir: Path, config: TrainConfig) -> bool:
+    """Whether the folder of the training or of the validation images, in `data_dir`, holds folders."""
+    found = (find_folder(data_dir, "train", config.train_split), find_folder(data_dir, "val", config.val_split))
+    return any(folders_in(data_dir / name) for name in found if name)
 
 
 def read_given_names(file: Path) -> tuple[str, ...]:
@@ -201,7 +212,7 @@ def _has_val(config: TrainConfig, folders: Path, name: str) -> bool:
     path = config.data_dir / name
     if not is_table(name) or not os.path.isfile(path):
         return False
-    if not has_class_folders(folders, config.val_split):
+    if not has_class_folders(folders, config):
         return True
     with contextlib.suppress(UserError):  # which its reading explains, if it is read
         if has_rows_of(path, config.val_split, may_wait="val_split" not in config.given):

@@ -49,6 +49,9 @@ def describe_oddities(splits: Splits, steps_per_epoch: int, balance: float) -> l
             f"{val.title} has {count(len(shared), 'group')} of train/ ({some(shared)}): accuracy looks better than it "
             "is on others"
         )
+    if (train.root, train.fingerprint) == (val.root, val.fingerprint) and train.root is not None:  # --val-fraction 0
+        lines.append("all images train and validate: accuracy says how well they are known, not how it is on others")
+        return lines
     # Without groups `--val-fraction` keeps copies together.
     copies = [] if val.held_out and val.groups is None else list(find_copies(train, val))
     if copies:

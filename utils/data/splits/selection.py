@@ -14,7 +14,15 @@ from utils.data.formats.index import read_shards
 from utils.data.formats.label_files import create_manifests as create_labeled
 from utils.data.formats.label_rows import has_several, lists_validation, read_labels
 from utils.data.formats.shards import Shards, create_manifests, first_label
-from utils.data.formats.sources import Source, class_names_of, find_source, read_given_names, required_splits
+from utils.data.formats.sources import (
+    Source,
+    class_names_of,
+    find_source,
+    read_given_names,
+    required_splits,
+    with_val_fraction,
+)
+from utils.data.formats.split_folders import find_folder, folder_of, refuse_val_folder
 from utils.data.images import manifest as dataset
 from utils.data.images.listing import load_listing
 from utils.data.images.manifest import FileEntry, Listing, Manifest, files_fingerprint
@@ -76,6 +84,18 @@ def read_data(config: TrainConfig, env: DistEnv, splits: Sequence[str] = ()) -> 
     return listed
 
 
+@collective
+def hold_out_by_default(config: TrainConfig, env: DistEnv) -> TrainConfig:
+    """The configuration with a `--val-fraction` where the data needs one and none is given, the same on all ranks.
+
+    Raises:
+        UserError: on all ranks: as `read_data`.
+    """
+    with sync_errors(env):
+        fraction = with_val_fraction(config).val_fraction if env.is_main else None
+    return dataclasses.replace(config, val_fraction=broadcast(fraction, env))
+
+
 def _for_task(listed: Splits, config: TrainConfig) -> Splits:
     """With `--task multilabel` also the one class of a folder or shard is a set."""
     if config.task != "multilabel":
@@ -94,15 +114,14 @@ def _read_folders(config: TrainConfig, splits: Sequence[str]) -> Splits:
                 f"--val-split {config.val_split} with --val-fraction {config.val_fraction:g}: two sources of "
                 "validation images; give one of them"
             )
-        if not config.evaluate:
-            folder.refuse_val_folder(config.data_dir, config.val_fraction)
-        return {
-            "train": folder.scan(config.data_dir, folder.train_folder(config.data_dir, config.val_fraction), skip_bad)
-        }
+        splits = ("train",)
+    names = {split: folder_of(config, split) for split in splits}
+    if config.val_fraction and not config.evaluate:
+        refuse_val_folder(config.data_dir, names["train"], config.val_fraction)
     if len(splits) == 1:
-        name = "train" if splits[0] == "train" else config.val_split
-        return {splits[0]: folder.scan(config.data_dir, name, skip_bad)}
-    return dict(zip(SPLITS, folder.scan_splits(config.data_dir, skip_bad, config.val_split), strict=True))
+        train = names.get("train") or find_folder(config.data_dir, "train", config.train_split) or "train"
+        return {splits[0]: folder.scan(config.data_dir, names[splits[0]], skip_bad, train)}
+    return dict(zip(SPLITS, folder.scan_splits(config.data_dir, skip_bad, names["val"], names["train"]), strict=True))
 
 
 def _read_label_files(config: TrainConfig, source: Source, splits: Sequence[str]) -> Splits:

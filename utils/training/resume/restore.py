@@ -12,6 +12,7 @@ from torch import nn
 import models
 from utils.data.formats.label_rows import has_rows_of, lists_validation
 from utils.data.formats.sources import LabelFileError, find_source
+from utils.data.formats.split_folders import has_val_folder
 from utils.data.formats.tables import is_table
 from utils.data.loaders.sampler import Sampler
 from utils.data.loaders.scheduled_loader import config_of_epoch, schedules_agree
@@ -111,7 +112,7 @@ def settings_of_checkpoint(
     if "val_fraction" in config.given and config.val_fraction:
         values = {name: value for name, value in values.items() if name not in ("val_split", "val_data")}
     elif values.get("val_fraction") and _names_val_images(config, before, values):
-        del values["val_fraction"]
+        values["val_fraction"] = 0.0
     _drop_names(config, before, values)
     if values.get("loader") == "synthetic" and "data_dir" in config.given:
         del values["loader"]
@@ -200,7 +201,7 @@ def _names_val_images(config: TrainConfig, before: TrainConfig, values: dict[str
     except LabelFileError:  # perhaps of train, which is not needed
         source = find_source(config, ("val",))
     if source.has_class_folders:
-        return os.path.isdir(source.data_dir / values["val_split"])
+        return has_val_folder(source.data_dir, values["val_split"])
     return "val" in source.shards or lists_validation(source.label_files)
 
 

@@ -26,10 +26,12 @@ from utils.figures import Task
 from utils.options.config import TrainConfig
 from utils.options.remedies import start_again
 from utils.options.resolved import ResolvedConfig
+from utils.options.schedules import most_epochs
 from utils.options.sizes import sides_of
 from utils.text import count
 from utils.training.optimization.optim import resolve_optimizer
-from utils.training.settings.batch_layout import choose_batch_size, describe_processes
+from utils.training.settings.batch_layout import Layout, choose_batch_size
+from utils.training.settings.run_length import fit_epochs
 from utils.training.settings.task import resolve_task
 from utils.training.state.checkpoint import Checkpoint
 
@@ -74,8 +76,6 @@ def choose_common_loader_settings(
         remedy = f"its checkpoint was trained so: resume where they fit, or {start_again(config)}"
     raise_on_all_ranks(check_cache_fits(choice.cache, machine, decoded, remedy), env)
     shown = {name: reasons[name] for name in open_names if name in reasons and config.loader in BY_DALI}
-    if reason := describe_processes(config, env.world_size):
-        shown["processes"] = reason
     return dataclasses.replace(choice, reasons=choice.reasons | shown)
 
 
@@ -95,7 +95,7 @@ def resolve(
         config: as the user gave it.
         classes: names of the data's classes.
         saved: the checkpoint that the run goes on from, if there is one.
-        num_train: training images, where a run trains on them.
+        num_train: training images, with those that `--val-fraction` holds out, where a run trains on them.
         task: of the data.
 
     Raises:
@@ -105,8 +105,11 @@ def resolve(
     grad_exchange = config.grad_exchange
     if grad_exchange == "auto" and env.world_size > 1:
         grad_exchange = "flat" if all_pairs_nvlink(env) else "ddp"
+    length = resolve_length(config, env, saved, num_train)
+    config = dataclasses.replace(config, epochs=length["epochs"])
     resolved: dict[str, Any] = {
-        "batch_size": choose_batch_size(config, env, saved),
+        "val_fraction": config.val_fraction or 0.0,
+        **length,
         "workers": settings.workers,
         "processes": env.world_size,
         "amp": resolve_amp(config, env),
@@ -137,7 +140,7 @@ def _choose_step(config: TrainConfig, on_cuda: bool, num_train: int | None, worl
     """
     is_long = num_train is None
     if num_train is not None:
-        images = config.epochs * num_train / world_size
+        images = most_epochs(config) * num_train / world_size
         is_long = images * math.prod(sides_of(config.image_size)) / 224**2 >= MIN_COMPILE_IMAGES
     compiled = on_cuda and is_long if config.compile is None else config.compile
     fused = on_cuda and compiled and not config.sync_bn
@@ -190,8 +193,28 @@ def resolve_amp(config: TrainConfig, env: DistEnv) -> str:
     return "bf16" if all_can else "fp16"
 
 
+def resolve_length(
+    config: TrainConfig, env: DistEnv, saved: Checkpoint | None, num_train: int | None
+) -> dict[str, int]:
+    """`--batch-size` and `--epochs`, else the checkpoint's, else by the images, the device and the first weights.
+
+    Args:
+        num_train: as in `resolve`.
+
+    Raises:
+        UserError: on all ranks, as `choose_batch_size`.
+    """
+    num_left = None if num_train is None else round(num_train * (1 - (config.val_fraction or 0)))
+    batch_size = choose_batch_size(config, env, saved, num_left)
+    epochs = saved.config.epochs if saved and config.epochs is None else config.epochs
+    if epochs is None:
+        images = Layout(env.world_size, batch_size, config.grad_accum_steps).global_batch_size
+        epochs = fit_epochs(config, num_left, (num_left or 0) // images, env.device.type == "cuda")
+    return {"batch_size": batch_size, "epochs": epochs}
+
+
 def resolve_warmup(config: TrainConfig, saved: Checkpoint | None) -> float:
     """`--warmup-epochs`, else that of the checkpoint, else a tenth of the epochs before the cooldown, at most 5."""
     if config.warmup_epochs is not None:
         return config.warmup_epochs
-    return saved.config.warmup_epochs if saved else min(5, (config.epochs - config.cooldown_epochs) / 10)
+    return saved.config.warmup_epochs if saved else min(5, (most_epochs(config) - config.cooldown_epochs) / 10)

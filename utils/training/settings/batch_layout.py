@@ -5,10 +5,10 @@ import dataclasses
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
 from utils.options.config import TrainConfig
-from utils.options.data_flags import BATCH_SIZE
 from utils.options.remedies import accept_changes, start_again
 from utils.options.resolved import ResolvedConfig
 from utils.text import count
+from utils.training.settings.run_length import fit_batch_size
 from utils.training.state.checkpoint import Checkpoint
 
 
@@ -46,24 +46,24 @@ def saved_layout(saved: Checkpoint) -> Layout:
     return layout_of(saved.config, len(saved.ranks))
 
 
-def describe_processes(config: TrainConfig, world_size: int) -> str:
+def describe_processes(config: TrainConfig, now: Layout) -> str:
     """What another number of processes than `--processes` asks for means; "" if it is the same.
 
     Args:
         config: as the user gave it, perhaps by the config.json of another run.
     """
-    given, batch_size = config.processes, config.batch_size or BATCH_SIZE
-    if "processes" not in config.given or given in ("auto", world_size):
+    given, batch_size = config.processes, config.batch_size or config.recipe_chosen.get("batch_size")
+    if "processes" not in config.given or given in ("auto", now.world_size):
         return ""
-    before, now = (Layout(number, batch_size, config.grad_accum_steps) for number in (int(given), world_size))
     text = f"the launcher's number, not {given}"
-    if config.batch_size is None:
+    if batch_size is None:
         return text
+    before = Layout(int(given), batch_size, config.grad_accum_steps)
     text += (
         f": the global batch is {count(now.global_batch_size, 'image')} instead of {before.global_batch_size:,}, and "
         "the learning rate in force follows it"
     )
-    same, rest = divmod(batch_size * int(given), world_size)
+    same, rest = divmod(batch_size * int(given), now.world_size)
     return text if rest else f"{text}; --batch-size {same} keeps both"
 
 
@@ -77,8 +77,8 @@ def _require_same_layout(config: TrainConfig, now: Layout, before: Layout, saved
         )
 
 
-def choose_batch_size(config: TrainConfig, env: DistEnv, saved: Checkpoint | None) -> int:
-    """`--batch-size`, or where that was left open: what keeps the checkpoint's global batch, else the default.
+def choose_batch_size(config: TrainConfig, env: DistEnv, saved: Checkpoint | None, num_train: int | None = None) -> int:
+    """`--batch-size`, or where that was left open: what keeps the checkpoint's global batch, else by the images.
 
     With another global batch the images of the epoch under way would not come once each, so that it takes
     `--accept-changes`.
@@ -88,7 +88,8 @@ def choose_batch_size(config: TrainConfig, env: DistEnv, saved: Checkpoint | Non
     """
     given = config.batch_size
     if saved is None or config.evaluate:
-        return BATCH_SIZE if given is None else given
+        on_cuda = env.device.type == "cuda"
+        return fit_batch_size(config, num_train, env.world_size, on_cuda) if given is None else given
     before, accumulated = saved_layout(saved), config.grad_accum_steps
     if config.loader == saved.config.loader == "stock" and not config.accept_changes:
         _require_same_layout(config, Layout(env.world_size, given or before.batch_size, accumulated), before, saved)
