@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from models import check_arch, create_model, normalization
+from models import check_arch, check_head, create_model, normalization
 from utils.errors import UserError
+from utils.network.published_weights import published_weights
 
 ARCH = "test_resnet"
 
@@ -93,3 +94,11 @@ def test_image_size_that_the_network_rejects() -> None:
 def test_normalization_is_the_networks_own() -> None:
     assert normalization(create_model("resnet18", 3)) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     assert normalization(create_model("vit_tiny_patch16_224", 3)) == ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+
+
+def test_weights_of_other_classes_are_not_evaluated() -> None:
+    weights = published_weights("test_resnet")
+    with pytest.raises(
+        UserError, match=r"timm's test_resnet has a head of 1,000 classes, the data 3; give .* or --resume"
+    ):
+        check_head(weights, create_model("test_resnet", 3), 3, ("a", "b", "c"))

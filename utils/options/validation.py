@@ -95,8 +95,7 @@ def check_sizes(config: TrainConfig, is_final: bool) -> None:
     others = [size for size in (config.image_size, *size_schedule(config).values()) if isinstance(size, str)]
     if config.rot90 and others and not config.evaluate:
         raise UserError(
-            f"--rot90 with images of {others[0]} px: a quarter turn exchanges height and width; leave it out, or give "
-            f"--image-size {max(sides_of(others[0]))}"
+            f"--rot90 with images of {others[0]} px: a quarter turn exchanges height and width; leave --rot90 out"
         )
 
 
