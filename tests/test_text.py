@@ -53,8 +53,9 @@ def test_names_that_differ() -> None:
 
 
 NOUNS = (
-    "batches", "checkpoints", "classes", "epochs", "evaluations", "files", "folders", "GPUs", "images", "intervals",
-    "labels", "lines", "objects", "processes", "records", "shards", "steps", "threads", "values", "weights",
+    "batches", "bytes", "checkpoints", "classes", "columns", "decoders", "epochs", "evaluations", "files", "folders",
+    "GPUs", "images", "intervals", "labels", "lines", "objects", "processes", "records", "runs", "shards", "steps",
+    "threads", "values", "weights",
 )  # fmt: skip
 PLURAL = re.compile(rf" (?:[\w/]+ )?(?:{'|'.join(NOUNS)})\b(?!/s)")
 # Expressions in front of a plural that are never 1, or not a number.
@@ -64,7 +65,7 @@ NEVER_1 = {
     "launch.local_world_size", "len(paths)", "len(sample)", "len(train.classes)", "line", "number", "num_labels",
     "run.config.epochs", "self.grad_accum_steps", "state.epoch", "world_size", "counts[label]", "config.num_classes",
     "self._steps", "num_images", "val.title", "config.data_dir", "config.loader", "count", "int(count)",
-    "run.config.get('epochs')",
+    "run.config.get('epochs')", "IMAGE.size", "len(row)", "member.size", "needed", "total",
 }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from utils.data.formats.naming import find_shards
 from utils.data.images.records import Entry
 from utils.errors import UserError, first_line, some
+from utils.text import count
 
 NAME = "Arrow files"
 IMAGE_COLUMNS, LABEL_COLUMNS = ("image", "img"), ("label", "labels")  # where the file does not say which they are
@@ -175,7 +176,7 @@ def _refuse_rest(shard: Path, mapped: Any) -> None:
         rest -= int.from_bytes(mapped.read(4), "little") + 4 + len(_FILE_MAGIC)
     if rest > 0:
         raise UserError(
-            f"{shard}: has {rest:,} bytes behind its end, as files that were joined by cat; take them apart, or "
+            f"{shard}: has {count(rest, 'byte')} behind its end, as files that were joined by cat; take them apart, or "
             f"{_SAVE_ANEW}"
         )
 

@@ -11,6 +11,7 @@ from utils.options.config import TrainConfig
 from utils.options.data_flags import PREFETCH
 from utils.options.resolved import ResolvedConfig
 from utils.options.sizes import sides_of
+from utils.text import count
 
 SMALL = 1 / 8  # of the free memory: decoded images that take no more are cached by default, on the CPU
 SMALL_ON_GPU = 1 / 4  # of the GPU's, where one kernel makes the batches
@@ -105,7 +106,7 @@ def _choose_decode(
         return "fused", "no hardware decoder"
     if small:
         return "fused", "the images are small"
-    return "full", f"{machine.jpeg_engines} hardware decoders, which need whole images"
+    return "full", f"{count(machine.jpeg_engines, 'hardware decoder')}, for whole images only"
 
 
 def resolve_pixels(config: TrainConfig) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from utils.data.formats.naming import is_hidden
 from utils.data.staging.staged_files import StoredObject
 from utils.errors import UserError, first_line
 from utils.options.store_url import split_url
+from utils.text import count
 
 FIRST_ANSWER_SECONDS = 30.0  # for a store that has not answered yet: its address may be wrong
 OUTAGE_SECONDS = 300.0  # for one that has: it may come back
@@ -185,7 +186,7 @@ class ObjectStore:
                 write(chunk, at)
                 at += len(chunk)
             if at < end:
-                raise self._errors.GenericError(f"{end - at:,} bytes are missing")
+                raise self._errors.GenericError(f"{count(end - at, 'byte')} missing")
 
         self._call(found.name, go_on)
         return version
