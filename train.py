@@ -152,7 +152,7 @@ def run(config: TrainConfig) -> None:
             built.claim_output_dir()  # where nothing was left to train
             built.require_saved()
             write_summary(built, settings.cpu_threads)
-            report_best(built, splits["val"])
+            report_best(built, splits)
 
 
 def main(argv: Sequence[str]) -> int:

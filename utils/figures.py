@@ -15,6 +15,7 @@ class Figure(NamedTuple):
         show: its format.
         higher_is_better: otherwise lower values are.
         in_lines: whether lines have it; otherwise only those of a run with `--best-by` for it.
+        min_classes: of fewer it says nothing, and lines do not have it.
         tasks: whose evaluations have it.
     """
 
@@ -22,13 +23,14 @@ class Figure(NamedTuple):
     show: str = "{:.2f} %"
     higher_is_better: bool = True
     in_lines: bool = True
+    min_classes: int = 1
     tasks: tuple[Task, ...] = ("multiclass", "multilabel")
 
 
 # By the name in evaluation.json. Figures of other classes in `EVAL_METRICS` are percent under their own name.
 FIGURES = {
     "top1": Figure("top-1", tasks=("multiclass",)),
-    "top5": Figure("top-5", tasks=("multiclass",)),
+    "top5": Figure("top-5", min_classes=6, tasks=("multiclass",)),
     "loss": Figure("loss", "{:.4f}", higher_is_better=False),
     "macro_recall": Figure("macro recall", in_lines=False),
     "macro_precision": Figure("macro precision", in_lines=False),
@@ -88,10 +90,17 @@ def figures_of(evaluation: Mapping[str, Any]) -> dict[str, float]:
     return {name: evaluation[_OF_VAL + name] for name in names if name not in _NO_FIGURES}
 
 
-def describe_figures(evaluation: Mapping[str, Any], best_by: str, without: Sequence[str] = ()) -> list[str]:
+def is_in_lines(name: str, best_by: str, num_classes: float) -> bool:
+    """Whether lines of a run with `--best-by` and a number of classes have the figure `name`."""
+    return name == best_by or (figure(name).in_lines and num_classes >= figure(name).min_classes)
+
+
+def describe_figures(
+    evaluation: Mapping[str, Any], best_by: str, num_classes: int, without: Sequence[str] = ()
+) -> list[str]:
     """What a line shows of an evaluation: a text for each figure but some."""
     found = {name: value for name, value in figures_of(evaluation).items() if name not in without}
-    return [describe_figure(name, value) for name, value in found.items() if figure(name).in_lines or name == best_by]
+    return [describe_figure(name, value) for name, value in found.items() if is_in_lines(name, best_by, num_classes)]
 
 
 def other_figures(records: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -224,12 +224,12 @@ class Log:
             f"  lr {values['lr']:.4g}"
         )
 
-    def evaluation(self, values: dict[str, Any], best_by: str) -> None:
+    def evaluation(self, values: dict[str, Any], best_by: str, num_classes: int) -> None:
         """Write an evaluation to the files, and as a line, which has the figure `best_by` in any case."""
         self._evaluation_seconds = time.monotonic() - self._trained_at
         self._close_bar()
         self.record({name: value for name, value in values.items() if not isinstance(value, list)})
-        first, *others = describe_figures(values, best_by)
+        first, *others = describe_figures(values, best_by, num_classes)
         facts = [f"epoch {values['epoch']}/{self._epochs}", f"val {first}", *others]
         main = MAIN_FIGURE["multilabel" if "val/map" in values else "multiclass"]
         names = (main,) if best_by in (main, "top5", "loss") else (main, best_by)

@@ -15,7 +15,7 @@ from tests.conftest import TINY, resolved
 from tests.forked import launch_ranks, launch_series
 from utils.data.formats.folder import scan_splits
 from utils.distributed.group import DistEnv
-from utils.inference.evaluate import FlipAverage, _shown, compute_logits, evaluate
+from utils.inference.evaluate import FlipAverage, compute_logits, describe_result, evaluate
 from utils.inference.mistakes import Mistakes
 from utils.targets import Targets
 from utils.training.optimization.optim import create_ema
@@ -109,7 +109,7 @@ def test_mistakes_are_those_of_top1(data: Path, cpu: DistEnv) -> None:
     top1 = evaluate(Rounded(), batches, lambda images: images.float(), 41, Targets(3), cpu, torch.float32, mistakes)[
         "top1"
     ]
-    pictures = mistakes.pictures({}, None)
+    pictures = mistakes.pictures({})
     assert pictures is not None
     assert sum(each["correct"] for each in pictures.classes) == round(top1 * 41 / 100)
     assert all(0 <= each["probability"] <= 1 for each in pictures.worst)
@@ -237,5 +237,10 @@ def change_weights(model: nn.Module) -> None:
 
 def test_numbers_are_rounded_on_the_screen() -> None:
     result = {"checkpoint": "last.pt", "image_size": 32, "top1": 100 / 3, "ema_top5": 100.0, "ema_loss": 1.12646596}
-    shown = [f"{key} {_shown(key, value)}" for key, value in result.items()]
-    assert shown == ["checkpoint last.pt", "image_size 32", "top1 33.33", "ema_top5 100.00", "ema_loss 1.1265"]
+    shown = describe_result(result, num_classes=6)
+    assert shown == "checkpoint last.pt  image_size 32  top1 33.33  ema_top5 100.00  ema_loss 1.1265"
+
+
+def test_top5_of_five_classes_is_left_out() -> None:
+    result = {"top1": 60.0, "top5": 100.0, "ema_top5": 100.0, "real_top5": 100.0, "count": 10}
+    assert describe_result(result, num_classes=5) == "top1 60.00  count 10"

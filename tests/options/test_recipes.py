@@ -16,10 +16,11 @@ from utils.options.arguments import model_options
 from utils.options.cli import parse
 from utils.options.config import TrainConfig
 from utils.options.flags import flag
+from utils.options.rates import lr_factor
 from utils.options.recipes import read_run_recipe
 from utils.options.schedules import size_schedule
 from utils.options.sizes import ImageSize
-from utils.training.optimization.optim import create_optimizer, lr_factor, resolve_optimizer
+from utils.training.optimization.optim import create_optimizer, resolve_optimizer
 
 PATHS = sorted((ROOT / "configs").iterdir())
 PAGE = ROOT / "docs" / "recipes.md"

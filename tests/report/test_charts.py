@@ -6,7 +6,20 @@ from collections.abc import Sequence
 import pytest
 
 from tests.harness import ROOT
-from utils.report.charts import HEIGHT, MAX_POINTS, WIDTH, Chart, Mark, Scale, Series, _average, line_chart
+from utils.report.charts import (
+    CHARACTER,
+    HEIGHT,
+    LABEL_GAP,
+    LEFT,
+    MAX_POINTS,
+    WIDTH,
+    Chart,
+    Mark,
+    Scale,
+    Series,
+    _average,
+    line_chart,
+)
 
 
 def chart(*series: Sequence[tuple[float, float | None]], **options: bool) -> Chart:
@@ -77,6 +90,15 @@ def test_runs_a_decade_apart_have_a_logarithmic_axis() -> None:
     assert chart([(1, 0.5), (2, 0.0)], may_be_log=True, from_zero=True).y_ticks[0][1] == "0.0"
 
 
+def test_labels_have_room() -> None:
+    low = line_chart("lr", "step", [Series("run", [(1e5, 1e-4), (1e6, 3e-4)])], "{:.5f}".format)
+    assert low is not None
+    assert low.left - LABEL_GAP >= CHARACTER * len("0.00010")
+    assert all(x + CHARACTER * len(label) / 2 <= WIDTH for x, label in low.x_ticks)
+    assert low.x_ticks[-1][1] == "1e+06"
+    assert chart([(1, 1.0), (2, 2.0)]).left == LEFT
+
+
 def test_a_run_without_values_keeps_the_colors_of_the_others() -> None:
     found = chart([], [(1, 1.0)])
     assert [line.number for line in found.lines] == [1]
@@ -109,3 +131,8 @@ def test_colors_have_the_contrast_of_wcag_aa(scheme: str) -> None:
             for ground in ("paper", "card"):
                 low, high = sorted((luminance(colors[name]), luminance(colors[ground])))
                 assert (high + 0.05) / (low + 0.05) >= least, (name, ground)
+    for name in ("run0", "run1"):  # behind the numbers of a matrix, half of it at most
+        pairs = ((colors[name][at : at + 2], colors["paper"][at : at + 2]) for at in (1, 3, 5))
+        mixed = "#" + "".join(f"{(int(one, 16) + int(other, 16)) // 2:02x}" for one, other in pairs)
+        low, high = sorted((luminance(mixed), luminance(colors["ink"])))
+        assert (high + 0.05) / (low + 0.05) >= 4.5, name

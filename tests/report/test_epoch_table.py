@@ -4,6 +4,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from utils.figures import describe_figures
 from utils.report.output_folder import RunInfo
 from utils.report.terminal import epoch_table
 
@@ -57,15 +60,36 @@ def test_an_interval_counts_with_its_length() -> None:
     assert epoch_table(run)[1].split()[1] == "2.0000"
 
 
-def test_a_long_run_keeps_the_first_the_best_and_the_last_epoch() -> None:
-    top1s = {epoch: 50.0 + (epoch == 33) for epoch in range(2, 91, 2)} | {33: 60.0}
-    lines = epoch_table(dataclasses.replace(RUN, metrics=records(top1s)))
-    assert len(lines) <= 13
-    epochs = [int(line.split()[0]) for line in lines[1:]]
-    assert epochs[0] == 2
-    assert epochs[-1] == 90
-    assert [line.split()[0] for line in lines if line.endswith("*")] == ["33"]
-    assert epochs == sorted(set(epochs))
+def test_all_epochs_of_a_short_run_are_shown() -> None:
+    for number in (12, 20):
+        top1s = {epoch: 50.0 + (epoch == 11) for epoch in range(1, number + 1)}
+        lines = epoch_table(dataclasses.replace(RUN, metrics=records(top1s)))
+        assert [line.split()[0] for line in lines[1:]] == [str(epoch) for epoch in top1s]
+
+
+@pytest.mark.parametrize("number", [21, 22, 25, 39, 90, 1000])
+def test_what_is_left_out_shows_and_is_never_one_epoch(number: int) -> None:
+    """The first, the best and the last epoch are there."""
+    for best in (1, 2, number // 2, number - 1, number):
+        top1s = {epoch: 50.0 + (epoch == best) for epoch in range(1, number + 1)}
+        lines = epoch_table(dataclasses.replace(RUN, metrics=records(top1s)))
+        assert 15 < len(lines) <= 21
+        assert [line.split()[0] for line in lines if line.endswith("*")] == [str(best)]
+        shown = [line.split()[0] for line in lines[1:]]
+        assert (shown[0], shown[-1]) == ("1", str(number))
+        for before, at, after in zip(shown[:-1], shown[1:], [*shown[2:], ""], strict=True):
+            if at == "...":
+                assert int(after) - int(before) > 2
+            elif before != "...":
+                assert int(at) == int(before) + 1
+
+
+@pytest.mark.parametrize(("classes", "by", "shown"), [(5, "top1", False), (6, "top1", True), (5, "top5", True)])
+def test_top5_of_five_classes_is_in_no_line(classes: int, by: str, shown: bool) -> None:
+    config = {"num_classes": classes, "best_by": by}
+    metrics = records({1: 40.0})
+    assert ("top-5" in epoch_table(dataclasses.replace(RUN, metrics=metrics, config=config))[0]) == shown
+    assert ("top-5 90.00 %" in describe_figures(metrics[-1], by, classes)) == shown
 
 
 def test_the_best_is_that_of_the_moving_average_where_it_is_better() -> None:

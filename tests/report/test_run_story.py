@@ -1,5 +1,7 @@
 """What a run's files add up to: lines, marks, time, names."""
 
+import dataclasses
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,8 @@ import pytest
 
 from utils.report.charts import Mark
 from utils.report.output_folder import RunInfo
-from utils.report.page import Story, create_charts, render, short_names
+from utils.report.page import Story, compare_classes, create_charts, render, short_names
+from utils.report.pictures import Pictures
 from utils.report.run_story import marks, steps_per_epoch, time_parts, wait_verdict
 
 
@@ -33,10 +36,59 @@ def test_time_is_divided_and_adds_up(tmp_path: Path) -> None:
     evaluation = {"epoch": 1, "step": 20, "val/top1": 50.0, "val/seconds": 4.0}
     run = run_with(tmp_path, metrics=[interval(10), interval(20), evaluation], events=events, summary={"seconds": 50.0})
     assert {part.name: part.seconds for part in time_parts(run)} == {
-        "start": 5.0, "training": 10.0, "waiting": 4.0, "evaluation": 4.0, "checkpoints": 5.0, "other": 22.0,
+        "earlier": 0.0, "start": 5.0, "training": 10.0, "waiting": 4.0, "evaluation": 4.0, "checkpoints": 5.0,
+        "other": 22.0,
     }  # fmt: skip
     without = [{"epoch": 1, "step": 1, "images_per_second": 1.0}]
     assert time_parts(run_with(tmp_path, metrics=without)) == [], "Brisk 0.1 wrote no seconds"
+
+
+def test_the_time_of_the_run_that_one_goes_on_from_has_a_part(tmp_path: Path) -> None:
+    """Its launches were in another folder, but count."""
+    started = STARTED | {"step": 11, "seconds": 47.0, "startup_seconds": 7.0, "first_step_seconds": 1.0}
+    events = [started, {"event": "finished", "time": 60.0, "step": 20, "seconds": 60.0}]
+    run = run_with(tmp_path, metrics=[interval(20, data_wait=0.0)], events=events, summary={"seconds": 60.0})
+    found = {part.name: part.seconds for part in time_parts(run)}
+    assert (found["earlier"], found["start"], found["training"], found["other"]) == (40.0, 7.0, 7.0, 5.0)
+
+
+def test_the_rest_of_an_epoch_is_joined_to_the_interval_before(tmp_path: Path) -> None:
+    """65 steps by 50: a point is of 65 images or more. Lines of one length stay, as do those of another epoch."""
+    rest = {"train/loss": 4.0, "data_wait": 0.5, "seconds": 2.0, "lr": 0.2, "grad_norm": None, "skipped_steps": 1}
+    metrics = [
+        interval(50, grad_norm=1.0, skipped_steps=2), interval(65, **rest), {"epoch": 1, "step": 65, "val/top1": 50.0},
+        interval(75, epoch=2), interval(85, epoch=2),
+    ]  # fmt: skip
+    drawn = run_with(tmp_path, metrics=metrics).without_remainders()
+    assert [record["step"] for record in drawn.metrics] == [65, 65, 75, 85]
+    assert drawn.metrics[0] == interval(
+        65, lr=0.2, grad_norm=None, skipped_steps=3, seconds=10.0, checkpoint_seconds=2.0, data_wait=0.3,
+        **{"train/loss": pytest.approx((50 * 1.0 + 15 * 4.0) / 65)},
+    )  # fmt: skip
+    (chart, *_) = create_charts([Story(0, "run", run_with(tmp_path, metrics=metrics), None)])
+    assert len(chart.lines[0].dots) == 3
+
+
+def test_classes_of_several_runs_are_side_by_side(tmp_path: Path) -> None:
+    def story(number: int, **correct: int) -> Story:
+        classes = [{"name": name, "count": 10, "correct": right} for name, right in correct.items()]
+        return Story(number, str(number), run_with(tmp_path), Pictures({}, classes, [], [], []))
+
+    without = Story(1, "1", run_with(tmp_path), None)
+    rows = compare_classes([story(0, red=9, blue=4), without, story(2, red=5, green=8)])
+    assert [(name, [(number, each.get("correct")) for number, each in entries]) for name, entries in rows] == [
+        ("blue", [(0, 4), (2, None)]), ("red", [(0, 9), (2, 5)]), ("green", [(0, None), (2, 8)]),
+    ]  # fmt: skip
+    assert compare_classes([story(0, red=9), without]) == []
+
+
+def test_one_class_more_is_no_classes(tmp_path: Path) -> None:
+    classes = [{"name": str(number), "count": 1, "correct": 1} for number in range(21)]
+    pictures = Pictures({}, classes, [], [], [])
+    (tmp_path / "report.json").write_text(json.dumps(dataclasses.asdict(pictures)))
+    page = render([run_with(tmp_path)])
+    assert "1 more class<" in page
+    assert "Confusion matrix" not in page
 
 
 def test_kills_stops_and_deaths_are_marked(tmp_path: Path) -> None:
@@ -108,11 +160,18 @@ def test_how_long_an_epoch_is(tmp_path: Path, events: Any, metrics: Any, steps: 
 
 
 @pytest.mark.parametrize(
-    ("wait", "verdict"), [(0.02, "2.0%: input is fast enough"), (0.03, "3.0%: input is late"), (None, "not known yet")]
+    ("wait", "seconds", "verdict"),
+    [
+        (0.02, 9000, "2.0%: input is fast enough"),
+        (0.024, 70, "2.4%"),  # 1.7 s are no news
+        (0.024, 9000, "2.4%: input is late; scripts/benchmark.py finds why"),
+        (None, 70, "not known yet"),
+    ],
 )
-def test_the_verdict_on_data_wait(tmp_path: Path, wait: float | None, verdict: str) -> None:
+def test_the_verdict_on_data_wait(tmp_path: Path, wait: float | None, seconds: float, verdict: str) -> None:
     metrics = [] if wait is None else [interval(1, data_wait=wait)]
-    assert wait_verdict(run_with(tmp_path, metrics=metrics)).startswith(verdict)
+    events = [STARTED, {"event": "stopped", "time": 0.0, "step": 1, "seconds": seconds}]
+    assert wait_verdict(run_with(tmp_path, metrics=metrics, events=events)) == verdict
 
 
 def test_records_of_any_content_make_a_page(tmp_path: Path) -> None:

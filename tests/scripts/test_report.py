@@ -11,9 +11,27 @@ from tests.browser import SHIFTS, open_browser
 from tests.conftest import TINY, Refused, assert_same_run
 from tests.contract import assert_keys
 from tests.forked import launch_series
-from tests.harness import launch, read_metrics
+from tests.harness import launch, read_checkpoint, read_metrics
+from utils.report.page import NO_BREAK
 from utils.report.pictures import read_pictures
 
+# Tick labels that the drawing cuts off, and percent signs that begin a line.
+CLIPPED = """[...document.querySelectorAll('.chart > svg text')].filter(each => {
+    const box = each.getBBox();
+    return box.x < 0 || box.x + box.width > 420 || box.y < 0 || box.y + box.height > 240;
+}).map(each => each.textContent)"""
+BROKEN = """(() => {
+    const found = [], texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+    while (texts.nextNode()) {
+        const text = texts.currentNode.textContent, range = document.createRange();
+        for (const match of text.matchAll(/[0-9]\\s%/g)) {
+            range.setStart(texts.currentNode, match.index);
+            range.setEnd(texts.currentNode, match.index + 3);
+            if (range.getClientRects().length > 1 && range.getBoundingClientRect().height > 40) found.push(text);
+        }
+    }
+    return found;
+})()"""
 HOSTILE = '<script>document.title="hit"</script>"\'&<img src=x onerror=alert(1)>'
 
 
@@ -55,6 +73,7 @@ def test_the_page_in_a_browser(folders: list[Path], page: Path, tmp_path: Path) 
                     browser.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
                     assert browser.evaluate("document.documentElement.scrollWidth") <= width, (path, width)
                     papers.add((scheme, browser.evaluate("getComputedStyle(document.body).backgroundColor")))
+                    assert browser.evaluate(CLIPPED) == browser.evaluate(BROKEN) == [], (path, width)
                     images = "[...document.images].every(each => each.complete && each.naturalWidth > 0)"
                     assert browser.evaluate(images), "a picture cannot be shown"
                     assert browser.evaluate("document.scripts.length") == 0
@@ -71,11 +90,15 @@ def test_the_page_says_what_the_files_say(folders: list[Path], page: Path) -> No
     text = page.read_text()
     assert_keys("metrics.jsonl", read_metrics(folders[0])[0], "train, clipped")
     summary = json.loads((folders[0] / "summary.json").read_text())
-    assert f"<b>{summary['best_top1']:.2f} %</b> best top-1" in text
+    best = read_checkpoint(folders[0], "best.pt")["best"]
+    assert f"<b>{summary['best_top1']:.2f}{NO_BREAK}%</b> best top-1, epoch {best['epoch']}" in text
+    assert " %" not in text.partition("</style>")[2], "which could begin a line"
     for fact in (
         "✓</span> finished", "✕</span> died", "The loss was not finite in", "stopped by", "Gradient norm",
         "<code>--mixup</code></th><td>0.5</td><td>0.0</td>", "0.37 M parameters", "2 of 2", "taken for",
-        "before and after mixup", "if the run has the flag --report", "evaluation <b>",
+        "before and after mixup", "lr in force after the warmup</th><td>0.015625</td><td>3.125e+07</td>", "trained on",
+        "Percentages are probabilities", "Percentages are shares of a mixed image", "Confusion matrix",
+        "if the run has the flag --report", "evaluation <b>",
     ):  # fmt: skip
         assert fact in text, fact
     assert "<code>--output-dir</code></th><td>" in text, "all flags are in the folded part"
@@ -86,7 +109,7 @@ def test_the_page_says_what_the_files_say(folders: list[Path], page: Path) -> No
 
 
 def test_mistakes_are_those_of_the_best_weights(folders: list[Path], data: Path) -> None:
-    assert_keys("report.json", json.loads((folders[0] / "report.json").read_text()))
+    assert_keys("report.json", json.loads((folders[0] / "report.json").read_text()) | {"training": {}})  # by class
     pictures = read_pictures(folders[0])
     assert pictures is not None
     wrong = sum(each["count"] - each["correct"] for each in pictures.classes)
@@ -94,6 +117,9 @@ def test_mistakes_are_those_of_the_best_weights(folders: list[Path], data: Path)
     best = json.loads((folders[0] / "summary.json").read_text())["best_top1"]
     assert 100 * (1 - wrong / 41) == pytest.approx(best)
     assert sum(each["count"] for each in pictures.confused) == wrong
+    assert [sum(row) for row in pictures.confusion] == [each["count"] for each in pictures.classes]
+    assert [row[at] for at, row in enumerate(pictures.confusion)] == [each["correct"] for each in pictures.classes]
+    assert pictures.training == {"blue": 14, "green": 14, "red": 13}
     assert len(pictures.worst) == min(wrong, 24)
     for each in pictures.worst:
         assert (data / "val" / each["path"]).is_file()
@@ -115,14 +141,16 @@ def test_the_flag_changes_no_bit(folders: list[Path], data: Path, tmp_path: Path
 def test_an_evaluation_writes_them_again(folders: list[Path], tmp_path: Path) -> None:
     shutil.copytree(folders[0], tmp_path / "run")
     before = json.loads((tmp_path / "run" / "report.json").read_text())
-    (tmp_path / "run" / "report.json").write_text(json.dumps(before | {"worst": [], "classes": []}))
+    classes = [each | {"correct": 0} for each in before["classes"]]
+    (tmp_path / "run" / "report.json").write_text(json.dumps(before | {"worst": [], "classes": classes}))
     (tmp_path / "run" / "report.html").unlink()
     (done,) = launch_series(("--evaluate", "--report", "--output-dir", tmp_path / "run"))
     assert done.status == 0, done.err
     after = json.loads((tmp_path / "run" / "report.json").read_text())
-    for name in ("classes", "confused", "worst"):
+    for name in ("classes", "confused", "worst", "confusion"):
         assert after[name] == before[name]
-    assert after["samples"] == before["samples"], "training images are kept"
+    for name in ("samples", "training"):
+        assert after[name] == before[name], "what is known of the training images is kept"
     assert (tmp_path / "run" / "report.html").is_file()
 
 
@@ -159,6 +187,8 @@ def test_refusals(folders: list[Path], tmp_path: Path, refused: Refused) -> None
         '{"classes": 1}',
         json.dumps(nameless),
         json.dumps({**json.loads((broken / "report.json").read_text()), "x": 1}),
+        json.dumps({**json.loads((broken / "report.json").read_text()), "confusion": [[1, 2]]}),
+        json.dumps({**json.loads((broken / "report.json").read_text()), "training": {"red": "many"}}),
     ):
         (broken / "report.json").write_text(content)
         check(broken, fragments=(f"{broken}/report.json: cannot be read", "--evaluate --report"))
@@ -174,6 +204,6 @@ def test_several_processes_find_the_same_mistakes(data: Path, tmp_path: Path, lo
         done = launch(*words, processes=processes)
         assert done.status == 0, done.err
         found.append(json.loads((tmp_path / "report.json").read_text()))
-    for name in ("classes", "worst", "samples"):
+    for name in ("classes", "worst", "samples", "confusion", "training"):
         assert found[0][name] == found[1][name]
     assert sorted(map(str, found[0]["confused"])) == sorted(map(str, found[1]["confused"]))

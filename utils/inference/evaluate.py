@@ -15,6 +15,7 @@ import pipelines
 from utils.data.images.manifest import Manifest
 from utils.data.loaders.settings import with_val_batch
 from utils.data.splits.selection import (
+    Splits,
     check_files,
     create_targets,
     describe_exclusions,
@@ -223,14 +224,14 @@ def evaluate_checkpoint(config: TrainConfig, env: DistEnv) -> None:
         if resolved.real_labels:
             answers = read_real_labels(resolved.real_labels, splits["val"], resolved.num_classes)
     result, note, mistakes = _evaluate_networks(resolved, splits["val"], env, saved, answers)
-    pictures = mistakes.pictures(_source(result, saved, resolved.best_by), None) if mistakes else None
+    pictures = mistakes.pictures(_source(result, saved, resolved.best_by)) if mistakes else None
     if env.is_main:
         if skipped := describe_exclusions(splits, resolved.output_dir):
             emit(f"skipped {skipped}")
         for line in [*notes, *([note] if note else [])]:
             emit(f"note: {line}")
         write_json(config.output_dir / EVALUATION, result)
-        emit(describe_result(result))
+        emit(describe_result(result, result.get("eval_classes", resolved.num_classes)))
         if pictures is not None:
             emit(write_page(resolved.output_dir, pictures))
 
@@ -250,9 +251,11 @@ def _settings_of_weights(config: TrainConfig, env: DistEnv) -> tuple[TrainConfig
     return config, [f"{chosen}: {sources[names[-1]]}"] if chosen else [], weights.classes
 
 
-def describe_result(result: Mapping[str, Any]) -> str:
-    """One line of an evaluation's keys and values."""
-    return "  ".join(f"{key} {_shown(key, value)}" for key, value in result.items() if not isinstance(value, list))
+def describe_result(result: Mapping[str, Any], num_classes: int) -> str:
+    """One line of an evaluation's keys and values, without those that say nothing of so few classes."""
+    names = {key: key.removeprefix("ema_").removeprefix("real_") for key in result}
+    shown = {key: value for key, value in result.items() if num_classes >= figure(names[key]).min_classes}
+    return "  ".join(f"{key} {_shown(key, value)}" for key, value in shown.items() if not isinstance(value, list))
 
 
 def _shown(key: str, value: Any) -> str:
@@ -336,7 +339,7 @@ def _source(result: dict[str, Any], saved: Checkpoint | None, best_by: str) -> d
 
 
 @collective
-def report_best(run: Run, val: Manifest) -> None:
+def report_best(run: Run, splits: Splits) -> None:
     """With `--report`, at the end of a run: evaluate best.pt once more, and write report.json and report.html.
 
     After all else, as the run's model gets other weights.
@@ -349,12 +352,13 @@ def report_best(run: Run, val: Manifest) -> None:
     result = {key.removeprefix("val/"): value for key, value in saved.state.result.items()}
     name = better_network(result, config.best_by, prefix="")
     run.state.model.load_state_dict(saved.state.networks[name])
+    val, train = splits["val"], splits["train"]
     mistakes = create_mistakes(config, val, env)
     batch_size = with_val_batch(config).batch_size
     batches = with_bar(run.val_loader, "evaluating", -(-len(val) // (env.world_size * batch_size)), env.is_main)
     normalize, targets = run.augment.normalize, run.val_targets
     evaluate(run.state.model, batches, normalize, run.num_val, targets, env, run.amp_dtype, mistakes)
     source = _source(result | {"checkpoint": str(saved.path)}, saved, config.best_by)
-    pictures = mistakes.pictures(source, run.augment.samples)
+    pictures = mistakes.pictures(source, train, run.augment.samples)
     if pictures is not None:
         run.log.info(write_page(config.output_dir, pictures))

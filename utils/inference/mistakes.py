@@ -31,7 +31,7 @@ from utils.network.augment import Samples
 from utils.options.resolved import ResolvedConfig
 from utils.report.output_folder import read_run
 from utils.report.page import PAGE, render
-from utils.report.pictures import MAX_PAIRS, PICTURES, Pictures, read_pictures
+from utils.report.pictures import MAX_MATRIX, MAX_PAIRS, PICTURES, Pictures, read_pictures
 
 NUM_WORST, NUM_SAMPLES = 24, 12
 THUMBNAIL = 128  # longest side, pixels
@@ -112,12 +112,15 @@ class Mistakes:
         self._worst = sorted(self._worst, key=lambda wrong: -wrong.loss)[:NUM_WORST]
 
     @collective
-    def pictures(self, source: dict[str, Any], samples: Samples | None) -> Pictures | None:
+    def pictures(
+        self, source: dict[str, Any], train: Manifest | None = None, samples: Samples | None = None
+    ) -> Pictures | None:
         """The content of report.json on rank 0, None on the others.
 
         Args:
             source: what was evaluated, as names and JSON-ready values.
-            samples: of training, if this launch has trained.
+            train: the training images, if this launch has trained.
+            samples: some of them, if they were kept.
         """
         ranks = gather_to_rank0((self._found, self._worst), self._env)
         if ranks is None:
@@ -137,7 +140,19 @@ class Mistakes:
             ],
             worst=[self._describe(wrong) for wrong in worst],
             samples=self._describe_samples(samples) if samples is not None else [],
+            confusion=self._matrix(correct, pairs),
+            training={} if train is None else dict(zip(classes, map(int, train.class_counts()), strict=True)),
         )
+
+    def _matrix(self, correct: NDArray[np.int64], pairs: Counter[tuple[int, int]]) -> list[list[int]]:
+        """`Pictures.confusion`."""
+        size = len(self._classes)
+        if size > MAX_MATRIX or any(answer >= size for _, answer in pairs):  # of a head with more outputs
+            return []
+        found = np.diag(correct)
+        for pair, count in pairs.items():
+            found[pair] = count
+        return list(map(list, found.tolist()))
 
     def _summarize(
         self, found: list[NDArray[Any]]
@@ -243,11 +258,12 @@ def _empty_pictures(manifest: Manifest) -> Pictures:
 def write_page(output_dir: Path, pictures: Pictures) -> str:
     """Write report.json, and report.html where the folder holds a run; returns a line for the user.
 
-    Training images that are there already are kept where `pictures` has none, as of an evaluation.
+    What is there already of the training images is kept where `pictures` has none, as of an evaluation.
     """
     with contextlib.suppress(UserError):  # of a broken one
         if not pictures.samples and (earlier := read_pictures(output_dir)) is not None:
-            pictures = dataclasses.replace(pictures, samples=earlier.samples)
+            training = pictures.training or earlier.training
+            pictures = dataclasses.replace(pictures, samples=earlier.samples, training=training)
     try:
         written = _write_page(output_dir, pictures)
     except OSError as error:

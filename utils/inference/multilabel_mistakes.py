@@ -59,6 +59,9 @@ class MultilabelMistakes(Mistakes):
         count = len(self._classes)
         return has.sum(axis=0)[:count], (has & says).sum(axis=0)[:count], Counter(pairs)
 
+    def _matrix(self, correct: NDArray[np.int64], pairs: Counter[tuple[int, int]]) -> list[list[int]]:
+        return []  # an image has no one class
+
     def _label(self, label: int) -> str:
         assert self._manifest.label_sets is not None
         return self._names(torch.from_numpy(self._manifest.label_sets[label]))

@@ -314,7 +314,8 @@ def _write(predictor: _Predictor, options: PredictOptions, env: DistEnv, stack: 
         if file is not None:
             _finish(file, counts, predictor.columns, options)
     if results is not None:
-        _print_summary(len(predictor.manifest), sum(bad for _, bad in results), counts, options)
+        classes = len(predictor.columns.classes)
+        _print_summary(len(predictor.manifest), sum(bad for _, bad in results), counts, classes, options)
 
 
 @collective
@@ -346,14 +347,14 @@ def _finish(file: PredictionsFile, counts: ClassCounts, columns: Columns, option
     file.publish()
 
 
-def _print_summary(images: int, bad: int, counts: ClassCounts, options: PredictOptions) -> None:
+def _print_summary(images: int, bad: int, counts: ClassCounts, num_classes: int, options: PredictOptions) -> None:
     if options.output_dir is None and images == 1:
         return
     where = "" if options.output_dir is None else f"{predictions_path(options)}: "
     unread = f", {bad:,} of them cannot be read{' (column error)' if where else ''}" if bad else ""
     emit(f"{where}{count(images, 'image')}{unread}")
     if summary := counts.summary():
-        emit(describe_result(summary))
+        emit(describe_result(summary, num_classes))
 
 
 def predictions_path(options: PredictOptions) -> Path:

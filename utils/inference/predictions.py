@@ -356,7 +356,7 @@ class ClassCounts:
             images = int(table[0, label])
             top5 = 100 * self.hits[label] / images if images else math.nan
             values = (recall, top5, precision, recall, f1)
-            lines.append([name, images, *("" if math.isnan(each) else float(each) for each in values)])
+            lines.append([name, images, *("" if math.isnan(each) else round(float(each), 2) for each in values)])
         atomic_write_text(folder / PER_CLASS, _csv_text(lines))
         lines = [["target", "predicted", "count"]]
         for (target, predicted), number in sorted(self.confusion.items()):

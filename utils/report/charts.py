@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from utils.report.output_folder import weighted_mean
 
 WIDTH, HEIGHT = 420.0, 240.0  # of the drawing, in its own units
-LEFT, RIGHT, TOP, BOTTOM = 46.0, 10.0, 14.0, 32.0  # margins, which hold the tick labels
+LEFT, RIGHT, TOP, BOTTOM = 46.0, 10.0, 14.0, 36.0  # margins, which hold the tick labels; the left one at least
+CHARACTER = 8.2  # width of one in a tick label, on average: 1e+03 has wide ones
+LABEL_GAP = 6.0  # between a tick label and the axes
 MAX_POINTS = 240  # of a line; more are averaged
 DECADES = 6  # that a logarithmic axis covers below its largest value
 
@@ -67,13 +69,15 @@ class Chart:
 
     Attributes:
         lines: of the runs that have values.
-        x_ticks, y_ticks: positions in the units of the drawing, and labels.
+        left: where the axes begin.
+        x_ticks, y_ticks: positions of the labels in the units of the drawing, and labels.
         note: what of the values is not shown; "" if all is.
     """
 
     title: str
     x_title: str
     lines: list[Line]
+    left: float
     x_ticks: list[tuple[float, str]]
     y_ticks: list[tuple[float, str]]
     note: str
@@ -138,10 +142,12 @@ def line_chart(
     values = [y for each in series for _, y in each.points if y is not None]
     if not values:
         return None
-    ends = [x for each in series for x, _ in each.points]
-    x_scale = Scale(min(0.0, *ends), max(*ends, end, 1e-9), LEFT, WIDTH - RIGHT)
     low, high, is_log = _limits(series, values, from_zero, cuts_peaks, may_be_log)
     y_scale = Scale(low, high, HEIGHT - BOTTOM, TOP, is_log)
+    y_ticks = [(y_scale(tick), show(tick)) for tick in y_scale.ticks(3)]
+    left = max(LEFT, LABEL_GAP + CHARACTER * max(len(label) for _, label in y_ticks))
+    ends = [x for each in series for x, _ in each.points]
+    x_scale = Scale(min(0.0, *ends), max(*ends, end, 1e-9), left, WIDTH - RIGHT)
     above = sum(value > high for value in values)
     return Chart(
         title=title,
@@ -151,10 +157,16 @@ def line_chart(
             for number, each in enumerate(series)
             if any(y is not None for _, y in each.points)
         ],
-        x_ticks=[(x_scale(tick), f"{tick:,g}") for tick in x_scale.ticks(4)],
-        y_ticks=[(y_scale(tick), show(tick)) for tick in y_scale.ticks(3)],
+        left=left,
+        x_ticks=[_within(x_scale(tick), f"{tick:,g}") for tick in x_scale.ticks(4)],
+        y_ticks=y_ticks,
         note=f"Values above {show(high)} lie at the upper edge: {above:,}." if above else "",
     )
+
+
+def _within(x: float, label: str) -> tuple[float, str]:
+    """The middle of a label at `x`, or where it ends with the drawing."""
+    return min(x, WIDTH - CHARACTER * len(label) / 2), label
 
 
 def _limits(

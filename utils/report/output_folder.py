@@ -23,7 +23,7 @@ from utils.options.resolved import CHOSEN
 
 BEST = "best.pt"
 OF_TRAINING = (METRICS, EVENTS, "last.pt")  # that nothing but training writes
-DATA_WAIT_WARNING = 0.02  # data wait above which a run should have faster input
+LATE_SHARE, LATE_SECONDS = 0.02, 10.0  # of a run without input, above which it should have faster input
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +116,11 @@ class RunInfo:
         return str(self.config.get("best_by") or MAIN_FIGURE[self.config.get("task") or "multiclass"])
 
     @property
+    def num_classes(self) -> float:
+        """Outputs of the head; infinite where config.json does not say."""
+        return number(self.config, "num_classes") or math.inf
+
+    @property
     def best_figure(self) -> tuple[str, str] | None:
         """Title and value of the best epoch's figure, such as ("top-1", "76.30 %"); see `best`."""
         if self.best is None or (value := number(self.best, "value")) is None:
@@ -146,6 +151,19 @@ class RunInfo:
             steps[:1] = [min(each, int(most)) for each in steps[:1]]
         return steps
 
+    def without_remainders(self) -> "RunInfo":
+        """The same run, with the rest of an epoch, shorter than a log interval, joined to the interval before it."""
+        steps, last = iter(self._interval_steps), 0
+        found: list[dict[str, Any]] = []
+        for record in self.metrics:
+            length = next(steps) if "images_per_second" in record else 0
+            if 0 < length < last and found[-1]["epoch"] == record["epoch"]:
+                found[-1] = _join(found[-1], last, record, length)
+            else:
+                found.append(record)
+            last = length
+        return dataclasses.replace(self, metrics=found)
+
     def speed(self, key: str) -> float | None:
         """`images_per_second` or `data_wait`: of a finished run the mean, else of the last log interval."""
         source = self.summary if self.state == "finished" else (self.intervals or [{}])[-1]
@@ -157,6 +175,22 @@ def _of_evaluation(evaluation: dict[str, Any], by: str) -> dict[str, Any]:
     key = "val/top1" if better_network(evaluation, by) == "model" else "val/ema_top1"
     position = {"epoch": evaluation["epoch"], "step": evaluation["step"]}
     return position | {"top1": number(evaluation, key), "by": by, "value": better_value(evaluation, by)}
+
+
+def _join(first: dict[str, Any], steps: int, second: dict[str, Any], more: int) -> dict[str, Any]:
+    """The line of two log intervals, of `steps` and of `more` steps; null where a value of one is not finite."""
+    joined = first | second
+    for key in first.keys() & second.keys() - {"epoch", "step", "lr", "gpu_memory_mb"}:  # those are of its end
+        values = number(first, key), number(second, key)
+        if values[0] is None or values[1] is None:
+            joined[key] = None
+        elif key in ("seconds", "checkpoint_seconds", "skipped_steps"):
+            joined[key] = values[0] + values[1]
+        else:
+            joined[key] = weighted_mean(
+                (values[0], values[1]), (_length(first, steps, key), _length(second, more, key))
+            )
+    return joined
 
 
 def _length(record: dict[str, Any], steps: int, key: str) -> float:
@@ -204,6 +238,11 @@ class _Other(dict[Any, Any]):
 
     def __setstate__(self, state: Any) -> None:
         pass
+
+
+def is_input_late(data_wait: float, seconds: float) -> bool:
+    """Whether a run of so many seconds should have faster input; `data_wait` is a share, 0 to 1."""
+    return data_wait > LATE_SHARE and data_wait * seconds > LATE_SECONDS
 
 
 def is_evaluation(record: dict[str, Any]) -> bool:

@@ -2,10 +2,13 @@
 
 import dataclasses
 import datetime
+import itertools
 import json
-from collections.abc import Callable, Sequence
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jinja2
 from tqdm import tqdm
@@ -13,15 +16,18 @@ from tqdm import tqdm
 from utils import __version__
 from utils.figures import figure, other_figures
 from utils.options.config import flags_with
+from utils.options.flags import flag
+from utils.options.rates import Scaling, lr_factor
 from utils.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Chart, Series, line_chart
 from utils.report.output_folder import RunInfo, number
-from utils.report.pictures import Pictures, read_pictures
+from utils.report.pictures import MAX_CLASSES, Pictures, read_pictures
 from utils.report.run_story import PARTS, marks, notes, points, steps_before, steps_per_epoch, time_parts, wait_verdict
 from utils.text import count
 
 PAGE = "report.html"  # of `train.py --report`, in the output folder
 TEMPLATES = Path(__file__).parent
 SYMBOLS = {"finished": "✓", "running": "▶", "stopped": "❚❚", "died": "✕", "unknown": "?"}
+NO_BREAK = "\N{NO-BREAK SPACE}"
 NAMELESS = ("output_dir", "report", *flags_with(of_launch=True))  # flags that say nothing about what was trained
 
 
@@ -76,6 +82,26 @@ class Story:
         }
 
     @property
+    def best_epoch(self) -> int | None:
+        """The epoch whose weights best.pt holds; None if it is not known."""
+        return self.run.best and self.run.best["epoch"]
+
+    @property
+    def peak_lr(self) -> str:
+        """The learning rate in force after the warmup, "" where the files do not say."""
+        config, starts = self.run.config, self._starts
+        scaling = config.get("lr_scaling", "linear")  # Brisk 0.1 had no other
+        lr, batch_size, batches = (number(config, name) for name in ("lr", "batch_size", "grad_accum_steps"))
+        processes = number(starts[-1], "processes") if starts else None
+        if not (lr and batch_size and batches and processes and scaling in get_args(Scaling)):
+            return ""
+        return f"{lr * lr_factor(scaling, batch_size * batches * processes):g}"
+
+    @property
+    def _starts(self) -> list[dict[str, Any]]:
+        return [event for event in self.run.events if event.get("event") == "started"]
+
+    @property
     def symbol(self) -> str:
         """Of the state."""
         return SYMBOLS.get(self.run.state, SYMBOLS["unknown"])
@@ -93,11 +119,10 @@ class Story:
     @property
     def launches(self) -> list[str]:
         """One line for each start."""
-        starts = [event for event in self.run.events if event.get("event") == "started"]
         return [
             f"{_date(event)}: {count(int(number(event, 'processes') or 0), 'process')} on "
             f"{event.get('host')}, first step {steps_before(event) + 1}"
-            for event in starts
+            for event in self._starts
         ]
 
     @property
@@ -128,19 +153,21 @@ def render(runs: Sequence[RunInfo]) -> str:
         autoescape=True, loader=jinja2.FileSystemLoader(TEMPLATES), trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )  # fmt: skip
-    # Name of each flag, and its values in the runs as in config.json.
-    keys = sorted({key for run in runs for key in run.config})
-    flags = [(key, [_shown(run.config.get(key)) for run in runs]) for key in keys]
+    environment.finalize = lambda value: value.replace(" %", NO_BREAK + "%") if isinstance(value, str) else value
+    flags = list(flag_rows(stories))
     return environment.get_template("page.html").render(
         style=(TEMPLATES / "page.css").read_text(encoding="utf-8"),
         stories=stories,
         charts=create_charts(stories),
-        differing=[(key, values) for key, values in flags if len(set(values)) > 1 and key not in NAMELESS],
+        class_rows=compare_classes(stories),
+        differing=[row for row in flags if len(set(row[2])) > 1 and row[0] not in NAMELESS],
         flags=flags,
+        num_flags=len({key for run in runs for key in run.config}),
         now=datetime.datetime.now().strftime("%Y-%m-%d %H:%M"),
         version=__version__,
         size={"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM},
         duration=tqdm.format_interval,
+        count=count,
         meanings=PARTS,
     )
 
@@ -155,21 +182,51 @@ def short_names(folders: Sequence[Path]) -> list[str]:
     return names
 
 
+def flag_rows(stories: Sequence[Story]) -> Iterator[tuple[str, str, list[str]]]:
+    """Name of each flag, how the page shows it, and its values in the runs as in config.json; below `--lr` the rate."""
+    for key in sorted({key for story in stories for key in story.run.config}):
+        yield key, flag(key), [_shown(story.run.config.get(key)) for story in stories]
+        if key == "lr":
+            yield "peak_lr", "lr in force after the warmup", [story.peak_lr for story in stories]
+
+
+def compare_classes(stories: Sequence[Story]) -> list[tuple[str, list[tuple[int, dict[str, Any]]]]]:
+    """Each class, the lowest mean accuracy first, with the number and the entry of each run that has `Pictures`.
+
+    An entry is {} where a run has no such class. [] unless there are two such runs.
+    """
+    found = {
+        story.number: {each["name"]: each for each in story.pictures.classes} for story in stories if story.pictures
+    }
+    if len(found) < 2:
+        return []
+    names = dict.fromkeys(itertools.chain.from_iterable(found.values()))
+    rows = [(name, [(number, entries.get(name, {})) for number, entries in found.items()]) for name in names]
+
+    def mean(row: tuple[str, list[tuple[int, dict[str, Any]]]]) -> float:
+        accuracies = [each["correct"] / each["count"] for _, each in row[1] if each.get("count")]
+        return statistics.fmean(accuracies) if accuracies else math.inf
+
+    return sorted(rows, key=mean)[:MAX_CLASSES]
+
+
 def create_charts(stories: Sequence[Story]) -> list[Chart]:
     """The charts of all runs, by epoch, or by step where the files of a run do not say how long an epoch is."""
-    units = [steps_per_epoch(story.run) for story in stories]
+    runs = [story.run.without_remainders() for story in stories]
+    units = [steps_per_epoch(run) for run in runs]
     x_title = "step" if None in units else "epoch"
     divisors = [1.0 if None in units or unit is None else unit for unit in units]
-    pairs = list(zip(stories, divisors, strict=True))
-    end = max((record["step"] / divisor for story, divisor in pairs for record in story.run.metrics), default=0.0)
+    end = max(
+        (each["step"] / unit for run, unit in zip(runs, divisors, strict=True) for each in run.metrics), default=0
+    )
     found = []
-    others = other_figures(record for story in stories for record in story.run.metrics)
+    others = other_figures(record for run in runs for record in run.metrics)
     kinds = [_ChartKind(f"Validation {figure(name).title}", f"val/{name}", _percent, {}) for name in others]
     for kind in (*CHARTS, *kinds):
         series = []
-        for story, divisor in pairs:
-            line = points(story.run, kind.key, divisor)
-            series.append(Series(story.name, line, marks(story.run, divisor) if line else ()))
+        for story, run, divisor in zip(stories, runs, divisors, strict=True):
+            line = points(run, kind.key, divisor)
+            series.append(Series(story.name, line, marks(run, divisor) if line else ()))
         chart = line_chart(kind.title, x_title, series, kind.show, end=end, **kind.options)
         if chart is not None:
             found.append(chart)

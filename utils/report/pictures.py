@@ -10,7 +10,7 @@ from typing import Any
 from utils.errors import UserError
 
 PICTURES = "report.json"
-MAX_CLASSES, MAX_PAIRS = 1000, 20  # that a page shows
+MAX_CLASSES, MAX_PAIRS, MAX_MATRIX = 1000, 20, 30  # classes, pairs, and classes of a matrix that a page shows
 _KEYS = {
     "classes": {"name", "count", "correct"},
     "confused": {"target", "predicted", "count"},
@@ -25,11 +25,14 @@ class Pictures:
 
     Attributes:
         source: what was evaluated: checkpoint, network, epoch and top-1.
-        classes: `name`, `count` and `correct` of each class, those with the lowest accuracy first.
+        classes: `name`, `count` and `correct` of each class, in label order.
         confused: `target`, `predicted` and `count` of the pairs of classes that are most often confused.
         worst: `path`, `target`, `predicted`, `probability`, `target_probability` and `jpeg` of the wrongly
             classified validation images, the largest loss first.
         samples: `before`, `after` (both JPEG), `target` and `mixed` of the first training images of the last launch.
+        confusion: images of each class (rows) by the class that they are taken for (columns), in label order; [] of
+            more than `MAX_MATRIX` classes, and where an image has any number of them.
+        training: name -> training images of a class; {} where they are not known.
     """
 
     source: dict[str, Any]
@@ -37,6 +40,13 @@ class Pictures:
     confused: list[dict[str, Any]]
     worst: list[dict[str, Any]]
     samples: list[dict[str, Any]]
+    confusion: list[list[int]] = dataclasses.field(default_factory=list)
+    training: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def hardest(self) -> list[dict[str, Any]]:
+        """`classes`, those with the lowest accuracy first, `MAX_CLASSES` at most."""
+        return sorted(self.classes, key=_accuracy)[:MAX_CLASSES]
 
 
 def read_pictures(folder: Path) -> Pictures | None:
@@ -50,9 +60,12 @@ def read_pictures(folder: Path) -> Pictures | None:
         return None
     try:
         found = Pictures(**json.loads(path.read_text()))
-        found = dataclasses.replace(found, classes=sorted(found.classes, key=_accuracy)[:MAX_CLASSES])
         if not all(keys <= each.keys() for name, keys in _KEYS.items() for each in getattr(found, name)):
             raise ValueError("a key is missing")
+        size = len(found.classes)
+        if found.confusion and [len(list(map(int, row))) for row in found.confusion] != [size] * size:
+            raise ValueError("the matrix is of other classes")
+        _ = found.hardest, sum(found.training.values())
         for picture in [*found.worst, *found.samples]:
             for name in {"jpeg", "before", "after"} & picture.keys():
                 base64.b64decode(picture[name], validate=True)

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from utils.report.charts import Mark, Point
-from utils.report.output_folder import DATA_WAIT_WARNING, RunInfo, number
+from utils.report.output_folder import LATE_SHARE, RunInfo, is_input_late, number
 from utils.text import count
 
 PARTS = {  # of a run's time: name, which is also the class in page.css, and meaning
+    "earlier": "of the run in another folder that this one goes on from",
     "start": "from the start of the process to the end of the first step, of every launch",
     "training": "steps, without waiting for input",
     "waiting": "data wait: the device had nothing to do, as input was late",
@@ -98,9 +99,9 @@ def wait_verdict(run: RunInfo) -> str:
     wait = run.speed("data_wait")
     if wait is None:
         return "not known yet"
-    if wait <= DATA_WAIT_WARNING:
-        return f"{wait:.1%}: input is fast enough"
-    return f"{wait:.1%}: input is late; scripts/benchmark.py finds why"
+    if is_input_late(wait, run.seconds):
+        return f"{wait:.1%}: input is late; scripts/benchmark.py finds why"
+    return f"{wait:.1%}" if wait > LATE_SHARE else f"{wait:.1%}: input is fast enough"
 
 
 def time_parts(run: RunInfo) -> list[Part]:
@@ -108,6 +109,7 @@ def time_parts(run: RunInfo) -> list[Part]:
     if not any("seconds" in record for record in run.intervals):
         return []
     starts = _kept_starts(run)
+    earlier = _earlier_seconds(run)
     first = sum(_first_step_seconds(run, *pair) for pair in itertools.pairwise([*starts, None]))
     start = _total(starts, "startup_seconds")
     trained = max(0.0, _total(run.intervals, "seconds") - first)
@@ -115,8 +117,16 @@ def time_parts(run: RunInfo) -> list[Part]:
     waited = min(waited, trained)
     evaluated = _total(run.evaluations, "val/seconds")
     saved = _total(run.intervals, "checkpoint_seconds") + _total(run.events, "checkpoint_seconds")
-    other = max(0.0, run.seconds - start - trained - evaluated - saved)
-    return list(map(Part, PARTS, (start, trained - waited, waited, evaluated, saved, other)))
+    other = max(0.0, run.seconds - earlier - start - trained - evaluated - saved)
+    return list(map(Part, PARTS, (earlier, start, trained - waited, waited, evaluated, saved, other)))
+
+
+def _earlier_seconds(run: RunInfo) -> float:
+    """Time before the first launch in this folder, which a run in another folder took."""
+    first = next((event for event in run.events if event.get("event") == "started"), {})
+    if not steps_before(first):
+        return 0.0
+    return max(0.0, (number(first, "seconds") or 0.0) - (number(first, "startup_seconds") or 0.0))
 
 
 def _kept_starts(run: RunInfo) -> list[dict[str, Any]]:

@@ -1,5 +1,6 @@
 """A run as text for a terminal: its state, its last values, and its curves in block characters."""
 
+import itertools
 import shutil
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 from tqdm import tqdm
 
 from utils.errors import escape_control_chars
-from utils.figures import figure, other_figures
+from utils.figures import figure, is_in_lines, other_figures
 from utils.report.output_folder import RunInfo, number, weighted_mean
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -22,7 +23,8 @@ CURVES = (  # title, key of metrics.jsonl, format, rows
     ("images/s", "images_per_second", "{:,.0f}", 1),
     ("data wait", "data_wait", "{:.1%}", 1),
 )
-TABLE_ROWS = 12  # without the headings
+TABLE_LINES = 20  # without the headings
+LEFT_OUT = "..."  # a line in place of some
 TRAINING = ("train/loss", "images_per_second", "data_wait")
 COLUMNS = (  # of the table of epochs: title, key, format
     ("train loss", "train/loss", "{:.4f}"),
@@ -39,9 +41,9 @@ COLUMNS = (  # of the table of epochs: title, key, format
 def screen(run: RunInfo) -> list[str]:
     """The run in lines that fit the terminal."""
     columns = shutil.get_terminal_size().columns
-    lines = headline(run)
+    lines, drawn = headline(run), run.without_remainders()
     for title, key, show, rows in (*CURVES, *_other_curves(run.metrics, run.best_by)):
-        if values := run.weighted(key):
+        if values := drawn.weighted(key):
             lines += _curve(title, values, show, rows, columns)
     if not run.metrics:
         lines.append("no log interval yet")
@@ -73,22 +75,24 @@ def record_line(record: dict[str, Any], best_by: str) -> str:
 
 
 def epoch_table(run: RunInfo) -> list[str]:
-    """The evaluated epochs in `TABLE_ROWS` lines at most: the first, the best, the last, others at equal distances.
+    """The evaluated epochs in `TABLE_LINES` at most: all, or the first, the best, the last and some between them.
 
     Losses and speeds of training are means over the epoch. `*` marks the evaluation that best.pt holds.
     """
     evaluations = run.evaluations
     epochs = [each["epoch"] for each in evaluations]
     best = max((at for at, epoch in enumerate(epochs) if run.best and epoch == run.best["epoch"]), default=None)
-    evenly = {round(at * (len(epochs) - 1) / (TABLE_ROWS - 2)) for at in range(TABLE_ROWS - 1)}
-    shown = sorted(evenly if best is None else evenly | {best})
     chosen = (figure(run.best_by).title, f"val/{run.best_by}", figure(run.best_by).show)
     all_columns = COLUMNS if chosen in COLUMNS or chosen[1] == "val/loss" else (*COLUMNS[:-2], chosen, *COLUMNS[-2:])
     columns = [column for column in all_columns if any(column[1] in record for record in run.metrics)]
-    if any(key == "val/ema_top1" for _, key, _ in columns):  # the table fits 80 columns
+    has_average = any(key == "val/ema_top1" for _, key, _ in columns)  # the table fits 80 columns
+    if has_average or not is_in_lines("top5", run.best_by, run.num_classes):
         columns = [column for column in columns if column[1] != "val/top5"]
     table = [["epoch", *(title for title, *_ in columns), ""]]
-    for at in (at for at in shown if 0 <= at < len(epochs)):
+    for at in _choose_rows(len(epochs), best):
+        if at is None:
+            table.append([LEFT_OUT, *[""] * (len(columns) + 1)])
+            continue
         values = [
             _training_mean(run, key, epochs[at]) if key in TRAINING else number(evaluations[at], key)
             for _, key, _ in columns
@@ -97,6 +101,21 @@ def epoch_table(run: RunInfo) -> list[str]:
         table.append([str(epochs[at]), *texts, "*" if at == best else ""])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return ["  ".join(f"{text:>{width}}" for text, width in zip(line, widths, strict=True)).rstrip() for line in table]
+
+
+def _choose_rows(count: int, best: int | None) -> list[int | None]:
+    """Positions of `count` rows for `TABLE_LINES` at most, at equal distances; None where two or more are left out."""
+    found: list[int | None] = []
+    for most in range(min(count, TABLE_LINES), 0, -1):
+        evenly = {round(at * (count - 1) / max(most - 1, 1)) for at in range(most)}
+        shown = sorted(evenly if best is None else evenly | {best})
+        found = list(shown[:1])
+        for before, at in itertools.pairwise(shown):
+            found += [before + 1] if at - before == 2 else [None] if at - before > 2 else []
+            found.append(at)
+        if len(found) <= TABLE_LINES:
+            break
+    return found
 
 
 def _training_mean(run: RunInfo, key: str, epoch: int) -> float | None:

@@ -277,8 +277,8 @@ class Run:
         if result:
             state.result = {"epoch": state.epoch, "step": state.step} | result
             seconds = round(time.perf_counter() - self._evaluation_began, 3)
-            self.log.evaluation(state.result | {"val/seconds": seconds}, self.config.best_by)
             by, value = self.config.best_by, better_value(result, self.config.best_by)
+            self.log.evaluation(state.result | {"val/seconds": seconds}, by, self.config.num_classes)
             if is_better(by, value, state.best.value if state.best else None):
                 of_network = "" if better_network(result, by) == "model" else "ema_"
                 new_best = BestEpoch(state.epoch, state.step, result.get(f"val/{of_network}top1"), by, value)

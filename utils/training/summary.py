@@ -26,7 +26,7 @@ from utils.network.fused_layers import BatchNorm2d
 from utils.options.flags import flag
 from utils.options.remedies import from_weights
 from utils.options.resolved import ResolvedConfig
-from utils.report.output_folder import DATA_WAIT_WARNING, read_run
+from utils.report.output_folder import is_input_late, read_run
 from utils.report.terminal import epoch_table
 from utils.text import count
 from utils.training.optimization.lr_schedule import describe_schedule
@@ -312,28 +312,33 @@ def write_summary(run: Run, cpu_threads: int) -> None:
 def _print_end(run: Run, summary: dict[str, Any], cpu_threads: int) -> None:
     """The closing lines, of the content of summary.json."""
     state, config, by, totals = run.state, run.config, run.config.best_by, run.state.meter.totals
-    shown = describe_figures(state.result, by, without=("loss",))
+    shown = describe_figures(state.result, by, config.num_classes, without=("loss",))
     shown += [f"best {describe_figure(by, summary['best_value'])}"] if summary["best_value"] is not None else []
     run.log.info(
-        f"{'  '.join(shown)}  {state.seconds:.0f} s  {totals.images_per_second:,.0f} images/s\n"
-        f"{describe_wait(totals.data_wait, config, cpu_threads)}\n"
+        f"{'  '.join(shown)}  {state.seconds:.0f} s  {totals.images_per_second:,.0f} images/s  "
+        f"data wait {totals.data_wait:.1%}\n"
+        f"{describe_wait(totals.data_wait, state.seconds, config, cpu_threads)}"
         f"{describe_timed(totals.steps, state.step)}"
         f"{describe_overflows(state)}"
         f"{config.output_dir}: {SUMMARY}, metrics.jsonl, best.pt, last.pt"
     )
 
 
-def describe_wait(data_wait: float, config: ResolvedConfig, cpu_threads: int) -> str:
-    """A sentence on the share of time, 0 to 1, in which the device had nothing to do; advice where it is worth it.
+def describe_wait(data_wait: float, seconds: float, config: ResolvedConfig, cpu_threads: int) -> str:
+    """A line of advice on late input; nothing where it is not worth it.
 
     More workers are advised only where `cpu_threads`, the process's share, leaves room for them.
+
+    Args:
+        data_wait: share of the time, 0 to 1, in which the device had nothing to do.
+        seconds: of the run.
     """
+    if not is_input_late(data_wait, seconds) or config.loader == "synthetic" or feeds_from_memory(config):
+        return ""
     sentence = f"data wait {data_wait:.1%}: the device had nothing to do for that share of the time, as input was late"
-    if data_wait <= DATA_WAIT_WARNING or config.loader == "synthetic" or feeds_from_memory(config):
-        return sentence
     where = f"scripts/benchmark.py --data-dir {config.data_dir} --arch {config.arch}"
     idle = f"; --workers {config.workers} can be raised to {cpu_threads}, this process's share of the CPU threads"
-    return f"{sentence}; {where} finds what limits it{idle if cpu_threads > config.workers else ''}"
+    return f"{sentence}; {where} finds what limits it{idle if cpu_threads > config.workers else ''}\n"
 
 
 def describe_timed(timed: int, steps: int) -> str:

@@ -27,8 +27,6 @@ def describe_oddities(splits: Splits, steps_per_epoch: int, balance: float) -> l
     lines = []
     if len(train.classes) == 1 and train.label_sets is None:
         lines.append(f"only one class ({train.classes[0]}): every network has 100 % there, and learns nothing")
-    elif len(train.classes) <= 5 and train.label_sets is None:
-        lines.append(f"{len(train.classes)} classes: top-5 is 100 % whatever the network says; look at top-1")
     if not balance and _extremes(train)[1] >= UNEVEN:
         remedy = "--balance 0.5 shows rare ones more often"
         if train.label_sets is None:

@@ -1,11 +1,10 @@
-"""Parameter groups, optimizer with its usual settings, moving average, and the rules that scale the learning rate."""
+"""Parameter groups, optimizer with its usual settings, moving average, and the learning rate in words."""
 
 import dataclasses
 import difflib
 import inspect
-import math
 import warnings
-from typing import Any, Literal
+from typing import Any
 
 import timm.optim
 import torch
@@ -20,11 +19,9 @@ from utils.network.head import head_parameters
 from utils.options.arguments import optimizer_arguments
 from utils.options.config import TrainConfig
 from utils.options.flags import flag
+from utils.options.rates import LR_BATCH, Scaling, lr_factor
 from utils.options.resolved import ResolvedConfig
 from utils.text import count
-
-LR_BATCH = 256  # images for which --lr is given, as in Goyal et al. 2017, arXiv:1706.02677, section 2.1
-Scaling = Literal["linear", "sqrt", "none"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,12 +154,6 @@ def _describe_rate(config: ResolvedConfig, usual: OptimizerDefaults, global_batc
         "torchvision's commands, add "
         "--lr-scaling none"
     )
-
-
-def lr_factor(scaling: Scaling, global_batch_size: int) -> float:
-    """By what `--lr`, for 256 images, is multiplied for the images of an optimizer step."""
-    ratio = global_batch_size / LR_BATCH
-    return {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[scaling]
 
 
 def peak_lr(config: ResolvedConfig, global_batch_size: int) -> float:
