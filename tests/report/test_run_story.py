@@ -57,16 +57,16 @@ def test_the_rest_of_an_epoch_is_joined_to_the_interval_before(tmp_path: Path) -
     rest = {"train/loss": 4.0, "data_wait": 0.5, "seconds": 2.0, "lr": 0.2, "grad_norm": None, "skipped_steps": 1}
     metrics = [
         interval(50, grad_norm=1.0, skipped_steps=2), interval(65, **rest), {"epoch": 1, "step": 65, "val/top1": 50.0},
-        interval(75, epoch=2), interval(85, epoch=2),
+        interval(75, epoch=2), interval(85, epoch=2), interval(90, epoch=3),
     ]  # fmt: skip
     drawn = run_with(tmp_path, metrics=metrics).without_remainders()
-    assert [record["step"] for record in drawn.metrics] == [65, 65, 75, 85]
+    assert [record["step"] for record in drawn.metrics] == [65, 65, 75, 85, 90]
     assert drawn.metrics[0] == interval(
         65, lr=0.2, grad_norm=None, skipped_steps=3, seconds=10.0, checkpoint_seconds=2.0, data_wait=0.3,
         **{"train/loss": pytest.approx((50 * 1.0 + 15 * 4.0) / 65)},
     )  # fmt: skip
     (chart, *_) = create_charts([Story(0, "run", run_with(tmp_path, metrics=metrics), None)])
-    assert len(chart.lines[0].dots) == 3
+    assert len(chart.lines[0].dots) == 4
 
 
 def test_classes_of_several_runs_are_side_by_side(tmp_path: Path) -> None:
