@@ -13,6 +13,11 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}"
 
 
+def data_size(number: float) -> str:
+    """Bytes: `2.10 GB`, `60.0 MB`."""
+    return f"{number / 1e9:,.2f} GB" if number >= 1e9 else f"{number / 1e6:,.1f} MB"
+
+
 def describe_alike(names: Iterable[str], others: Iterable[str]) -> str:
     """A clause on two different names that look or read the same, with both in ASCII; "" if there are no such names.
 

@@ -42,7 +42,7 @@ OTHER: dict[str, Any] = {
     "ema_decay": 0.9999, "clip_grad": 1.0, "amp": "none", "device": "cuda", "resume": "some/last.pt",
     "checkpoint_steps": 100, "overwrite": True, "evaluate": True, "seed": 42, "deterministic": True, "log_steps": 5,
     "report": True, "tensorboard": True, "timeout": 60.0, "time_limit": 3600.0, "bad_files": "skip", "max_bad_steps": 3,
-    "processes": 2, "max_restarts": 1, "mixup_off_epoch": 5, "resize_schedule": "2:32,5:64",
+    "keep": 3, "processes": 2, "max_restarts": 1, "mixup_off_epoch": 5, "resize_schedule": "2:32,5:64",
     "augment_schedule": "3:none", "accept_changes": True, "transform": "a.py:f", "dali_plugin": "lib.so",
     "train_data": "a-*.tar", "val_data": "b-*.tar", "class_names": Path("names.txt"),
     "stage_dir": Path("stage"),

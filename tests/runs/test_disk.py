@@ -59,6 +59,7 @@ def test_no_run_is_lost_to_the_disk(data: Path, tmp_path: Path) -> None:
     assert "cannot be written (No space left on device)" in texts["full"]
     assert "cannot be written (Read-only file system)" in texts["read-only"]
     assert "warning: no checkpoint at step" in texts["flickering"]
+    assert "warning: checkpoints will need " in texts["filling"]
     mine, right = read_checkpoint(out), read_checkpoint(uninterrupted)
     for name in ("model", "optimizer", "step", "epoch"):
         assert_same(mine[name], right[name], name)

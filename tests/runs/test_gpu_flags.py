@@ -18,7 +18,7 @@ from utils.options.flags import flag
 ON_ANY_DEVICE = """
     output-dir name batch-size image-size val-data train-split val-split class-names stage-dir crop-scale hflip
     num-classes momentum weight-decay lr-scaling warmup-epochs schedule min-lr cooldown-epochs decay-epochs decay-rate
-    label-smoothing eval-every log-steps tensorboard track track-project track-checkpoint config dali-plugin
+    label-smoothing eval-every keep log-steps tensorboard track track-project track-checkpoint config dali-plugin
 """
 
 # Words of a run of two epochs of two epochs on one GPU.

@@ -169,7 +169,7 @@ def two_epochs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_folder_is_of_one_run(data: Path, two_epochs: Path, tmp_path: Path) -> None:
     """A new run there is refused, and so is a resume from an earlier checkpoint or from another run's."""
     run, fork = two_epochs, tmp_path / "fork"
-    assert len({read_checkpoint(run, name)["run"] for name in (LAST, *EARLIER, BEST)}) == 1
+    assert len({read_checkpoint(run, name)["run"] for name in (LAST, *EARLIER[:2], BEST)}) == 1
     flags = ("--data-dir", data, *TINY, "--batch-size", 8)
     earlier = ("--resume", run / EARLIER[0], "--epochs", 2)
     again, back, elsewhere, forked = launch_series(
@@ -208,13 +208,13 @@ def test_overwrite_leaves_nothing_of_the_earlier_run(data: Path, two_epochs: Pat
     # A damaged checkpoint of the new run, beside those of the earlier one: only the new run's best is of use.
     (run / LAST).unlink()  # best.pt is the same file
     (run / LAST).write_bytes(b"damaged")
-    for name in EARLIER:
+    for name in EARLIER[:2]:
         torch.save(old, run / name)
     saved, skipped = load_newest(find_checkpoints(TrainConfig(output_dir=run)))
     assert saved is not None
     assert (saved.path, saved.record.run) == (run / BEST, new["run"])
     assert [line.rpartition("/")[2] for line in skipped[1:]] == [
-        f"{name}: a checkpoint of another run" for name in EARLIER
+        f"{name}: a checkpoint of another run" for name in EARLIER[:2]
     ]
 
 

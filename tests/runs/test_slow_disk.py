@@ -79,12 +79,12 @@ from utils.training.state import checkpoint
 
 write = checkpoint.write_checkpoint
 
-def slow(content, folder, is_best):
+def slow(content, folder, is_best, keep):
     position = content["step"] + content["epoch"]  # a line each
     emit(f"write begins {position}")  # the training prints, too: one line at a time
     while content["epoch"] < 2 and len((folder / "metrics.jsonl").read_text().splitlines()) <= position:
         time.sleep(0.01)
-    write(content, folder, is_best)
+    write(content, folder, is_best, keep)
     emit(f"write ends {position}")
 
 checkpoint.write_checkpoint = slow

@@ -65,7 +65,7 @@ def test_a_run_on_held_out_images(tmp_path: Path) -> None:
 def folder_at(run: Path, checkpoint: str, folder: Path) -> Path:
     """What `run` was when one of its earlier checkpoints was the last."""
     shutil.copytree(run, folder)
-    for name in (LAST, "summary.json", *EARLIER):
+    for name in (LAST, "summary.json", *EARLIER[:2]):
         (folder / name).unlink()
     shutil.copy(run / checkpoint, folder / LAST)
     return folder
@@ -88,7 +88,7 @@ def test_evaluations_that_end_a_run(data: Path, tmp_path: Path, capsys: pytest.C
     assert "epoch 5/9  not evaluated\n" in done.out
     assert [record["epoch"] for record in read_metrics(whole) if "val/top1" in record] == [2, 4, 6]
     assert json.loads((whole / "summary.json").read_text())["epochs"] == 6
-    assert [read_checkpoint(whole, name)["step"] for name in (LAST, *EARLIER)] == [30, 30, 28]
+    assert [read_checkpoint(whole, name)["step"] for name in (LAST, *EARLIER[:2])] == [30, 30, 28]
     assert read_checkpoint(whole, "best.pt")["step"] == 10
 
     within, before = (folder_at(whole, name, tmp_path / name) for name in (EARLIER[1], EARLIER[0]))

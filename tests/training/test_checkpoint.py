@@ -19,6 +19,7 @@ from tests.training.checkpoints import RECORD, checkpoint_of, with_flipped_bit
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
 from utils.options.config import TrainConfig
+from utils.options.resolved import ResolvedConfig
 from utils.training.state.checkpoint import (
     EARLIER,
     FORMAT,
@@ -42,7 +43,7 @@ def test_best_is_not_written_over_after_a_crash_between_two_names(tmp_path: Path
     best = tmp_path / "best.pt"
     best.write_bytes(b"the best so far")
     os.link(best, tmp_path / f".{LAST}.tmp")
-    write_checkpoint({"step": 1}, tmp_path, is_best=False)
+    write_checkpoint({"step": 1}, tmp_path, is_best=False, keep=2)
     assert best.read_bytes() == b"the best so far"
 
 
@@ -52,7 +53,7 @@ def test_best_stays_where_the_rest_cannot_be_written(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"before")
     (tmp_path / f".{EARLIER[0]}.tmp").mkdir()
     with pytest.raises(OSError, match="irectory"):
-        write_checkpoint({"step": 1}, tmp_path, is_best=True)
+        write_checkpoint({"step": 1}, tmp_path, is_best=True, keep=2)
     assert (tmp_path / "best.pt").read_bytes() == (tmp_path / LAST).read_bytes() == b"before"
 
 
@@ -79,7 +80,7 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_last_three_are_kept(trained: Path) -> None:
-    remaining = [read_checkpoint(trained, name) for name in (LAST, *EARLIER)]
+    remaining = [read_checkpoint(trained, name) for name in (LAST, *EARLIER[:2])]
     assert [(saved["epoch"], saved["step"]) for saved in remaining] == [(2, 10), (1, 10), (1, 5)]
 
 
@@ -94,10 +95,10 @@ def damage(path: Path, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["truncated", "a bit flipped", "missing"])
 def test_the_newest_whole_checkpoint_is_used(trained: Path, tmp_path: Path, how: str) -> None:
-    for name in (LAST, *EARLIER, "best.pt"):
+    for name in (LAST, *EARLIER[:2], "best.pt"):
         (tmp_path / name).write_bytes((trained / name).read_bytes())
     config, steps = TrainConfig(output_dir=tmp_path), []
-    for name in (LAST, *EARLIER):
+    for name in (LAST, *EARLIER[:2]):
         damage(tmp_path / name, how)
         saved, skipped = load_newest(find_checkpoints(config))
         assert saved is not None
@@ -119,7 +120,7 @@ def test_no_damage_goes_unnoticed(trained: Path, tmp_path: Path, bits: int) -> N
     """Truncated at every 10 %, marked as a folder, and some bits flipped: what is used is whole, and the newest."""
     whole = (trained / LAST).read_bytes()
     contents = {name: read_checkpoint(trained, name) for name in (LAST, EARLIER[0])}
-    for name in (LAST, *EARLIER):
+    for name in (LAST, *EARLIER[:2]):
         (tmp_path / name).write_bytes((trained / name).read_bytes())
     random = np.random.default_rng(0)
     damaged = [whole[: len(whole) * tenths // 10] for tenths in range(10)]
@@ -252,14 +253,16 @@ def test_whether_there_is_a_best(tmp_path: Path) -> None:
     assert not best_is_missing(tmp_path / ("far" * 100)), "it cannot be seen"
 
 
-def save_at(folder: Path, env: DistEnv, step: int, best: BestEpoch | None, is_best: bool = False) -> str | None:
+def save_at(
+    folder: Path, env: DistEnv, step: int, best: BestEpoch | None, is_best: bool = False, keep: int = 2
+) -> str | None:
     """A checkpoint of a network of one weight, whose value is the step."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, step)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     state = TrainState(model, optimizer, GradScaler("cpu", enabled=False), None, Meter(env), env)
     state.step, state.best = step, best
-    checkpoint = create_checkpoint(state, {"at": step}, resolved(output_dir=folder), RECORD)
+    checkpoint = create_checkpoint(state, {"at": step}, resolved(output_dir=folder, keep=keep), RECORD)
     assert checkpoint is not None
     return save(checkpoint, folder, is_best)
 
@@ -285,6 +288,23 @@ def test_names_of_a_run_s_checkpoints(tmp_path: Path, cpu: DistEnv) -> None:
     assert steps_in(tmp_path) == {LAST: 4, EARLIER[0]: 3, EARLIER[1]: 2, "best.pt": 3}
     assert save_at(tmp_path, cpu, 5, best=BestEpoch(2, 5, 0.5), is_best=True) is None
     assert steps_in(tmp_path) == {LAST: 5, EARLIER[0]: 4, EARLIER[1]: 3, "best.pt": 5}
+
+
+def test_spare_checkpoints_are_as_many_as_keep_says(tmp_path: Path, cpu: DistEnv) -> None:
+    """Also since a resume with another number, or from an older version, whose config has none."""
+    best = BestEpoch(1, 1, 50.0)
+    save_at(tmp_path, cpu, 1, best, is_best=True)
+    for step in range(2, 7):
+        save_at(tmp_path, cpu, step, best, keep=3)
+    assert steps_in(tmp_path) == {LAST: 6, EARLIER[0]: 5, EARLIER[1]: 4, EARLIER[2]: 3, "best.pt": 1}
+    save_at(tmp_path, cpu, 7, best, keep=1)
+    assert steps_in(tmp_path) == {LAST: 7, EARLIER[0]: 6, "best.pt": 1}
+    for step in (8, 9):
+        save_at(tmp_path, cpu, step, best, keep=0)
+    assert steps_in(tmp_path) == {LAST: 9, "best.pt": 1}
+    values = resolved().to_dict()
+    del values["keep"]
+    assert ResolvedConfig.from_dict(values).keep == 2
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:

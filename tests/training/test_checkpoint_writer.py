@@ -3,6 +3,8 @@
 import copy
 import dataclasses
 import io
+import os
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +20,9 @@ from tests.forked import launch_forked
 from tests.training.checkpoints import RECORD, checkpoint_of
 from utils.distributed.group import DistEnv
 from utils.log import Log
+from utils.text import data_size
 from utils.training.state.checkpoint import BEST, EARLIER, LAST, Checkpoint, create_checkpoint, load
-from utils.training.state.checkpoint_writer import CheckpointWriter, copy_to_host, may_queue
+from utils.training.state.checkpoint_writer import CheckpointWriter, copy_to_host, describe_room, may_queue
 from utils.training.state.meter import Meter
 from utils.training.state.train_state import TrainState
 
@@ -123,7 +126,7 @@ def test_two_checkpoints_are_written_in_their_order(held: Held, tmp_path: Path) 
     assert [load(tmp_path / name).state.step for name in (LAST, EARLIER[0])] == [6, 5]
     held.writer.start(saved, is_best=True)
     assert held.writer.wait() is None
-    assert {path.name for path in tmp_path.iterdir()} == {LAST, *EARLIER}, "without a best epoch no best.pt"
+    assert {path.name for path in tmp_path.iterdir()} == {LAST, *EARLIER[:2]}, "without a best epoch no best.pt"
 
 
 def test_weights_of_more_than_512_mb_are_not_queued() -> None:
@@ -138,6 +141,35 @@ def test_the_end_of_the_block_waits_for_the_write(tmp_path: Path, cpu: DistEnv) 
         assert not (tmp_path / LAST).exists()
         threading.Timer(0.2, held.release).start()
     assert load(tmp_path / LAST).state.step == 0
+
+
+def test_the_room_that_checkpoints_need_is_said(tmp_path: Path) -> None:
+    """Where it is more than a tenth of what is free, without what is there already."""
+    free = shutil.disk_usage(tmp_path).free
+    assert describe_room(tmp_path, free // 60, keep=2) == ""
+    size = free // 40
+    said = describe_room(tmp_path, size, keep=2)
+    assert said.startswith(f"checkpoints will need {data_size(5 * size)}, and ")
+    assert f"({data_size(size)} each: last.pt, best.pt, 2 spare, and one that is being written); --keep 0 keeps" in said
+    assert describe_room(tmp_path, size, keep=0) == ""
+    assert describe_room(tmp_path, 2 * size, keep=0).endswith(f"written); make room in {tmp_path}")
+    for name in (LAST, *EARLIER[:2]):
+        (tmp_path / name).touch()
+        os.truncate(tmp_path / name, size)  # without content
+    os.link(tmp_path / LAST, tmp_path / BEST)
+    assert describe_room(tmp_path, size, keep=2) == ""
+
+
+def test_a_network_without_room_is_a_warning(tmp_path: Path, cpu: DistEnv, capsys: pytest.CaptureFixture[str]) -> None:
+    """A thousand terabytes, without memory for one."""
+    state = trained(cpu)
+    with CheckpointWriter(tmp_path, cpu, Log(tmp_path, True, 1, 1, tensorboard=False)) as writer:
+        writer.warn_of_size(state, RECORD, keep=2)
+        assert capsys.readouterr().out == ""
+        state.model[3].weight = state.model[4].weight = nn.Parameter(torch.empty(2**24, 2**24, device="meta"))
+        writer.warn_of_size(state, RECORD, keep=1)
+    size = 4 * 2**48
+    assert f"warning: checkpoints will need {data_size(4 * size)[:4]}" in capsys.readouterr().out
 
 
 def test_a_write_that_fails_is_logged_at_once(tmp_path: Path, cpu: DistEnv, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from utils.options.limits import ABOVE_0, BELOW_1, MIN_0, MIN_1, Limit
 from utils.options.losses import LOSSES
 from utils.options.store_url import store_url
 
+MAX_KEEP = 20  # spare checkpoints
 RUNS = Path("runs")  # holds the output folders that have no --output-dir
 
 
@@ -164,6 +165,7 @@ class TrainConfig(DataFlags):
         metavar="auto|none|PATH", of_launch=True, is_path=True,
     )  # fmt: skip
     checkpoint_steps: int = _flag(0, RUN, "Steps between two checkpoints; 0 saves once an epoch.", MIN_0, unit="steps")
+    keep: int = _flag(2, RUN, "Spare checkpoints, last-1.pt and so on.", Limit(minimum=0, maximum=MAX_KEEP))
     eval_every: int = _flag(1, RUN, "Epochs between two evaluations.", MIN_1, unit="epochs", role="logged")
     patience: int = _flag(
         0, RUN, "Evaluations without a better one that end the run.", MIN_0, shown="0, off", role="logged"

@@ -199,10 +199,9 @@ class Run:
         if self.stop.should_stop():
             self.save()
             self.stop_here()
-        if is_last:
-            is_due = self.is_evaluation_due  # otherwise `end_epoch` saves at once
-        else:
-            is_due = config.checkpoint_steps > 0 and state.step % config.checkpoint_steps == 0
+        # At the end of an epoch without evaluation `end_epoch` saves at once.
+        every = config.checkpoint_steps
+        is_due = self.is_evaluation_due if is_last else every > 0 and state.step % every == 0
         if is_due:
             self.save()
 
@@ -215,6 +214,7 @@ class Run:
         self.startup_parts = startup_parts()
         self.seconds_to_first_step, self.first_step_seconds = seconds_since_launch(), round(self.state.meter.seconds, 3)
         self.log.info(f"first step done {self.seconds_to_first_step:.1f} s after the launch")
+        self.writer.warn_of_size(self.state, self.record, self.config.keep)
         self.claim_output_dir()
 
     @collective

@@ -26,7 +26,7 @@ from utils.log import emit
 from utils.options.config import TrainConfig
 from utils.options.store_url import require_store, stage_folder, store_url
 from utils.progress import end_status, is_terminal, show_status
-from utils.text import count
+from utils.text import count, data_size
 
 REQUESTS = 16  # at a time
 RANGE_BYTES = 64 << 20  # of an object that one request reads
@@ -116,14 +116,14 @@ def _wait_for_all(work: "Staging | None", url: str, folder: Path, env: DistEnv, 
                     emit(note)
                 if total and time.monotonic() - printed_at > LINE_SECONDS and not is_terminal(sys.stderr):
                     printed_at = time.monotonic()
-                    emit(f"staging {url}: {_size(done)} of {_size(total)}")
+                    emit(f"staging {url}: {data_size(done)} of {data_size(total)}")
             if error := next((each.error for each in found if each.error), None):
                 raise UserError(error, on_all_ranks=True)
             if all(each.is_done for each in found):
                 break
     if env.is_main and total:
         seconds = time.monotonic() - started
-        emit(f"staged {_size(total)} in {seconds:.0f} s, {total / 1e6 / seconds:,.0f} MB/s: {folder}")
+        emit(f"staged {data_size(total)} in {seconds:.0f} s, {total / 1e6 / seconds:,.0f} MB/s: {folder}")
 
 
 def _open_bar(total: int) -> "tqdm[Any]":
@@ -234,8 +234,8 @@ class Staging:
         total = sum(each.size for each in pending)
         if total > files.free_bytes():
             raise UserError(
-                f"--stage-dir: {_size(files.free_bytes())} are free at {self._folder}, {_size(total)} are to be "
-                "copied; free some, or give a folder on another disk"
+                f"--stage-dir: {data_size(files.free_bytes())} are free at {self._folder}, {data_size(total)} are to "
+                "be copied; free some, or give a folder on another disk"
             )
         self._bytes_total = total
         self._note_start(len(listed), pending, removed)
@@ -255,7 +255,7 @@ class Staging:
     def _note_start(self, total: int, pending: list[StoredObject], removed: int) -> None:
         facts = f"{total - len(pending):,} of {count(total, 'object')} {'is' if total == 1 else 'are'} there"
         facts += f", {removed:,} that the store no longer has are deleted" if removed else ""
-        facts += f", {_size(self._bytes_total)} to copy" if pending else ""
+        facts += f", {data_size(self._bytes_total)} to copy" if pending else ""
         self._notes.put(f"staging {self._url} to {self._folder}: {facts}")
 
     def _fetch(self, tasks: "_Tasks", store: ObjectStore, files: StagedFiles) -> None:
@@ -319,10 +319,6 @@ class _Tasks:
         with self._lock:
             target.missing -= 1
             return target.missing == 0
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:,.2f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
 
 
 def _disk_error(folder: Path, error: OSError) -> str:

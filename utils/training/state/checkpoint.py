@@ -1,7 +1,8 @@
-"""Checkpoints: their content as a type, and last.pt, the two before it and best.pt, written atomically."""
+"""Checkpoints: their content as a type, and last.pt, those before it and best.pt, written atomically."""
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import time
 import warnings
@@ -20,14 +21,14 @@ from utils.distributed.launcher import launch_ids
 from utils.errors import UserError, first_line
 from utils.files import link_temporary, rename, temporary_of, write_temporary
 from utils.options.arguments import model_options
-from utils.options.config import TrainConfig
+from utils.options.config import MAX_KEEP, TrainConfig
 from utils.options.remedies import from_weights, start_again
 from utils.options.resolved import ResolvedConfig
 from utils.options.validation import require_checkpoint
 from utils.training.state.train_state import NETWORKS, BestEpoch, RankState, ReplicatedState, TrainState, mean_buffers
 
 LAST, BEST = "last.pt", "best.pt"
-EARLIER = ("last-1.pt", "last-2.pt")  # what last.pt was, newest first
+EARLIER = tuple(f"last-{number}.pt" for number in range(1, MAX_KEEP + 1))  # what last.pt was, newest first
 IS_FOLDER = 0x10  # attribute of an entry of a ZIP archive, of which torch.load would read nothing
 FORMAT = 6  # rises with the meaning of a checkpoint or of a random stream
 
@@ -330,8 +331,8 @@ def create_checkpoint(
 def save(checkpoint: Checkpoint, folder: Path, is_best: bool = False) -> str | None:
     """Write last.pt, and best.pt with the same content if `is_best`.
 
-    What last.pt was becomes last-1.pt, and that last-2.pt. A best.pt of another run is removed: a run that has no best
-    epoch yet has none.
+    What last.pt was becomes last-1.pt, and so on, as far as `--keep` says. A best.pt of another run is removed: a run
+    that has no best epoch yet has none.
 
     Args:
         checkpoint: of the run.
@@ -342,7 +343,7 @@ def save(checkpoint: Checkpoint, folder: Path, is_best: bool = False) -> str | N
         Why it could not be written (a full disk, say), or None; what was there before is then kept.
     """
     try:
-        write_checkpoint(checkpoint.to_dict(), folder, is_best)
+        write_checkpoint(checkpoint.to_dict(), folder, is_best, checkpoint.config.keep)
         if checkpoint.state.best is None:  # not evaluated yet, so best.pt is another run's
             (folder / BEST).unlink(missing_ok=True)
     except (OSError, RuntimeError) as error:  # the latter from torch's writer, which hides the former
@@ -356,8 +357,8 @@ def save(checkpoint: Checkpoint, folder: Path, is_best: bool = False) -> str | N
     return None
 
 
-def write_checkpoint(content: dict[str, Any], folder: Path, is_best: bool) -> None:
-    """Write last.pt, move the earlier ones on, and link best.pt to it if `is_best`.
+def write_checkpoint(content: dict[str, Any], folder: Path, is_best: bool, keep: int) -> None:
+    """Write last.pt, move the earlier ones on, of which `keep` stay, and link best.pt to it if `is_best`.
 
     Each name is, at any instant and after a crash, the old content or the new one, whole; last.pt is always there. What
     takes room comes before the first rename: best.pt never changes for a checkpoint that then cannot be written. It
@@ -366,17 +367,20 @@ def write_checkpoint(content: dict[str, Any], folder: Path, is_best: bool) -> No
     Raises:
         OSError, RuntimeError: it could not be written.
     """
-    last, earlier, oldest, best = (folder / name for name in (LAST, *EARLIER, BEST))
+    last, best, *earlier = (folder / name for name in (LAST, BEST, *EARLIER))
     written = write_temporary(last, lambda file: torch.save(content, file))
     new_best = link_temporary(written, best) if is_best else None
-    new_earlier = link_temporary(last, earlier) if last.exists() else None
+    new_earlier = link_temporary(last, earlier[0]) if keep and last.exists() else None
     if new_best is not None:
         rename(new_best, best)
-    if earlier.exists():
-        earlier.replace(oldest)
+    for newer, older in reversed(list(itertools.pairwise(earlier[:keep]))):
+        if newer.exists():
+            newer.replace(older)
     if new_earlier is not None:
-        rename(new_earlier, earlier)
+        rename(new_earlier, earlier[0])
     rename(written, last)
+    for path in itertools.takewhile(Path.exists, earlier[keep:]):  # since a resume with a lower --keep
+        path.unlink()
 
 
 def best_is_missing(folder: Path) -> bool:

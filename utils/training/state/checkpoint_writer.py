@@ -1,7 +1,9 @@
 """CheckpointWriter: a thread of rank 0 that writes a copy of the run to the disk while training goes on."""
 
+import contextlib
 import copy
 import dataclasses
+import shutil
 import threading
 from collections.abc import Iterator
 from concurrent import futures
@@ -17,12 +19,15 @@ from utils.distributed.collectives import broadcast
 from utils.distributed.exit import MAX_WRITES, write_slots
 from utils.distributed.group import DistEnv
 from utils.log import Log
-from utils.training.state.checkpoint import Checkpoint, save
+from utils.text import data_size
+from utils.training.state.checkpoint import BEST, EARLIER, LAST, Checkpoint, RunRecord, save
+from utils.training.state.train_state import TrainState
 
 T = TypeVar("T")
 WAIT_INTERVAL = 0.5  # seconds; well below any --timeout
 # Seconds before a write, in which a GPU gets its next steps. It begins with 20 ms of Python's lock, for ResNet-50.
 WRITE_DELAY = 0.05
+MUCH_ROOM = 0.1  # of what is free
 MAX_QUEUED_WEIGHTS = 2**29  # bytes; ResNet-50 has 102 MB, ViT-B/16 346 MB
 
 
@@ -78,6 +83,21 @@ class CheckpointWriter:
         if copied is None:
             futures.wait([self._newest])
 
+    def warn_of_size(self, state: TrainState, record: RunRecord, keep: int) -> None:
+        """Log a line if the checkpoints to come need much of the room in the folder.
+
+        Args:
+            state: after the first step, when the optimizer has its part.
+            keep: spare ones.
+        """
+        if not self._env.is_main:
+            return
+        storages = (tensor.untyped_storage() for tensor in _tensors((state.replicated_state(), record)))
+        size = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+        with contextlib.suppress(OSError):  # of a file system that does not say
+            if text := describe_room(self._folder, size, keep):
+                self._log.info(f"warning: {text}")
+
     def _save(self, checkpoint: Checkpoint, is_best: bool) -> str | None:
         self._is_waited_for.wait(self._delay)
         try:
@@ -117,6 +137,25 @@ class CheckpointWriter:
             return False, None
         done, _ = futures.wait([self._newest], WAIT_INTERVAL)
         return bool(done), self._newest.result() if done else None
+
+
+def describe_room(folder: Path, size: int, keep: int) -> str:
+    """A sentence on the room that checkpoints of `size` bytes will need; "" up to `MUCH_ROOM` of what is free.
+
+    Raises:
+        OSError: it cannot be found.
+    """
+    paths = (folder / name for name in (LAST, BEST, *EARLIER))
+    found = [path.stat() for path in paths if path.is_file()]
+    there = sum({each.st_ino: each.st_size for each in found}.values())  # best.pt may be last.pt
+    needed, free = (keep + 3) * size - there, shutil.disk_usage(folder).free
+    if needed <= MUCH_ROOM * free:
+        return ""
+    kept, remedy = (f", {keep} spare", "--keep 0 keeps no spare ones, or ") if keep else ("", "")
+    return (
+        f"checkpoints will need {data_size(needed)}, and {data_size(free)} are free ({data_size(size)} each: last.pt, "
+        f"best.pt{kept}, and one that is being written); {remedy}make room in {folder}"
+    )
 
 
 def may_queue(model: nn.Module) -> bool:
