@@ -166,7 +166,8 @@ def test_a_network_without_room_is_a_warning(tmp_path: Path, cpu: DistEnv, capsy
     with CheckpointWriter(tmp_path, cpu, Log(tmp_path, True, 1, 1, tensorboard=False)) as writer:
         writer.warn_of_size(state, RECORD, keep=2)
         assert capsys.readouterr().out == ""
-        state.model[3].weight = state.model[4].weight = nn.Parameter(torch.empty(2**24, 2**24, device="meta"))
+        huge = nn.Parameter(torch.empty(2**24, 2**24, device="meta"))
+        state.model.get_submodule("3").weight = state.model.get_submodule("4").weight = huge
         writer.warn_of_size(state, RECORD, keep=1)
     size = 4 * 2**48
     assert f"warning: checkpoints will need {data_size(4 * size)[:4]}" in capsys.readouterr().out

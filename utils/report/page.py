@@ -84,7 +84,7 @@ class Story:
     @property
     def best_epoch(self) -> int | None:
         """The epoch whose weights best.pt holds; None if it is not known."""
-        return self.run.best and self.run.best["epoch"]
+        return None if self.run.best is None else self.run.best["epoch"]
 
     @property
     def peak_lr(self) -> str:
