@@ -270,6 +270,7 @@ def test_pretrained_weights_start_a_run_but_not_its_resume(data: Path, tmp_path:
     assert resumed.status == 0, resumed.err
 
 
+@pytest.mark.slow  # several runs
 def test_what_the_best_checkpoint_of_a_folder_is(data: Path, tmp_path: Path) -> None:
     """The best of the evaluations that were made there: neither of the run before, nor of another folder."""
     flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--output-dir")

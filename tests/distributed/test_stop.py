@@ -173,7 +173,7 @@ sys.exit(train.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("at", ["train_step", "evaluate_checkpoint"])
+@pytest.mark.parametrize("at", ["train_step", pytest.param("evaluate_checkpoint", marks=pytest.mark.slow)])
 def test_where_nothing_can_be_lost_a_signal_ends_at_once(data: Path, tmp_path: Path, at: str) -> None:
     """The first step after an evaluation with which a launch began, as it may compile; and `--evaluate`."""
     flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--output-dir", tmp_path / "out")
@@ -189,6 +189,7 @@ def test_where_nothing_can_be_lost_a_signal_ends_at_once(data: Path, tmp_path: P
     assert done.err.splitlines()[-1] == "stopped by SIGUSR1 before the first step; nothing is lost"
 
 
+@pytest.mark.slow  # a signal before the first step is quick
 def test_before_the_first_step_the_files_of_an_earlier_run_stay(data: Path, tmp_path: Path) -> None:
     flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--output-dir", tmp_path / "out")
     first = run_train(*flags, "--epochs", 1)

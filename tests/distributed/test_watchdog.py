@@ -123,6 +123,7 @@ def test_a_run_that_met_a_bad_file_resumes_without_it(tmp_path: Path) -> None:
         assert sorted(seen) == sorted(wanted)
 
 
+@pytest.mark.slow  # a bad file of DALI's loader is quick
 def test_a_bad_file_under_the_torch_loader(tmp_path: Path) -> None:
     """Its workers ignore the signal with which an interpreter ends them, and must not keep it from ending."""
     shown_path, flags = bad_file_run(tmp_path, "val", "text")

@@ -24,6 +24,7 @@ def evaluation(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow  # several runs
 @pytest.mark.dist
 def test_a_split_without_some_classes(tmp_path: Path) -> None:
     """Train with all classes; evaluate on fewer, which keep the checkpoint's numbers."""

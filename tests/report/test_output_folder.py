@@ -81,6 +81,7 @@ def test_a_damaged_checkpoint_has_no_best(tmp_path: Path, content: bytes) -> Non
     assert read_best(tmp_path / "best.pt") is None
 
 
+@pytest.mark.slow  # several runs
 def test_a_run_whose_save_failed_shows_the_best_epoch_that_was_saved(data: Path, tmp_path: Path) -> None:
     """The second epoch is better, and its checkpoint cannot be written: a folder is where it is written first."""
     flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--output-dir", tmp_path)

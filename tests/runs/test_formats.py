@@ -49,8 +49,7 @@ def on_folder(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     ("loader", "name"),
     [
         *(pytest.param("dali", name, marks=[] if name in QUICK else pytest.mark.slow) for name in WRITERS),
-        ("torch", "webdataset"),
-        *(pytest.param("torch", name, marks=pytest.mark.slow) for name in WRITERS if name != "webdataset"),
+        *(pytest.param("torch", name, marks=pytest.mark.slow) for name in WRITERS),
     ],
 )
 def test_the_same_bits_over_a_stop_in_mid_epoch(
@@ -68,6 +67,7 @@ def test_the_same_bits_over_a_stop_in_mid_epoch(
     assert_same_run(on_folder[loader], tmp_path, without=without)
 
 
+@pytest.mark.slow  # a resume of shards and two ranks that read them are quick
 @pytest.mark.dist
 def test_two_processes_index_together(data: Path, tmp_path: Path) -> None:
     root = write_webdataset(data, tmp_path / "data", per_shard=7)
@@ -146,6 +146,7 @@ def test_a_bad_record_is_named_or_excluded(data: Path, tmp_path: Path) -> None:
     assert f"train/green/{bad.name}" in (tmp_path / "excluded" / "bad_files.json").read_text()
 
 
+@pytest.mark.slow  # the same bits of both are quick
 def test_a_run_goes_on_from_folder_to_shards(
     data: Path, shards: Callable[[str], Path], on_folder: dict[str, Path], tmp_path: Path
 ) -> None:

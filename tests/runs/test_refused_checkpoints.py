@@ -143,6 +143,7 @@ def test_checkpoint_of_other_files(
     check(f"--resume {finished_run}/last.pt:", f"({split}/ has 1 file fewer (blue/{removed.name}));")
 
 
+@pytest.mark.slow  # several runs
 def test_checkpoint_without_bad_files(refused: Refused, data: Path, tmp_path: Path) -> None:
     """`--bad-files skip` is all that is missing; an evaluation takes it from the checkpoint."""
     shutil.copytree(data, tmp_path / "data")

@@ -59,15 +59,19 @@ def test_data(
 
 
 FOLDERS: list[tuple[str, str, tuple[str, ...]]] = [
-    ("train valid test", "", ("has no val/ folder, but valid/, test/; give --val-split valid",)),
-    ("train", "--val-split dev", ("it must hold train/ and dev/, or --val-fraction 0.1 holds out a tenth of train/",)),
+    ("train first second", "", ("--data-dir {}: has no val/ folder",)),
+    ("train", "--val-split dev", ("has no dev/ folder; give the name of one that is there",)),
     ("train/blue valid", "--val-split valid", ("2 classes of valid/", "missing in train/", "'green', 'red'")),
     (
         "train valid/blue/deep",
         "--val-split valid",
         ("nested deeper than valid/CLASS/IMAGE", "below valid/ is the class"),
     ),
-    ("train valid", "--val-fraction 0.1", ("has valid/", "leave --val-fraction out and give --val-split valid, or")),
+    (
+        "train valid",
+        "--val-fraction 0.1",
+        ("has valid/, which would not be used; leave --val-fraction out, or move valid/ away",),
+    ),
     ("train", "--val-fraction 0.1 --val-split dev", ("--val-split dev with --val-fraction 0.1:", "give one of them")),
     ("images", "--val-fraction 0.1", ("--data-dir {}:", "no train/ folder")),
 ]

@@ -72,6 +72,7 @@ def first_lines(runs: Sequence[Finished]) -> list[str]:
     return [next(line.split(None, 1)[1] for line in run.out.splitlines() if " start " in line) for run in runs]
 
 
+@pytest.mark.slow  # several runs
 def test_what_a_run_starts_from(data: Path, tmp_path: Path) -> None:
     """The moving average or not, the head or not: logged, and for the user to choose."""
     flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--epochs", 1)
@@ -114,6 +115,7 @@ def test_what_a_run_starts_from(data: Path, tmp_path: Path) -> None:
     assert_refused(done[7], f"the classes of {source}/last.pt are not those of the data")
 
 
+@pytest.mark.slow  # several runs
 def test_a_resume_does_not_load_pretrained_weights_again(data: Path, tmp_path: Path) -> None:
     """And a run that started without them is not resumed with them. The architecture is theirs, too."""
     flags = ("--data-dir", data, *TINY, "--batch-size", 8)
@@ -145,6 +147,7 @@ def test_a_resume_does_not_load_pretrained_weights_again(data: Path, tmp_path: P
     assert read_checkpoint(run)["config"]["pretrained"] == str(fresh / LAST)
 
 
+@pytest.mark.slow  # several runs
 def test_a_run_goes_on_from_a_copy_of_its_checkpoint(data: Path, tmp_path: Path) -> None:
     """Elsewhere, with its metrics and its best epoch."""
     flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--output-dir", tmp_path / "run", "--eval-every", 3)
@@ -224,10 +227,11 @@ def test_a_checkpoint_of_another_version_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=refusal):
         load_newest(find_checkpoints(TrainConfig(output_dir=tmp_path)))
     torch.save({"model": {}}, tmp_path / LAST)
-    with pytest.raises(UserError, match=r"last\.pt: not a checkpoint of this version of Brisk; --pretrained"):
+    with pytest.raises(UserError, match=r"last\.pt: not a checkpoint of this version of Brisk; train\.py --pretrained"):
         load_newest(find_checkpoints(TrainConfig(output_dir=tmp_path)))
 
 
+@pytest.mark.slow  # the schedule itself is quick
 def test_more_epochs_change_the_schedule(data: Path, tmp_path: Path) -> None:
     """The rate before and after is logged, the warmup stays; after the last epoch a new run is advised.
 

@@ -147,6 +147,7 @@ def test_the_save_after_an_evaluation_does_not_wait(data: Path, whole: Path, tmp
         assert_same_run(whole, run, name)
 
 
+@pytest.mark.slow  # the writer's own tests are quick
 def test_a_stop_waits_for_the_write(data: Path, tmp_path: Path) -> None:
     with start_held(data, tmp_path, 2, "written in part", "--epochs", 2) as held:
         held.wait_for((tmp_path / "held").exists)

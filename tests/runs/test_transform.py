@@ -18,6 +18,7 @@ def f(images, config):
 """
 
 
+@pytest.mark.slow  # tests of the function itself are quick
 def test_a_resume_is_exact_and_compares_the_content(data: Path, tmp_path: Path) -> None:
     """Stopped in mid-epoch; then the file moves, then it is changed, which is refused and accepted."""
     one, moved, changed = (tmp_path / f"{name}.py" for name in ("one", "moved", "changed"))

@@ -123,6 +123,7 @@ def test_evaluations_that_end_a_run(data: Path, tmp_path: Path, capsys: pytest.C
     assert listed["whole"] == ["finished", "test_resnet", "6/9"]
 
 
+@pytest.mark.slow  # one evaluation schedule is quick
 def test_the_last_epoch_is_evaluated(data: Path, tmp_path: Path) -> None:
     """Also where a resume makes an epoch the last that has ended without an evaluation."""
     flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--eval-every", 5)

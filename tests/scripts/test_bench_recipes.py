@@ -54,6 +54,7 @@ def test_a_recipe_is_judged_by_the_better_of_its_networks() -> None:
     assert cells(table({"a": results(1, 2, 3), "b": average}))[1][1:3] == ["6.00, 7.00, 6.00", "6.33"]
 
 
+@pytest.mark.slow  # several runs
 def test_a_run_of_other_flags_is_not_taken(
     data: Path, tmp_path: Path, refused: Refused, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -151,7 +151,7 @@ def test_chart_is_a_picture(finished: tuple[dict[str, Any], Path, str]) -> None:
         assert bars > 100, f"no bar in {color}"
 
 
-@pytest.mark.parametrize("loader", ["dali-fused", "torch"])
+@pytest.mark.parametrize("loader", ["dali-fused", pytest.param("torch", marks=pytest.mark.slow)])
 def test_a_bad_file_ends_it_in_one_line(loader: str, tmp_path: Path) -> None:
     write_images(tmp_path / "data", (4, 4, 4))
     empty, text = (tmp_path / "data" / "blue" / name for name in ("empty.jpg", "text.jpg"))

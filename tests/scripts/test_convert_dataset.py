@@ -139,6 +139,7 @@ def test_every_form_to_tars_and_back_to_a_folder(named: Path, tmp_path: Path, na
             assert name == "recordio" or after[split].fingerprint == before[split].fingerprint
 
 
+@pytest.mark.slow  # bytes of the images are compared quickly
 def test_the_same_bits_in_training(data: Path, tmp_path: Path) -> None:
     convert(data, tmp_path / "tars", *SMALL)
     flags = (*TINY, "--batch-size", 8, "--epochs", 1)

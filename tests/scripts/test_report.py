@@ -138,6 +138,7 @@ def test_the_flag_changes_no_bit(folders: list[Path], data: Path, tmp_path: Path
     assert_same_run(folders[0], tmp_path)
 
 
+@pytest.mark.slow  # a page of a run is quick
 def test_an_evaluation_writes_them_again(folders: list[Path], tmp_path: Path) -> None:
     shutil.copytree(folders[0], tmp_path / "run")
     before = json.loads((tmp_path / "run" / "report.json").read_text())

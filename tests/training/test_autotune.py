@@ -54,7 +54,9 @@ def test_a_resume_keeps_the_pixels_of_its_checkpoint(data: Path, cpu: DistEnv) -
     saved = checkpoint_of(resolved(decode="full", cache="gpu"))
     assert choose_common_loader_settings(TrainConfig(evaluate=True), cpu, saved, train).cache == "none"
     assert choose_common_loader_settings(TrainConfig(loader="torch"), cpu, None, train).cache == "none"
-    with pytest.raises(UserError, match=r"--cache gpu without a GPU: .* checkpoint was trained so: .* --output-dir"):
+    with pytest.raises(
+        UserError, match=r"--cache gpu without a GPU: .* checkpoint was trained so: .* --overwrite to replace it"
+    ):
         choose_common_loader_settings(TrainConfig(), cpu, saved, train)
     asked = choose_common_loader_settings(TrainConfig(decode="fused", cache="none"), cpu, saved, train)
     assert (asked.decode, asked.cache) == ("fused", "none"), "which the fingerprint then refuses"

@@ -179,6 +179,7 @@ def test_the_epoch_under_way(data: Path, tmp_path: Path) -> None:
     assert steps(cut) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow  # one change that goes on is quick
 def test_between_two_parts_of_a_schedule_and_on_synthetic_data(data: Path, tmp_path: Path) -> None:
     """A checkpoint there holds no state of a loader; synthetic data has no files to count."""
     flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--output-dir", tmp_path / "scheduled", "--epochs")

@@ -57,6 +57,7 @@ def test_best_stays_where_the_rest_cannot_be_written(tmp_path: Path) -> None:
     assert (tmp_path / "best.pt").read_bytes() == (tmp_path / LAST).read_bytes() == b"before"
 
 
+@pytest.mark.slow  # the files of a crash are quick
 def test_a_run_goes_on_from_such_a_crash(data: Path, tmp_path: Path) -> None:
     flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--output-dir", tmp_path, "--lr", 1e-12)
     (first,) = launch_series((*flags, "--epochs", 1))
@@ -203,6 +204,7 @@ sys.exit(train.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow  # a failed save is quick
 def test_best_is_the_best_that_could_be_saved(data: Path, tmp_path: Path) -> None:
     flags = ("--data-dir", data, *FLAGS, "--epochs", 12, "--lr", 2, "--output-dir", tmp_path / "run")
     done = launch_forked(*flags, program=FULL_FOR_A_WHILE)
@@ -216,9 +218,9 @@ def test_best_is_the_best_that_could_be_saved(data: Path, tmp_path: Path) -> Non
 
 def test_a_second_run_in_the_folder_is_refused(data: Path, tmp_path: Path) -> None:
     flags = ("--data-dir", data, *FLAGS, "--output-dir", tmp_path, "--epochs")
-    with start_forked(*flags, 100000) as first:
+    with start_forked(*flags, 1000) as first:
         first.wait_for(lambda: "first step" in first.out)
-        (second,) = launch_series((*flags, 100000))
+        (second,) = launch_series((*flags, 1000))
         assert second.status == 2
         assert f"--output-dir {tmp_path}: another run is writing there" in error_line(second)
         assert first.process.poll() is None
@@ -227,7 +229,8 @@ def test_a_second_run_in_the_folder_is_refused(data: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow  # weights that are not finite are not saved: tests/training/test_run.py
+@pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_that_diverges_ends_and_keeps_its_last_good_checkpoint(
     data: Path, trained: Path, tmp_path: Path, processes: int
 ) -> None:

@@ -251,6 +251,7 @@ def test_of_a_rectangle_both_sides_are_resized_alike(size: str, before: int, exp
     assert found == tuple(math.floor(side / crop_pct(size, before)) for side in sides_of(size))
 
 
+@pytest.mark.slow  # what is filled in is quick
 def test_a_run_its_resume_and_its_evaluation(data: Path, tmp_path: Path) -> None:
     """A network that is built for 160 px, with the mean 0.5; the second launch does not need the weights."""
     arch, weights, run = "test_vit.r160_in1k", tmp_path / "weights.pt", tmp_path / "run"

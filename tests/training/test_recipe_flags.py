@@ -93,6 +93,7 @@ def test_the_head_trains_first_on_several_ranks(data: Path, tmp_path: Path, exch
     assert_same_run(whole, edge)
 
 
+@pytest.mark.slow  # several runs
 def test_a_checkpoint_keeps_its_network(data: Path, tmp_path: Path) -> None:
     """`--evaluate`, predict.py and export.py build it as the run did; other arguments are refused on a resume."""
     run = ("--data-dir", data, *SHORT, "--epochs", 1, "--arch", "test_vit", "--output-dir", tmp_path)
