@@ -173,7 +173,8 @@ sys.exit(train.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("at", ["train_step", pytest.param("evaluate_checkpoint", marks=pytest.mark.slow)])
+@pytest.mark.slow  # a signal before the first step is quick
+@pytest.mark.parametrize("at", ["train_step", "evaluate_checkpoint"])
 def test_where_nothing_can_be_lost_a_signal_ends_at_once(data: Path, tmp_path: Path, at: str) -> None:
     """The first step after an evaluation with which a launch began, as it may compile; and `--evaluate`."""
     flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--output-dir", tmp_path / "out")

@@ -13,13 +13,14 @@ from utils.data.images.manifest import OR_SKIP, Manifest
 from utils.data.images.records import Record
 from utils.data.reading.decode_pool import decode_files
 from utils.data.reading.decoding import Decoder
-from utils.data.reading.reader import read_image
+from utils.data.reading.reader import open_image
 from utils.errors import UserError
 
 SAMPLE = 32
 SECONDS = 2.0  # for all reading; a slow disk makes the sample smaller
 FEW_LEVELS = 64  # of 256, gray levels that 16 bits must leave
-_STARTS = (b"\xff\xd8", b"\x89PNG", b"RIFF")  # of `utils.data.reading.decoding.SAME_PIXELS`
+_JPEG = b"\xff\xd8"
+_STARTS = (b"\x89PNG", b"RIFF")  # of `utils.data.reading.decoding.SAME_PIXELS`, besides JPEG
 _LARGEST = 65535
 
 
@@ -68,13 +69,14 @@ def describe_depth(manifest: Manifest) -> str:
 
 
 def _sample(manifest: Manifest) -> Iterator[tuple[Record, bytes]]:
-    """Images that can be read; the loader reports the others."""
+    """Those of a sample that can be read and are no JPEG, which has neither 16 bits nor more bands than colors."""
     if manifest.images is None:
         return
     deadline = time.monotonic() + SECONDS
     for index in random.Random(0).sample(range(len(manifest)), min(SAMPLE, len(manifest))):
         record = manifest.record(index)
-        with contextlib.suppress(OSError):
-            yield record, read_image(record)
+        with contextlib.suppress(OSError), open_image(record) as file:
+            if (start := file.read(len(_JPEG))) != _JPEG:
+                yield record, start + file.read()
         if time.monotonic() > deadline:
             return
