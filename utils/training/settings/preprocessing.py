@@ -71,9 +71,9 @@ def adopt_arch(config: TrainConfig, env: DistEnv) -> TrainConfig:
     arch = broadcast(arch, env)
     if arch is None:
         return config
-    is_default = config.output_dir == dataclasses.replace(config, output_dir=None).output_dir  # type: ignore[arg-type]
-    values: dict[str, Any] = {"output_dir": None} if is_default else {}
-    return dataclasses.replace(config, arch=arch, **values)
+    by_default: dict[str, Any] = {"output_dir": None}
+    is_default = config.output_dir == dataclasses.replace(config, **by_default).output_dir
+    return dataclasses.replace(config, arch=arch, **(by_default if is_default else {}))
 
 
 def _takes_arch(config: TrainConfig) -> bool:
