@@ -9,12 +9,11 @@ from collections.abc import Iterator
 import numpy as np
 from PIL import Image
 
-from utils.data.images.manifest import OR_SKIP, Manifest
+from utils.data.images.manifest import Manifest, bad_files_error
 from utils.data.images.records import Record
 from utils.data.reading.decode_pool import decode_files
 from utils.data.reading.decoding import Decoder
 from utils.data.reading.reader import open_image
-from utils.errors import UserError
 
 SAMPLE = 32
 SECONDS = 2.0  # for all reading; a slow disk makes the sample smaller
@@ -35,9 +34,10 @@ def check_sample(manifest: Manifest, decoder: Decoder) -> None:
         UserError: one cannot be trained on.
     """
     unusual = [record for record, content in _sample(manifest) if not content.startswith(_STARTS)]
-    for position, report in decode_files(unusual, decoder.decode, 1):
-        if report.bad is not None:
-            raise UserError(f"{unusual[position].name}: {report.bad}; or delete it{OR_SKIP}")
+    reports = decode_files(unusual, decoder.decode, 1)
+    bad = {unusual[position].name: report.bad for position, report in reports if report.bad is not None}
+    if bad:
+        raise bad_files_error(bad, "delete or replace {}")
 
 
 def gray_range(manifest: Manifest) -> tuple[int, int] | None:
