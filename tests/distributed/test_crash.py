@@ -24,8 +24,14 @@ from utils.distributed.crash import note, trace_crashes
 
 folder = Path(sys.argv[2])
 table = FileTable(folder, np.array(sorted(os.listdir(folder)), dtype=bytes))
+
+def launch():
+    ctypes.string_at(0)
+
 with trace_crashes(3, False):
     print("started", flush=True)
+    if sys.argv[1] == "launch":  # as of a graph, which has nothing to do with images
+        launch()
     note(b"damaged")
     note(pickle.dumps(table))
     if sys.argv[1] == "thread":  # as those of a decoder, beside a main thread that waits
@@ -71,12 +77,19 @@ def test_that_no_image_was_found(images: Path) -> None:
     """Each was decoded as by a scan, and by the loader's operators."""
     done = end("abort", images)
     assert done.returncode == -signal.SIGABRT
-    (line,) = done.stderr.splitlines()
+    assert "crashed (Aborted): no bad file was found among the 20 images" in done.stderr.splitlines()[0]
+
+
+def test_where_python_was_is_said_where_no_image_was_found(tmp_path: Path) -> None:
+    done = end("launch", tmp_path)
+    assert done.returncode == -signal.SIGSEGV
+    line, *calls = done.stderr.splitlines()
     assert line.startswith("train.py: rank 3 (process ")
     assert line.endswith(
-        "crashed (Aborted): no bad file was found among the 20 images that it had asked for last; "
-        "scripts/check_dataset.py decodes all"
+        "crashed (Segmentation fault): no bad file was found among the 0 images that it had asked for last; "
+        "scripts/check_dataset.py decodes all; Python's calls, the innermost first:"
     )
+    assert [call.split(" in ")[-1] for call in calls] == ["string_at", "launch", "<module>"]
 
 
 @pytest.mark.parametrize(("how", "status"), [("well", 0), ("kill", -signal.SIGKILL), ("fork", 0)])

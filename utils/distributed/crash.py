@@ -2,7 +2,7 @@
 
 A crash leaves no chance to run Python here. So a tracer is started, a small process that waits. This process notes the
 images that it asks for in memory that both share. When it crashes, `faulthandler` writes into a socket that holds
-next to nothing, and thus waits until the tracer has searched and ended. Then the signal ends this process.
+next to nothing, and thus waits until the tracer has searched. Then the signal ends this process.
 """
 
 import contextlib
@@ -206,6 +206,13 @@ def wait_for_crash(values: list[object]) -> Crash:
             signal.alarm(SEARCH_SECONDS)  # its default action ends this process
             time.sleep(0.1)  # the first line comes in parts
             line = beside.recv(200, socket.MSG_PEEK).decode(errors="replace").partition("\n")[0]
-            beside.detach()  # stays open to the end of this process
+            beside.detach()  # stays open, for `read_stack`
             return Crash(context, line.removeprefix("Fatal Python error: "), Notes(context.notes).newest_first())
     os._exit(0)
+
+
+def read_stack() -> list[str]:
+    """In the tracer, once: Python's calls in the thread that crashed, the innermost first. Lets the process end."""
+    with socket.socket(fileno=0) as beside:
+        text = b"".join(iter(lambda: beside.recv(2**16), b"")).decode(errors="replace")
+    return text.partition("Current thread ")[2].partition("\n\n")[0].splitlines()[1:]

@@ -83,6 +83,30 @@ def test_class_folders_beside_each_other_validate_on_a_tenth(tmp_path: Path, cpu
     assert folder_of(config, "train") == BESIDE, "for a feed, a conversion"
 
 
+@pytest.mark.parametrize(
+    ("files", "flags", "expected"),
+    [
+        ({"labels.csv": "file,label"}, {}, 0.1),
+        ({"metadata.jsonl": '{"file": "1.jpg", "label": "red"}'}, {}, 0.1),
+        ({"labels.csv": "file,label", "test.csv": "file"}, {}, 0.1),
+        ({"labels.csv": "file,label"}, {"val_fraction": 0.0}, 0.0),
+        ({"labels.csv": "file,label"}, {"train_data": "labels.csv"}, None),
+        ({"labels.csv": "file,label,split"}, {}, None),
+        ({"labels.csv": "file,label", "val.csv": "file,label"}, {}, None),
+        ({"train.csv": "file,label"}, {}, None),
+        ({"labels.csv": "file,size"}, {}, None),
+    ],
+    ids=str,
+)
+def test_one_label_file_of_all_images_validates_on_a_tenth(
+    tmp_path: Path, files: dict[str, str], flags: dict[str, Any], expected: float | None
+) -> None:
+    for name, heading in files.items():
+        (tmp_path / name).write_text(f"{heading}\n")
+    given = frozenset(flags)
+    assert chosen(TrainConfig(data_dir=tmp_path, output_dir=tmp_path / "run", given=given, **flags)) == expected
+
+
 def test_a_class_may_have_the_name_of_a_split(tmp_path: Path, cpu: DistEnv) -> None:
     config = dataclasses.replace(write(tmp_path, "red", "Valid"), val_fraction=0.5)
     assert read_data(config, cpu)["train"].classes == ("Valid", "red")

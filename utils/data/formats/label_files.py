@@ -76,6 +76,11 @@ def find_label_files(
     return found | {"train": whole}
 
 
+def names_no_split(path: Path) -> bool:
+    """Whether the name of a label file is one of all images; it may have a column of splits."""
+    return _stem(path.name) in _WHOLE
+
+
 def _val_of(data_dir: Path, whole: Path, other: Path | None, val_split: str) -> Path:
     """The validation images' file, of a file of all splits and another one by name.
 

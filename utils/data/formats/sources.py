@@ -10,11 +10,18 @@ from typing import cast
 
 from utils.data.formats import arrow_cache, ilsvrc, lmdb_database, recordio, tfrecord, webdataset
 from utils.data.formats.flat import find_cls_loc
-from utils.data.formats.label_files import find_label_files
+from utils.data.formats.label_files import find_label_files, names_no_split
 from utils.data.formats.label_rows import has_rows_of, has_several, read_labels
 from utils.data.formats.naming import VAL_NAMES
 from utils.data.formats.shards import ClassNames
-from utils.data.formats.split_folders import HELD_OUT, check_folders, find_folder, folders_in, lie_beside
+from utils.data.formats.split_folders import (
+    HELD_OUT,
+    NAMES_OF_SPLITS,
+    check_folders,
+    find_folder,
+    folders_in,
+    lie_beside,
+)
 from utils.data.formats.tables import is_table
 from utils.data.images.records import ShardFormat
 from utils.errors import UserError
@@ -127,14 +134,20 @@ def required_splits(config: TrainConfig) -> tuple[str, ...]:
 
 
 def with_val_fraction(config: TrainConfig) -> TrainConfig:
-    """The configuration with the `--val-fraction` of class folders that lie beside each other, if none is given.
+    """The configuration with a `--val-fraction` if none is given and the data names no split.
+
+    That is so where class folders lie beside each other, and where one label file has all images.
 
     Raises:
         UserError: as `find_source`.
     """
-    if config.val_fraction is not None or not lie_beside(config) or not find_source(config, ()).has_class_folders:
+    if config.data_dir is None or config.val_fraction is not None or NAMES_OF_SPLITS & config.given:
         return config
-    return dataclasses.replace(config, val_fraction=HELD_OUT)
+    source = find_source(config, ())
+    is_whole = source.label_files.keys() == {"train"} and names_no_split(source.label_files["train"])
+    if is_whole or (source.has_class_folders and lie_beside(config)):
+        return dataclasses.replace(config, val_fraction=HELD_OUT)
+    return config
 
 
 def has_class_folders(data_dir: Path, config: TrainConfig) -> bool:

@@ -13,7 +13,8 @@ from utils.errors import UserError
 from utils.options.config import TrainConfig
 from utils.text import count
 
-HELD_OUT = 0.1  # share of class folders beside each other that validates, where none is given
+HELD_OUT = 0.1  # share of data without splits that validates, where none is given
+NAMES_OF_SPLITS = {"train_split", "val_split", "train_data", "val_data"}  # fields
 BESIDE = "."  # the folder of a split whose class folders lie in the data set's own
 _MAY_WAIT = ("test", "testing")  # may be for the end of all experiments
 _VAL_NAMES = (*(name for name in VAL_NAMES if name not in _MAY_WAIT), *_MAY_WAIT)
@@ -72,7 +73,7 @@ def lie_beside(config: TrainConfig) -> bool:
 
     Such are a folder with the name of a split, a table, and flags that name something else.
     """
-    if config.data_dir is None or {"train_split", "val_split", "train_data", "val_data"} & config.given:
+    if config.data_dir is None or NAMES_OF_SPLITS & config.given:
         return False
     is_clear = not _tables(config.data_dir) and not _like_splits(config.data_dir)
     return is_clear and len(_classes_beside(config.data_dir)) > 1

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import os
 import pickle
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from utils.data.augmentation.policies import RATIO
 from utils.data.images.records import Record
 from utils.data.reading.decode_pool import decode_files
 from utils.data.reading.decoding import DecodeError, ImageInfo, dali_decode
-from utils.distributed.crash import Crash
+from utils.distributed.crash import Crash, read_stack
 from utils.errors import first_line
 from utils.log import print_error
 from utils.text import count
@@ -30,7 +31,7 @@ MIN_AREA = 0.08
 
 
 def explain_crash(crash: Crash) -> None:
-    """Print which image the process crashed on, or that none was found."""
+    """Print which image the process crashed on, or that none was found and where Python was."""
     context, records = crash.context, noted_records(crash.notes)
     end = f"rank {context.rank} (process {context.pid}) crashed ({crash.cause})"
     remedy = "--bad-files skip leaves it out" if context.program == "train.py" else "replace or remove it"
@@ -43,8 +44,9 @@ def explain_crash(crash: Crash) -> None:
     print_error(
         context.program,
         f"{end}: no bad file was found among the {count(len(records), 'image')} that it had asked for last; "
-        "scripts/check_dataset.py decodes all",
+        "scripts/check_dataset.py decodes all; Python's calls, the innermost first:",
     )
+    print(*read_stack(), sep="\n", file=sys.stderr, flush=True)
 
 
 def noted_records(notes: Sequence[bytes]) -> list[Record]:
