@@ -96,6 +96,7 @@ class Options:
             "--val-data": self.config.val_data,
             "--val-split": self.config.val_split,
             "--class-names": None if names is None else str(names.resolve()),
+            **({"--train-split": self.config.train_split} if self.config.train_split != "train" else {}),
         }
 
 
@@ -306,6 +307,7 @@ def write_splits(options: Options, config: TrainConfig, has_fingerprint: bool, s
 @with_train_flags(
     train_flag("train_data", help="Names of the training shards, below SRC."),
     train_flag("val_data"),
+    train_flag("train_split"),
     train_flag("val_split"),
     train_flag("class_names"),
     train_flag("stage_dir", help="Where SRC s3://... or gs://... is copied to."),
@@ -325,6 +327,7 @@ def read_options(
     *,
     train_data: str | None,
     val_data: str | None,
+    train_split: str,
     val_split: str,
     class_names: Path | None,
     stage_dir: Path | None,
@@ -351,6 +354,7 @@ def read_options(
         output_dir=target,
         train_data=train_data,
         val_data=val_data,
+        train_split=train_split,
         val_split=val_split,
         class_names=class_names,
         workers=cores,

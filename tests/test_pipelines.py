@@ -28,6 +28,7 @@ from utils.options.resolved import ResolvedConfig
 from utils.options.sizes import ImageSize, sides_of, timm_size
 from utils.training.settings.preprocessing import TIMM_CROPS
 
+AUGMENTS = [pytest.param(name, marks=[] if name == "none" else pytest.mark.slow) for name in POLICIES]
 BASE = resolved(batch_size=8, image_size=32, val_resize=36, workers=2, decode="fused", hw_decoder_load=0.65, prefetch=4)
 
 
@@ -99,9 +100,7 @@ def test_a_new_origin_draws_anew_and_resumes(tmp_path: Path, cpu: DistEnv) -> No
     ("decode", "cache"),
     [("fused", "none"), *(pytest.param("full", cache, marks=pytest.mark.slow) for cache in ("none", "host"))],
 )
-@pytest.mark.parametrize(
-    "augment", [pytest.param(name, marks=[] if name == "none" else pytest.mark.slow) for name in POLICIES]
-)
+@pytest.mark.parametrize("augment", AUGMENTS)
 def test_dali_continues_bit_for_bit(data: Path, cpu: DistEnv, decode: str, cache: str, augment: str) -> None:
     train, _ = scan_splits(data)
     config, sampler = config_for(decode=decode, cache=cache, augment=augment), RandomSampler(len(train), 8)
@@ -159,7 +158,7 @@ def test_cached_images_are_those_of_the_files(data: Path, cpu: DistEnv) -> None:
         assert torch.equal(targets, cached_targets)
 
 
-@pytest.mark.parametrize("augment", POLICIES)
+@pytest.mark.parametrize("augment", AUGMENTS)
 def test_torch_continues_bit_for_bit(data: Path, cpu: DistEnv, augment: str) -> None:
     train, _ = scan_splits(data)
     config, sampler = config_for(loader="torch", augment=augment), RandomSampler(len(train), 8)
@@ -252,15 +251,15 @@ def test_validation_geometry_is_torchvisions(tmp_path: Path, cpu: DistEnv, size:
     [
         ("bilinear", "center", 0.875, 224),
         ("bicubic", "center", 0.95, 224),
-        ("bicubic", "center", 1.0, 288),
+        pytest.param("bicubic", "center", 1.0, 288, marks=pytest.mark.slow),
         ("bicubic", "squash", 0.9, 192),
         ("bilinear", "border", 1.0, 224),
-        ("bicubic", "border", 0.9, 192),
-        ("bilinear", "center", 0.875, "160x224"),
-        ("bicubic", "center", 1.0, "224x160"),
+        pytest.param("bicubic", "border", 0.9, 192, marks=pytest.mark.slow),
+        pytest.param("bilinear", "center", 0.875, "160x224", marks=pytest.mark.slow),
+        pytest.param("bicubic", "center", 1.0, "224x160", marks=pytest.mark.slow),
         ("bilinear", "squash", 0.9, "160x224"),
         ("bilinear", "border", 0.9, "224x96"),
-        ("bicubic", "border", 1.0, "160x224"),
+        pytest.param("bicubic", "border", 1.0, "160x224", marks=pytest.mark.slow),
     ],
 )
 def test_validation_images_are_timms(

@@ -136,7 +136,7 @@ def test_crops_and_flips_of_seeds_ranks_and_pipelines_are_independent(
         assert_uncorrelated({name: values[quantity] for name, values in draws.items()})
 
 
-@pytest.mark.parametrize(("loader", "cache"), [("torch", "none"), ("dali", "gpu")])
+@pytest.mark.parametrize(("loader", "cache"), [pytest.param("torch", "none", marks=pytest.mark.slow), ("dali", "gpu")])
 def test_draws_of_an_image_follow_seed_and_epoch(readable: Manifest, cpu: DistEnv, loader: str, cache: str) -> None:
     """Image by image, of two seeds and, for each, two times four epochs."""
     found: dict[str, list[NDArray[np.float64]]] = {}

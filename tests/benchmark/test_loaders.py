@@ -68,7 +68,7 @@ def test_a_file_that_is_gone_does_not_end_the_reading(
     reader.close()
 
 
-@pytest.mark.parametrize("workers", [1, 21])
+@pytest.mark.parametrize("workers", [1, pytest.param(21, marks=pytest.mark.slow)])
 def test_files_are_read_by_as_many_as_dali_reads_with(
     opened: Callable[..., tuple[Run, Manifest]], workers: int
 ) -> None:

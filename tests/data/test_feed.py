@@ -275,9 +275,12 @@ def test_a_bad_file_is_named(tmp_path: Path) -> None:
 
 def test_only_one_split_is_needed(tmp_path: Path) -> None:
     data = write_data(tmp_path)
-    (data / "val").rename(data / "valid")
-    with Feed(data, **FILES) as train, Feed(data, "val", **FILES, val_split="valid", classes=train.classes) as val:
-        assert len(list(val)) == 6
+    (data / "val").rename(data / "dev")
+    (data / "train").rename(data / "fit")
+    with Feed(data, **FILES, train_split="fit") as train:
+        assert len(train) == 5
+        with Feed(data, "val", **FILES, val_split="dev", classes=train.classes) as val:
+            assert len(list(val)) == 6
 
 
 def test_a_closed_feed_says_so(data: Path) -> None:

@@ -147,10 +147,13 @@ def test_the_border_has_the_color_of_the_network(photos: Path, cpu: DistEnv, loa
     train.close()
 
 
-BORDERS = [*itertools.product((31, 64, 97, 240), repeat=2), (96, 65), (67, 96)]  # the last two are rounded from halves
+BORDERS = [(31, 240), (64, 64), (97, 31), (96, 65), (67, 96)]  # the last two are rounded from halves
+MORE_BORDERS = set(itertools.product((31, 64, 97, 240), repeat=2)) - set(BORDERS)
 
 
-@pytest.mark.parametrize("size", BORDERS)
+@pytest.mark.parametrize(
+    "size", [*BORDERS, *(pytest.param(each, marks=pytest.mark.slow) for each in sorted(MORE_BORDERS))]
+)
 @pytest.mark.parametrize(("resize", "crop"), [(48, 48), (60, 48)])
 def test_the_geometry_of_a_border(tmp_path: Path, cpu: DistEnv, size: Sequence[int], resize: int, crop: int) -> None:
     """Rows and columns of the image within the border, by a white image."""

@@ -239,8 +239,8 @@ def chance_of(drawn: list[ImageInfo], expected: dict[bytes, float]) -> float:
 @pytest.mark.parametrize(
     ("policy", "runs"),
     [
-        ("autoaugment", 2),
-        *(pytest.param(name, 2, marks=pytest.mark.slow) for name in NAMED if name != "autoaugment"),
+        ("trivialaugment", 1),
+        *(pytest.param(name, 2, marks=pytest.mark.slow) for name in NAMED),
         *(pytest.param(name, 32, marks=pytest.mark.slow) for name in NAMED),
     ],
 )

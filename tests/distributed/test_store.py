@@ -249,6 +249,7 @@ def test_a_process_that_is_cut_off_prints_it_and_ends_with_its_workers(start_ran
     proxy.close()
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_bad_file_of_the_rank_that_holds_the_store_ends_the_other(start_rank: StartRank) -> None:
     """As under Slurm, where no launcher holds it: that rank has to wait until the other has read that it must end."""

@@ -92,6 +92,7 @@ def test_a_network_that_onnx_cannot_hold(trained: Trained, tmp_path: Path) -> No
         FORMATS["onnx"].write(large, Classifier(large, "float"), {}, tmp_path)
 
 
+@pytest.mark.slow
 def test_pt2(trained: Trained, tmp_path: Path) -> None:
     write(trained, "pt2", "float", tmp_path / "out")
     found = facts_of_pt2(tmp_path / "out")

@@ -133,14 +133,15 @@ After = Callable[[Block, Tensor, Tensor], Tensor]
         (lambda block, x, z: block.branch(z + block.stem(x)), (2, 0, 0, 0, 2)),  # the gradient goes on without a mask
         pytest.param(lambda block, x, z: block.conv((block.branch(z) + z).relu()), (2, 0, 0, 0, 2), marks=SLOW),
         (lambda block, x, z: block.end(block.branch(z) + z), (2, 1, 0, 0, 1)),
-        (
-            lambda block, x, z: block.conv((w := (block.branch(z) + z).relu()) + w),
-            (2, 0, 1, 0, 1),
-        ),  # one gradient twice
-        (lambda block, x, z: checkpoint(block.branch, z, use_reentrant=False).relu(), (0, 0, 0, 2, 2)),
+        pytest.param(  # one gradient twice
+            lambda block, x, z: block.conv((w := (block.branch(z) + z).relu()) + w), (2, 0, 1, 0, 1), marks=SLOW
+        ),
+        pytest.param(
+            lambda block, x, z: checkpoint(block.branch, z, use_reentrant=False).relu(), (0, 0, 0, 2, 2), marks=SLOW
+        ),
         pytest.param(lambda block, x, z: block.end(block.branch(z) + z.sigmoid()), (2, 1, 0, 0, 1), marks=SLOW),
         (lambda block, x, z: block.end(block.branch(z) + z + 1), (2, 0, 1, 0, 1)),  # not a sum of two
-        (lambda block, x, z: block.end(block.branch(z) - z), (2, 0, 1, 0, 1)),
+        pytest.param(lambda block, x, z: block.end(block.branch(z) - z), (2, 0, 1, 0, 1), marks=SLOW),
         pytest.param(lambda block, x, z: block.end(block.branch(z) + z[:1]), (2, 0, 1, 0, 1), marks=SLOW),
         pytest.param(lambda block, x, z: block.end((y := block.branch(z)) + y), (2, 1, 0, 0, 1), marks=SLOW),
     ],

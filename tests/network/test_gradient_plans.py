@@ -106,6 +106,7 @@ def test_a_gradient_that_fails_ends_the_thread_in_silence(capfd: pytest.CaptureF
     stop_gradient_plans()
 
 
+@pytest.mark.slow
 def test_the_end_of_the_process_does_not_wait_for_all_plans() -> None:
     code = f"""
 import itertools, torch

@@ -24,7 +24,7 @@ WRITERS: dict[str, Callable[[Path, Path], Path]] = {
     "arrow": write_arrow,
 }
 NUMBERED = ("recordio",)  # whose keys are numbers, not the names of the files
-QUICK = ("webdataset", "lmdb")
+QUICK = ("webdataset",)
 FLAGS = (*TINY, "--batch-size", "8", "--epochs", "2", "--checkpoint-steps", "3")
 
 

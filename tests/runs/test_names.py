@@ -66,6 +66,7 @@ def test_the_page_has_all_names(trained: tuple[Path, Path]) -> None:
     assert all(name in page for name in SHOWN)
 
 
+@pytest.mark.slow
 def test_every_program(trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data, run = trained
     val, out, export = data / "val", tmp_path / os.fsdecode(b"out \xff"), tmp_path / "exported \U0001f98a"

@@ -31,6 +31,7 @@ def evaluation(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_an_evaluation_takes_its_settings_from_the_checkpoint(data: Path, tmp_path: Path) -> None:
     """Architecture, sizes, normalization, precision and data; the checkpoint is all that the user names."""
     shutil.copytree(data, tmp_path / "data")

@@ -92,7 +92,8 @@ sys.exit(train.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("loader", ["dali", pytest.param("torch", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("loader", ["dali", "torch"])
 def test_training_goes_on_while_a_checkpoint_is_written(data: Path, whole: Path, tmp_path: Path, loader: str) -> None:
     """One write after the other, at every step, and the bits of a run that is not slowed down.
 

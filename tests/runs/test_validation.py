@@ -71,6 +71,7 @@ def folder_at(run: Path, checkpoint: str, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_evaluations_that_end_a_run(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The first evaluation is the best, after epoch 2, and two later is the end: every class has the same image."""
     root, whole = tmp_path / "data", tmp_path / "whole"

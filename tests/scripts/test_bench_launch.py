@@ -63,7 +63,7 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     [
         (0, "willing", 60, (), 0),
         pytest.param(600, "willing", 5, (), 124, marks=pytest.mark.slow),
-        (600, "stubborn", 5, (), 124),
+        pytest.param(600, "stubborn", 5, (), 124, marks=pytest.mark.slow),
         (600, "willing", 60, (signal.SIGINT,), 130),
         (600, "willing", 60, (signal.SIGTERM,), 143),
         pytest.param(600, "stubborn", 60, (signal.SIGTERM, signal.SIGTERM), 143, marks=pytest.mark.slow),

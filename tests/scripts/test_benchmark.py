@@ -34,11 +34,15 @@ LOADERS = ("dali_fused", "dali_full", "cached", "stock", "torch", "timm")
 
 @pytest.fixture(scope="module")
 def finished(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path, str]:
+    """Of all loaders."""
+    return measure(data, tmp_path_factory.mktemp("benchmark"))
+
+
+def measure(data: Path, output_dir: Path, *flags: str) -> tuple[dict[str, Any], Path, str]:
     """The whole command on 41 images: its JSON, its folder and what it printed."""
-    output_dir = tmp_path_factory.mktemp("benchmark")
     done = launch_forked(
         "--data-dir", data, "--arch", "test_resnet", "--output-dir", output_dir, "--image-size", "32",
-        "--batch-size", "8", "--workers", "1", "--device", "cpu", "--window-seconds", "0.01",
+        "--batch-size", "8", "--workers", "1", "--device", "cpu", "--window-seconds", "0.01", *flags,
         program=BENCHMARK,
     )  # fmt: skip
     assert (done.status, done.err) == (0, "")
@@ -56,6 +60,7 @@ def numbers(value: Any) -> Iterator[float]:
         yield value
 
 
+@pytest.mark.slow
 def test_json_has_every_measurement(finished: tuple[dict[str, Any], Path, str]) -> None:
     result, _, _ = finished
     assert all(math.isfinite(number) and number >= 0 for number in numbers(result))
@@ -82,6 +87,7 @@ def test_json_has_every_measurement(finished: tuple[dict[str, Any], Path, str]) 
     assert set(result["gpu_memory_mb"].values()) == {None}
 
 
+@pytest.mark.slow
 def test_table_of_several_runs(finished: tuple[dict[str, Any], Path, str], tmp_path: Path) -> None:
     result, output_dir, _ = finished
     shutil.copytree(output_dir, tmp_path / "resnet18")
@@ -92,6 +98,7 @@ def test_table_of_several_runs(finished: tuple[dict[str, Any], Path, str], tmp_p
     assert f" | {share} | {result['alone']['torch']['median']:,.0f} (" in lines[LOADERS.index("torch")]
 
 
+@pytest.mark.slow
 def test_json_agrees_with_itself(finished: tuple[dict[str, Any], Path, str]) -> None:
     result, _, _ = finished
     training = {name: rate["median"] for name, rate in result["training"].items()}
@@ -109,13 +116,14 @@ def test_json_agrees_with_itself(finished: tuple[dict[str, Any], Path, str]) -> 
     assert training[verdict["feed"].replace("-", "_")] == result["dali_throughput"]
 
 
-def test_few_images_are_named(finished: tuple[dict[str, Any], Path, str]) -> None:
-    result, _, printed = finished
+def test_few_images_are_named(data: Path, tmp_path: Path) -> None:
+    result, _, printed = measure(data, tmp_path, "--loaders", "dali-fused")
     assert result["num_images"] == 41
     assert any("41 images: the measurements mean little" in warning for warning in result["warnings"])
     assert "41 images: the measurements mean little" in printed
 
 
+@pytest.mark.slow
 def test_table_and_verdict_are_printed(finished: tuple[dict[str, Any], Path, str]) -> None:
     result, _, printed = finished
     lines = printed.splitlines()
@@ -129,6 +137,7 @@ def test_table_and_verdict_are_printed(finished: tuple[dict[str, Any], Path, str
         assert sentence in printed
 
 
+@pytest.mark.slow
 def test_each_measurement_is_a_line(finished: tuple[dict[str, Any], Path, str]) -> None:
     result, _, printed = finished
     count = 6 * len([*result["alone"], *result["training"]])
@@ -140,6 +149,7 @@ def test_each_measurement_is_a_line(finished: tuple[dict[str, Any], Path, str]) 
     )
 
 
+@pytest.mark.slow
 def test_chart_is_a_picture(finished: tuple[dict[str, Any], Path, str]) -> None:
     _, output_dir, _ = finished
     with Image.open(output_dir / "benchmark.png") as image:

@@ -96,8 +96,6 @@ WRITERS: dict[str, Callable[[Path, Path], Path]] = {
 QUICK = (
     "folder",
     "ilsvrc",
-    "recordio",
-    "parquet",
 )  # the others differ from these in what is read, which tests/data has
 
 
@@ -162,6 +160,13 @@ def names_after(root: Path, target: Path, cpu: DistEnv, *flags: object) -> tuple
         for folder in (root, target)
     )
     return before, after
+
+
+def test_folders_of_other_names(data: Path, tmp_path: Path) -> None:
+    for split, name in (("train", "fit"), ("val", "dev")):
+        shutil.copytree(data / split, tmp_path / "data" / name)
+    convert(tmp_path / "data", tmp_path / "out", "--to", "folder", "--train-split", "fit", "--val-split", "dev")
+    assert files_of(tmp_path / "out") == files_of(data)
 
 
 def test_unusual_names_of_files(tmp_path: Path, cpu: DistEnv) -> None:

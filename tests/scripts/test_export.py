@@ -102,6 +102,7 @@ sys.exit(export.main(sys.argv[1:]))
     )
 
 
+@pytest.mark.slow
 def test_a_difference_leaves_the_folder_as_it_was(
     best: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

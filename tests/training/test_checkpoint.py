@@ -116,7 +116,7 @@ def test_the_newest_whole_checkpoint_is_used(trained: Path, tmp_path: Path, how:
             load_newest(find_checkpoints(config), config=config)
 
 
-@pytest.mark.parametrize("bits", [20, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("bits", [5, pytest.param(200, marks=pytest.mark.slow)])
 def test_no_damage_goes_unnoticed(trained: Path, tmp_path: Path, bits: int) -> None:
     """Truncated at every 10 %, marked as a folder, and some bits flipped: what is used is whole, and the newest."""
     whole = (trained / LAST).read_bytes()

@@ -68,6 +68,7 @@ class DataOptions(TypedDict, total=False):
             with pad or another train_crop than random image_size.
         val_crop: center, the default, or as train_crop; squash, which resizes both sides; or pad, which adds the mean
             color of ImageNet.
+        train_split: folder of the split train.
         val_split: folder of the split val.
         decode: what DALI decodes, the crop alone or all.
         hw_decoder_load: share of a batch that the GPU's JPEG engines decode.
@@ -92,6 +93,7 @@ class DataOptions(TypedDict, total=False):
     interpolation: Literal["bilinear", "bicubic", "random"] | None
     val_resize: int | None
     val_crop: Literal["center", "squash", "pad"] | None
+    train_split: str
     val_split: str
     decode: Literal["auto", "fused", "full"]
     hw_decoder_load: float | None
@@ -132,7 +134,7 @@ def create_config(data_dir: str | os.PathLike[str], split: str, values: Mapping[
         UserError: there is no such option, or its value is wrong.
     """
     if split not in ("train", "val"):
-        raise UserError(f"split {split!r}: must be train or val; val_split names another folder than val/")
+        raise UserError(f"split {split!r}: must be train or val; train_split and val_split name other folders")
     for name, value in values.items():
         if name not in OPTIONS:
             raise UserError(f"{name}: no such option; there are {', '.join(DataOptions.__annotations__)}")
