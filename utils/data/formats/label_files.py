@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from utils.data.formats.folder import SCAN_THREADS, FileTable
-from utils.data.formats.label_rows import TRAIN_WORDS, Labels, has_labels, has_rows_of, has_splits
+from utils.data.formats.label_rows import TRAIN_WORDS, WHOLE, Labels, has_labels, has_rows_of, has_splits, stem_of
 from utils.data.formats.naming import VAL_NAMES, is_hidden
 from utils.data.formats.tables import is_table
 from utils.data.images.codecs import is_image
@@ -31,7 +31,6 @@ from utils.errors import UserError, some
 from utils.text import count, describe_alike
 
 NAME = "label file"
-_WHOLE = ("labels", "metadata", "data", "dataset", "images", "annotations")  # names of one file for all splits
 NO_LABEL = "no label"  # in the name of an image that has none
 _CHUNK = 1000  # files that a thread looks at, one after the other
 
@@ -53,7 +52,7 @@ def find_label_files(
     needed = set(splits or ("train", "val"))
     found = dict(named)
     of_stem = _tables(data_dir)
-    whole = next((data_dir / of_stem[word][0] for word in _WHOLE if word in of_stem), None)
+    whole = next((data_dir / of_stem[word][0] for word in WHOLE if word in of_stem), None)
     val_names = VAL_NAMES if val_split == "val" else (val_split.lower(),)
     for split, words in {"train": TRAIN_WORDS, "val": val_names}.items():
         files = next((of_stem[word] for word in words if word in of_stem), [])
@@ -76,11 +75,6 @@ def find_label_files(
     return found | {"train": whole}
 
 
-def names_no_split(path: Path) -> bool:
-    """Whether the name of a label file is one of all images; it may have a column of splits."""
-    return _stem(path.name) in _WHOLE
-
-
 def _val_of(data_dir: Path, whole: Path, other: Path | None, val_split: str) -> Path:
     """The validation images' file, of a file of all splits and another one by name.
 
@@ -96,7 +90,7 @@ def _val_of(data_dir: Path, whole: Path, other: Path | None, val_split: str) -> 
 
 def _may_wait(name: str) -> bool:
     """Whether a file is that of images which may be for the end of all experiments, or a competition's."""
-    return _stem(name) == VAL_NAMES[-1]
+    return stem_of(name) == VAL_NAMES[-1]
 
 
 def _tables(folder: Path) -> dict[str, list[str]]:
@@ -105,7 +99,7 @@ def _tables(folder: Path) -> dict[str, list[str]]:
     with contextlib.suppress(OSError):  # which the listing of the images explains
         for name in sorted(os.listdir(folder)):
             if is_table(name) and not is_hidden(name):
-                of_stem[_stem(name)].append(name)
+                of_stem[stem_of(name)].append(name)
     return dict(of_stem)
 
 
@@ -118,10 +112,6 @@ def _has_answers(path: Path) -> bool:
 
 def _two(data_dir: Path, one: str, other: str, split: str) -> str:
     return f"{data_dir}: holds {one} and {other}; name one of them by --{split}-data, or move one away"
-
-
-def _stem(name: str) -> str:
-    return name.lower().rpartition(".")[0]
 
 
 def create_manifests(

@@ -19,6 +19,7 @@ _FILE = ("file", "file_name", "filename", "path", "filepath", "file_path", "imag
 _LABEL = ("label", "class", "target", "category", "class_name", "labels")
 _WITHOUT_HEADING = ("file", "label")
 TRAIN_WORDS = ("train", "training")
+WHOLE = ("labels", "metadata", "data", "dataset", "images", "annotations")  # names of one file for all splits
 
 
 class Labels(NamedTuple):
@@ -41,6 +42,16 @@ class Labels(NamedTuple):
     weights: NDArray[np.float64] | None
     groups: list[str] | None
     elsewhere: list[str]
+
+
+def stem_of(name: str) -> str:
+    """The name of a table without its suffix, in lower case."""
+    return name.lower().rpartition(".")[0]
+
+
+def check_columns(path: Path) -> None:
+    """Raise UserError unless a table has columns of files and of labels."""
+    _columns(path, _heading(path))
 
 
 def has_splits(path: Path) -> bool:

@@ -10,8 +10,8 @@ from typing import cast
 
 from utils.data.formats import arrow_cache, ilsvrc, lmdb_database, recordio, tfrecord, webdataset
 from utils.data.formats.flat import find_cls_loc
-from utils.data.formats.label_files import find_label_files, names_no_split
-from utils.data.formats.label_rows import has_rows_of, has_several, read_labels
+from utils.data.formats.label_files import find_label_files
+from utils.data.formats.label_rows import WHOLE, has_rows_of, has_several, read_labels, stem_of
 from utils.data.formats.naming import VAL_NAMES
 from utils.data.formats.shards import ClassNames
 from utils.data.formats.split_folders import (
@@ -136,16 +136,21 @@ def required_splits(config: TrainConfig) -> tuple[str, ...]:
 def with_val_fraction(config: TrainConfig) -> TrainConfig:
     """The configuration with a `--val-fraction` if none is given and the data names no split.
 
-    That is so where class folders lie beside each other, and where one label file has all images.
+    That is so where class folders lie beside each other, and where there is one label file, with a name for all images
+    or that of `--train-data`.
 
     Raises:
         UserError: as `find_source`.
     """
-    if config.data_dir is None or config.val_fraction is not None or NAMES_OF_SPLITS & config.given:
+    names = NAMES_OF_SPLITS & config.given
+    names_table = names == {"train_data"} and is_table(config.train_data or "")
+    if config.data_dir is None or config.val_fraction is not None or (names and not names_table):
         return config
     source = find_source(config, ())
-    is_whole = source.label_files.keys() == {"train"} and names_no_split(source.label_files["train"])
-    if is_whole or (source.has_class_folders and lie_beside(config)):
+    is_only = source.label_files.keys() == {"train"} and (
+        names_table or stem_of(source.label_files["train"].name) in WHOLE
+    )
+    if is_only or (source.has_class_folders and lie_beside(config)):
         return dataclasses.replace(config, val_fraction=HELD_OUT)
     return config
 

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from utils.data.formats.flat import first_names
+from utils.data.formats.label_rows import WHOLE, check_columns, stem_of
 from utils.data.formats.naming import VAL_NAMES, is_hidden
 from utils.data.formats.refused import refuse_unreadable
 from utils.data.formats.tables import is_table
@@ -123,6 +124,9 @@ def _missing(data_dir: Path, split: str, name: str) -> UserError:
     message += f", but {count(len(folders), 'folder')} of images ({first_names(folders)})"
     as_classes = "give --val-fraction 0.1 to train on them but for a tenth, which validates"
     if tables := _tables(data_dir):
+        for table in tables if not _classes_beside(data_dir) else ():
+            if stem_of(table) in WHOLE:  # which is the label file, but for its columns
+                check_columns(data_dir / table)
         as_classes = f", or {as_classes}" if _classes_beside(data_dir) else ""
         return UserError(
             f"{message} and {tables[0]}, which is no label file by its name or columns; name that of the labels by "

@@ -7,7 +7,6 @@ import contextlib
 import functools
 import os
 import pickle
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -46,7 +45,8 @@ def explain_crash(crash: Crash) -> None:
         f"{end}: no bad file was found among the {count(len(records), 'image')} that it had asked for last; "
         "scripts/check_dataset.py decodes all; Python's calls, the innermost first:",
     )
-    print(*read_stack(), sep="\n", file=sys.stderr, flush=True)
+    for call in read_stack():
+        print_error(context.program, call.strip())
 
 
 def noted_records(notes: Sequence[bytes]) -> list[Record]:
