@@ -41,6 +41,7 @@ def column(name: str, values: Sequence[str]) -> str:
     return f"file,label,{name}\n" + "\n".join(f"{row},{value}" for row, value in zip(ROWS, values, strict=True))
 
 
+OTHER_NAMES = files({**dict.fromkeys(NAMES, JPEG), "labels.csv": rows(heading="picture,label")})
 SEVERAL = rows("images/red-1.jpg,red|blue", kept=5)
 NO_LABELS = "file,label\n" + "".join(f"{name},\n" for name in NAMES)
 LABELS = [
@@ -48,6 +49,7 @@ LABELS = [
     Case(FORM, "only a heading", labeled("file,label\n")),
     Case(FORM, "no column file", labeled(rows(heading="picture,label"))),
     Case(FORM, "no column label", labeled(rows(heading="file,color"))),
+    Case(FORM, "one file of all, no column file", OTHER_NAMES),
     Case(FORM, "no heading and three columns", labeled("\n".join(f"{row},1" for row in ROWS))),
     Case(FORM, "two columns of one name", labeled(rows(heading="label,label"))),
     Case(FORM, "UTF-16, as Excel writes Unicode text", labeled(rows().encode("utf-16"))),
