@@ -109,6 +109,12 @@ LABELS = [
     Case(FORM, "a label file beside shards", labeled(rows()), "--train-data train.csv --val-data val-*.tar"),
     Case(FORM, "val, and --val-fraction", labeled(rows()), "--val-fraction 0.5"),
     Case(
+        FORM, "val, and --fold", files({**dict.fromkeys(NAMES, JPEG), "train.csv": rows(), "more.csv": rows()}),
+        "--fold 1/2 --val-data more.csv",
+    ),
+    Case(FORM, "fewer groups than parts", labeled(column("group", "aabbaa")), "--fold 1/3"),
+    Case(FORM, "a class of one group", labeled(column("group", "aaabbb")), "--fold 1/2"),
+    Case(
         FORM, "two sources of val", files({**dict.fromkeys(NAMES, JPEG), "train.csv": rows(), "more.csv": rows()}),
         "--val-fraction 0.5 --val-data more.csv",
     ),

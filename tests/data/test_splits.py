@@ -26,7 +26,7 @@ def initial_of(splits: Splits, config: ResolvedConfig) -> InitialFiles:
     """What a checkpoint says of the files of its run."""
     excluded = {split: sorted(manifest.bad) for split, manifest in splits.items()}
     prints = {split: manifest.fingerprint for split, manifest in splits.items()}
-    return InitialFiles(excluded, prints, config.val_fraction, config.output_dir)
+    return InitialFiles(excluded, prints, config.held_out_by, config.output_dir)
 
 
 def test_held_out_images_of_a_run_with_bad_files(tmp_path: Path, cpu: DistEnv) -> None:

@@ -46,7 +46,7 @@ OTHER: dict[str, Any] = {
     "augment_schedule": "3:none", "accept_changes": True, "transform": "a.py:f", "dali_plugin": "lib.so",
     "train_data": "a-*.tar", "val_data": "b-*.tar", "class_names": Path("names.txt"),
     "stage_dir": Path("stage"),
-    "train_split": "training", "val_split": "valid", "val_fraction": 0.1, "eval_every": 2, "patience": 5,
+    "train_split": "training", "val_split": "valid", "val_fraction": 0.1, "fold": "2/4", "eval_every": 2, "patience": 5,
     "model_args": "a=1", "drop_rate": 0.1, "drop_path": 0.2, "loss": "bce", "bce_target_thresh": 0.5,
     "schedule": "linear", "min_lr": 1e-5, "cooldown_epochs": 3, "decay_epochs": 2.5, "decay_rate": 0.5,
     "lr_scaling": "none", "optimizer_args": "b=[1,2]", "layer_decay": 0.75, "head_lr_scale": 10.0, "freeze_epochs": 1,
@@ -59,11 +59,14 @@ OF_LAUNCH = (
 )  # fmt: skip
 # Without flags that exclude each other.
 COMPLETE: dict[str, dict[str, Any]] = {
-    "linear": {name: value for name, value in OTHER.items() if not name.startswith(("decay_", "focal", "val_data"))},
+    "linear": {
+        name: value for name, value in OTHER.items() if not name.startswith(("decay_", "focal", "val_data", "fold"))
+    },
+    "fold": {name: value for name, value in OTHER.items() if not name.startswith(("decay_", "focal", "val_"))},
     "step": {
         name: value
         for name, value in OTHER.items()
-        if name not in ("min_lr", "cooldown_epochs", "focal", "val_fraction")
+        if name not in ("min_lr", "cooldown_epochs", "focal", "val_fraction", "fold")
     }
     | {"schedule": "step"},
 }

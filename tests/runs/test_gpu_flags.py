@@ -56,6 +56,7 @@ ON_A_GPU = (
     "--max-bad-steps 0 --patience 1 --time-limit 10000 --timeout 60 --seed 3",
     "--report --val-fraction 0.2 --train-data photos.csv --val-group group --balance 0.5 --class-weights auto",
     "--bad-files skip --report --cutmix 1 --compile",
+    "--fold 2/4 --cache gpu --report",
     "--task multilabel --loss asymmetric --mixup 0.2 --report --compile --fused-layers --amp fp16",
     "--task multilabel --cache gpu --ema-decay 0.9 --class-weights auto",
     "--device cpu",
@@ -89,6 +90,7 @@ ON_TWO = (
     "--cache gpu --train-crop center --vflip 0.5 --rot90",
     "--cache host --transform TRANSFORM --val-fraction 0.2 --bad-files skip",
     "--cache gpu --val-fraction 0.2 --train-data photos.csv --val-group group --balance 1 --class-weights auto",
+    "--fold 1/3 --bad-files skip",
     "--report --patience 1 --time-limit 10000 --timeout 60 --interpolation random --val-crop squash",
     "--device cpu",
 )

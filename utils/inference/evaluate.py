@@ -211,7 +211,7 @@ def evaluate_checkpoint(config: TrainConfig, env: DistEnv) -> None:
         else manifest
         for split, manifest in read_data(config, env).items()
     }
-    manifest = next(iter(listed.values()))  # of train, if `--val-fraction` divides it
+    manifest = next(iter(listed.values()))  # of train, if a part of it is held out
     settings = choose_common_loader_settings(config, env, saved, manifest)
     resolved = resolve(config, manifest.classes, env, settings, saved, task=manifest.task)
     check_files(listed, resolved.data_dir, env)

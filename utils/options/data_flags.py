@@ -6,6 +6,7 @@ from typing import Literal
 
 from utils.options.flags import AUGMENTATION, DATA, FIRST
 from utils.options.flags import define_flag as _flag
+from utils.options.folds import Fold, read_fold
 from utils.options.limits import ABOVE_0, BELOW_1, MIN_0, MIN_1, MIN_8, Limit
 from utils.options.policies import POLICIES
 from utils.options.sizes import ImageSize
@@ -110,8 +111,12 @@ class DataFlags:
         None, DATA, "Share of train/ that is held out to validate on.", BELOW_1,
         shown="0.1 without train/, else 0", role="fixed", from_checkpoint=True, chosen=True,
     )  # fmt: skip
+    fold: str | None = _flag(
+        None, DATA, "Hold out the K-th of N parts of train/.", shown="off", metavar="K/N", role="fixed",
+        from_checkpoint=True,
+    )  # fmt: skip
     val_group: str | None = _flag(
-        None, DATA, "What --val-fraction keeps whole: a column of the label file, or a pattern of paths.",
+        None, DATA, "What stays whole: a label file's column or a path pattern.",
         shown="column group", metavar="GROUPS", role="fixed", from_checkpoint=True,
     )  # fmt: skip
     balance: float = _flag(0.0, DATA, "How evenly classes come; 1: all alike.", _SHARE, shown="0, off", role="fixed")
@@ -172,3 +177,20 @@ class DataFlags:
         role="logged",
     )  # fmt: skip
     random_erase: float = _flag(0.0, AUGMENTATION, "Probability of random erasing.", _PROBABILITY, role="fixed")
+
+    @property
+    def held_out(self) -> float:
+        """Share of the training images that is held out to validate on; 0.0 for none."""
+        return 1 / fold.parts if (fold := self.held_out_fold) else self.val_fraction or 0.0
+
+    @property
+    def held_out_fold(self) -> Fold | None:
+        """`--fold`."""
+        return None if self.fold is None else read_fold(self.fold)
+
+    @property
+    def held_out_by(self) -> str:
+        """The flag that holds images out, for messages, with its value; "" for none."""
+        if self.fold is not None:
+            return f"--fold {self.fold}"
+        return f"--val-fraction {self.val_fraction:g}" if self.val_fraction else ""

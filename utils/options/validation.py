@@ -192,7 +192,7 @@ def _check_sources(config: TrainConfig) -> None:
 
 def _check_val_images(config: TrainConfig) -> None:
     """Which images validate."""
-    name, fraction = config.val_split, config.val_fraction
+    name, fraction, held_out_by = config.val_split, config.val_fraction, config.held_out_by
     for split, folder in {"train": config.train_split, "val": name}.items():
         if not folder.strip(".") or "/" in folder:
             raise UserError(f"--{split}-split {folder}: must be the name of a folder in --data-dir, such as {split}")
@@ -200,15 +200,14 @@ def _check_val_images(config: TrainConfig) -> None:
         raise UserError(
             f"--val-split {name}: the training images; --val-split val --val-fraction 0.1 holds out a tenth of them"
         )
-    if fraction and config.val_data:
+    if config.held_out_fold and fraction:  # which also reads --fold
+        raise UserError(f"{held_out_by} with --val-fraction {fraction:g}: both hold images out; give one of them")
+    if held_out_by and config.val_data:
         raise UserError(
-            f"--val-fraction {fraction:g} with --val-data {config.val_data}: two sources of validation images; give "
-            "one of them"
+            f"{held_out_by} with --val-data {config.val_data}: two sources of validation images; give one of them"
         )
-    if fraction and config.data_dir is None and not config.evaluate:
-        raise UserError(
-            f"--val-fraction {fraction:g} without --data-dir: there are no images to hold out; leave it out"
-        )
+    if held_out_by and config.data_dir is None and not config.evaluate:
+        raise UserError(f"{held_out_by} without --data-dir: there are no images to hold out; leave it out")
 
 
 def _check_cache(config: TrainConfig) -> None:

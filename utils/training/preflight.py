@@ -34,7 +34,7 @@ def check_start(config: ResolvedConfig, listed: Splits, env: DistEnv, resumes: b
             on_all_ranks=True,
         )
     check_user_code(config, env)
-    num_val = len(listed["val"]) if "val" in listed else round(config.val_fraction * len(listed["train"]))
+    num_val = len(listed["val"]) if "val" in listed else round(config.held_out * len(listed["train"]))
     check_shared_memory(config, num_val, env)
 
 

@@ -16,7 +16,7 @@ from utils.data.loaders.cache import CACHED
 from utils.data.loaders.settings import BY_DALI, LoaderSettings, feeds_from_memory
 from utils.data.splits.holdout import describe_shares
 from utils.data.splits.oddities import class_sizes, describe_oddities
-from utils.data.splits.selection import Splits, describe_exclusions
+from utils.data.splits.selection import Splits, describe_exclusions, unused_validation
 from utils.errors import RunFailed
 from utils.figures import better_value, describe_figure, describe_figures, figure, figures_of
 from utils.files import write_json
@@ -77,9 +77,8 @@ def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: C
         facts["recipe"] = repeated
     if skipped := describe_exclusions(splits, config.output_dir):
         facts["skipped"] = skipped
-    ignored = {manifest.title: describe_counts(manifest.ignored) for manifest in splits.values()}
-    if listed := "; ".join(f"in {title} {what}" for title, what in ignored.items() if what):
-        facts["ignored"] = listed
+    if ignored := _describe_ignored(run, splits):
+        facts["ignored"] = ignored
     if changes := changed_flags(saved.config, config, env.world_size) if saved else []:
         facts["changed"] = ", ".join(changes)
     for name, fact in facts.items():
@@ -90,6 +89,15 @@ def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: C
     if run.is_done:
         run.log.info(_describe_early_end(run) if run.ends_early else _describe_end(run))
     return facts
+
+
+def _describe_ignored(run: Run, splits: Splits) -> str:
+    """What is no image, and validation images that are not used; "" for nothing."""
+    ignored = {manifest.title: describe_counts(manifest.ignored) for manifest in splits.values()}
+    parts = [f"in {title} {what}" for title, what in ignored.items() if what]
+    if left_out := unused_validation(run.config) if run.env.is_main else "":
+        parts.append(f"{left_out}, as {run.config.held_out_by} holds out images of {splits['train'].title}")
+    return "; ".join(parts)
 
 
 def _describe_choices(config: ResolvedConfig, settings: LoaderSettings) -> Iterator[str]:

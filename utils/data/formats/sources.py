@@ -127,14 +127,14 @@ def check_source(config: TrainConfig) -> None:
 
 
 def required_splits(config: TrainConfig) -> tuple[str, ...]:
-    """The splits that a run reads; with `--val-fraction` train alone, which it divides."""
-    if config.val_fraction:
+    """The splits that a run reads; with `--val-fraction` or `--fold` train alone, which they divide."""
+    if config.held_out:
         return ("train",)
     return ("val",) if config.evaluate else ("train", "val")
 
 
 def with_val_fraction(config: TrainConfig) -> TrainConfig:
-    """The configuration with a `--val-fraction` if none is given and the data names no split.
+    """The configuration with a `--val-fraction` if nothing is held out yet and the data names no split.
 
     That is so where class folders lie beside each other, and where there is one label file, with a name for all images
     or that of `--train-data`.
@@ -142,9 +142,11 @@ def with_val_fraction(config: TrainConfig) -> TrainConfig:
     Raises:
         UserError: as `find_source`.
     """
+    if config.data_dir is None or config.val_fraction is not None or config.fold is not None:
+        return config
     names = NAMES_OF_SPLITS & config.given
     names_table = names == {"train_data"} and is_table(config.train_data or "")
-    if config.data_dir is None or config.val_fraction is not None or (names and not names_table):
+    if names and not names_table:
         return config
     source = find_source(config, ())
     is_only = source.label_files.keys() == {"train"} and (

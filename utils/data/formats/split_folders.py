@@ -61,7 +61,7 @@ def folder_of(config: TrainConfig, split: str) -> str:
     if found := find_folder(config.data_dir, split, name):
         return found
     if split == "train":
-        may_lie_beside = config.val_fraction is not None or lie_beside(config)
+        may_lie_beside = config.val_fraction is not None or config.fold is not None or lie_beside(config)
     else:
         may_lie_beside = config.val_fraction == 0 and not find_folder(config.data_dir, "train", config.train_split)
     if name == split and may_lie_beside and _classes_beside(config.data_dir):
@@ -84,7 +84,7 @@ def check_folders(config: TrainConfig) -> None:
     """Raise UserError unless the folders of the splits are there, as far as the command line alone names them."""
     if config.data_dir is None or config.evaluate:  # an evaluation may take the folder's name from its checkpoint
         return
-    for split in ("train",) if config.val_fraction else ("train", "val"):
+    for split in ("train",) if config.held_out else ("train", "val"):
         folder_of(config, split)
 
 
@@ -94,18 +94,30 @@ def has_val_folder(data_dir: Path, name: str) -> bool:
     return found is not None and (name != "val" or found.lower() not in _MAY_WAIT)
 
 
-def refuse_val_folder(data_dir: Path, train: str, val_fraction: float) -> None:
-    """Raise UserError if there is a folder of validation images, which `--val-fraction` would not use.
+def refuse_val_folder(data_dir: Path, train: str, held_out_by: str) -> None:
+    """Raise UserError if there is a folder of validation images, which a run that holds images out would not use.
+
+    Args:
+        train: the folder of the training images.
+        held_out_by: see `TrainConfig`.
+    """
+    if name := unused_val_folder(data_dir, train):
+        raise UserError(
+            f"{held_out_by}: --data-dir {data_dir} has {name}/, which would not be used; leave "
+            f"{held_out_by.split()[0]} out, or move {name}/ away"
+        )
+
+
+def unused_val_folder(data_dir: Path, train: str) -> str:
+    """Name of a folder of validation images beside the training images, "" for none.
 
     `test/` is none, as it may be for the end of all experiments, and no class is where `train` is `BESIDE`.
     """
     for name in _like_splits(data_dir):
         is_class = train == BESIDE and _has_images(data_dir / name)
         if name.lower() not in (*_NAMES["train"], *_MAY_WAIT) and not is_class:
-            raise UserError(
-                f"--val-fraction {val_fraction:g}: --data-dir {data_dir} has {name}/, which would not be used; leave "
-                f"--val-fraction out, or move {name}/ away"
-            )
+            return name
+    return ""
 
 
 def _missing(data_dir: Path, split: str, name: str) -> UserError:

@@ -86,7 +86,7 @@ class Manifest:
         bad: files that are excluded, relative to `root`, and why.
         replacements: those of `bad` that another file replaces, and which.
         ignored: what is not an image of a class, by suffix or as `NO_CLASS`, `NO_ROW` or `NO_SUFFIX`, and how many.
-        held_out: whether these are the images of train/ that `--val-fraction` holds out.
+        held_out: whether these are the images of train/ that `--val-fraction` or `--fold` holds out.
         flat_in: what stands before the names of files that lie in no class folders, such as `images/`, relative to the
             data set; None for class folders and shards.
         source: format of the data, for messages.

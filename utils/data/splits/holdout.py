@@ -1,4 +1,4 @@
-"""`--val-fraction`: which images of train/ are held out for validation, by a hash of their content."""
+"""`--val-fraction` and `--fold`: which images of train/ are held out for validation, by a hash of their content."""
 
 import dataclasses
 import os
@@ -11,18 +11,20 @@ from numpy.typing import NDArray
 from utils.data.images.manifest import FileEntry, Listing, Manifest, bad_files_error
 from utils.data.reading.decode_pool import FileReport
 from utils.data.reading.verification import content_digests, read_digests
+from utils.data.splits.folds import choose_fold_of_contents
 from utils.distributed.collective import collective
 from utils.distributed.collectives import broadcast, sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
+from utils.options.folds import Fold
 from utils.text import count
 
 
 @collective
 def choose_by_content(
-    manifest: Manifest, fraction: float, output_dir: Path, workers: int, env: DistEnv
+    manifest: Manifest, share: float | Fold, output_dir: Path, workers: int, env: DistEnv
 ) -> NDArray[np.bool_]:
-    """`choose` for the images of a manifest, (num_images,).
+    """Which images are held out, (num_images,): of a fraction as `choose`, of a fold as `choose_fold_of_contents`.
 
     Every file is read once, by one rank; the output folder keeps the digests.
 
@@ -38,9 +40,12 @@ def choose_by_content(
         if known is not None:
             digests = content_digests(manifest, known)
             _refuse_unread(manifest, np.flatnonzero(digests == 0).tolist(), known)
-            chosen = choose(digests, manifest.strata(), fraction)
-            _keep_all_classes(manifest, digests, chosen)
-            check_classes(manifest, fraction, chosen)
+            if isinstance(share, Fold):
+                chosen = choose_fold_of_contents(manifest, digests, share)
+            else:
+                chosen = choose(digests, manifest.strata(), share)
+                _keep_all_classes(manifest, digests, chosen)
+                check_classes(manifest, f"--val-fraction {share:g}", chosen)
     result = broadcast(chosen, env)
     assert result is not None
     return result
@@ -98,10 +103,13 @@ def _keep_all_classes(manifest: Manifest, digests: NDArray[np.int64], chosen: ND
         chosen[of_class & (numbers == numbers[of_class].max())] = False
 
 
-def check_classes(manifest: Manifest, fraction: float, chosen: NDArray[np.bool_] | None = None) -> None:
+def check_classes(manifest: Manifest, held_out_by: str, chosen: NDArray[np.bool_] | None = None) -> None:
     """Raise UserError unless every class has an image on both sides, or may have, where none is `chosen` yet.
 
     Groups may leave a class on one side. Where images have any number of classes, one may lack validation images.
+
+    Args:
+        held_out_by: the flag, see `TrainConfig`.
     """
     if manifest.groups is not None or manifest.label_sets is not None:
         return
@@ -110,7 +118,7 @@ def check_classes(manifest: Manifest, fraction: float, chosen: NDArray[np.bool_]
     for label in np.flatnonzero((counts > 0) & ((held_out == 0) | (held_out == counts))).tolist():
         what = "1 image" if counts[label] == 1 else f"{counts[label]:,} images, which are copies of others"
         raise UserError(
-            f"--val-fraction {fraction:g}: {manifest.place(label)} has {what}, but training and validation need one "
+            f"{held_out_by}: {manifest.place(label)} has {what}, but training and validation need one "
             "each; add images or remove the class"
         )
 

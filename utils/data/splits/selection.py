@@ -22,13 +22,14 @@ from utils.data.formats.sources import (
     required_splits,
     with_val_fraction,
 )
-from utils.data.formats.split_folders import find_folder, folder_of, refuse_val_folder
+from utils.data.formats.split_folders import BESIDE, find_folder, folder_of, refuse_val_folder, unused_val_folder
 from utils.data.images import manifest as dataset
 from utils.data.images.listing import load_listing
 from utils.data.images.manifest import FileEntry, Listing, Manifest, files_fingerprint
 from utils.data.images.records import Record
 from utils.data.reading.decoding import decoder_of
 from utils.data.reading.verification import BAD_FILES, bad_files, verify_dataset
+from utils.data.splits.folds import check_parts, choose_fold_of_groups
 from utils.data.splits.groups import choose_groups, find_groups
 from utils.data.splits.holdout import check_classes, choose_by_content, choose_by_name, divide
 from utils.distributed.collective import collective
@@ -54,8 +55,8 @@ def read_data(config: TrainConfig, env: DistEnv, splits: Sequence[str] = ()) -> 
         splits: train, val or both; () for those that the run needs.
 
     Returns:
-        Both splits, with `--evaluate` val alone; without --data-dir synthetic ones. With `--val-fraction` it is train
-        alone, which `select_images` divides.
+        Both splits, with `--evaluate` val alone; without --data-dir synthetic ones. With `--val-fraction` and
+        `--fold` it is train alone, which `select_images` divides.
 
     Raises:
         UserError: on all ranks: data is missing, damaged, or of no known format.
@@ -77,10 +78,12 @@ def read_data(config: TrainConfig, env: DistEnv, splits: Sequence[str] = ()) -> 
         listed = _read_shards(config, source, splits, env)
     listed = _for_task(listed, config)
     with sync_errors(env):
-        if not config.evaluate or config.val_fraction:  # which are all that groups are for
+        if not config.evaluate or config.held_out:  # which are all that groups are for
             listed = {split: find_groups(manifest, config.val_group) for split, manifest in listed.items()}
-        if config.val_fraction:  # before all files are read
-            check_classes(listed["train"], config.val_fraction)
+        if config.held_out:  # before all files are read
+            check_classes(listed["train"], config.held_out_by)
+        if fold := config.held_out_fold:
+            check_parts(listed["train"], fold)
     return listed
 
 
@@ -96,6 +99,19 @@ def hold_out_by_default(config: TrainConfig, env: DistEnv) -> TrainConfig:
     return dataclasses.replace(config, val_fraction=broadcast(fraction, env))
 
 
+def unused_validation(config: TrainConfig) -> str:
+    """The data's own validation images, which `--fold` leaves out, for messages; "" for none."""
+    if config.fold is None or config.data_dir is None:
+        return ""
+    source = find_source(config, ("train",))
+    if source.has_class_folders:
+        train = folder_of(dataclasses.replace(config, data_dir=source.data_dir), "train")
+        return f"{name}/" if (name := unused_val_folder(source.data_dir, train)) else ""
+    if "val" in source.shards:
+        return f"the shards of val ({source.shards['val'][0].name}, ...)"
+    return f"val of {source.label_files['val'].name}" if lists_validation(source.label_files) else ""
+
+
 def _for_task(listed: Splits, config: TrainConfig) -> Splits:
     """With `--task multilabel` also the one class of a folder or shard is a set."""
     if config.task != "multilabel":
@@ -108,16 +124,17 @@ def _read_folders(config: TrainConfig, splits: Sequence[str]) -> Splits:
     skip_bad = config.bad_files == "skip"
     if config.class_names is not None:
         raise UserError(f"--class-names {config.class_names}: the class folders name the classes; leave it out")
-    if config.val_fraction:
+    if config.held_out:
         if config.val_split != "val":
             raise UserError(
-                f"--val-split {config.val_split} with --val-fraction {config.val_fraction:g}: two sources of "
-                "validation images; give one of them"
+                f"--val-split {config.val_split} with {config.held_out_by}: two sources of validation images; give one "
+                "of them"
             )
         splits = ("train",)
     names = {split: folder_of(config, split) for split in splits}
-    if config.val_fraction and not config.evaluate:
-        refuse_val_folder(config.data_dir, names["train"], config.val_fraction)
+    leaves_out = config.fold is not None and names["train"] != BESIDE  # where val/ would be a class
+    if config.held_out and not config.evaluate and not leaves_out:
+        refuse_val_folder(config.data_dir, names["train"], config.held_out_by)
     if len(splits) == 1:
         train = names.get("train") or find_folder(config.data_dir, "train", config.train_split) or "train"
         return {splits[0]: folder.scan(config.data_dir, names[splits[0]], skip_bad, train)}
@@ -146,7 +163,7 @@ def _read_shards(config: TrainConfig, source: Source, splits: Sequence[str], env
     with sync_errors(env):  # before all shards are read
         if config.val_fraction and "val" in source.shards and not config.evaluate:
             raise UserError(
-                f"--val-fraction {config.val_fraction:g}: --data-dir {config.data_dir} has shards of val "
+                f"{config.held_out_by}: --data-dir {config.data_dir} has shards of val "
                 f"({source.shards['val'][0].name}, ...), which would not be used; leave --val-fraction out"
             )
         given = read_given_names(config.class_names) if config.class_names is not None else None
@@ -179,12 +196,13 @@ class InitialFiles:
     Attributes:
         excluded: of each split, the files that the run has been without from its start.
         fingerprints: of each split without them.
+        held_out_by: the flag that holds out val, and its value; see `TrainConfig`.
         folder: that may have the run's listing.
     """
 
     excluded: Mapping[str, Sequence[str]]
     fingerprints: Mapping[str, str]
-    val_fraction: float = 0.0
+    held_out_by: str = ""
     folder: Path | None = None
 
     def val_names(self) -> list[str]:
@@ -199,7 +217,7 @@ class InitialFiles:
 def select_images(
     config: ResolvedConfig, listed: Splits, env: DistEnv, initial: InitialFiles | None
 ) -> tuple[Splits, Splits]:
-    """Divide train/ by `--val-fraction`, then exclude files by `--bad-files skip`.
+    """Divide train/ by `--val-fraction` or `--fold`, then exclude files by `--bad-files skip`.
 
     Where a run continues, files may have turned bad or good since its start: see `apply_exclusions`.
 
@@ -217,9 +235,9 @@ def select_images(
     """
     skips_bad = config.bad_files == "skip" and config.loader != "synthetic" and config.data_dir is not None
     bad = _find_bad_files(config, listed, env) if skips_bad else {}
-    if config.val_fraction and config.data_dir is not None:
+    if config.held_out and config.data_dir is not None:
         reasons = _bad_of(listed["train"], bad)
-        excluded = initial.excluded["train"] if initial and initial.val_fraction else list(reasons)
+        excluded = initial.excluded["train"] if initial and initial.held_out_by else list(reasons)
         train = initial_manifest(listed["train"], excluded, reasons).with_all_classes()
         listed = _hold_out(config, train, env, initial)
         if config.evaluate:
@@ -244,17 +262,20 @@ def _bad_of(manifest: Manifest, bad: Mapping[str, str]) -> dict[str, str]:
 
 @collective
 def _hold_out(config: ResolvedConfig, train: Manifest, env: DistEnv, initial: InitialFiles | None) -> Splits:
-    """Train and val of `--val-fraction`: as the run began where its listing is there, else by groups or contents."""
+    """Train and val of a divided train/: as the run began where its listing is there, else by groups or contents."""
     chosen = None
-    if env.is_main and initial and initial.val_fraction == config.val_fraction:
+    if env.is_main and initial and initial.held_out_by == config.held_out_by:
         chosen = choose_by_name(train, initial.val_names())
     chosen = broadcast(chosen, env)
     if chosen is None and train.groups is not None:
         with sync_errors(env):  # by one rank, as the other ranks of a host would do the same with its memory and cores
-            chosen = choose_groups(train, config.val_fraction) if env.is_main else None
+            if env.is_main:
+                fold = config.held_out_fold
+                chosen = choose_fold_of_groups(train, fold) if fold else choose_groups(train, config.val_fraction)
         chosen = broadcast(chosen, env)
     if chosen is None:
-        chosen = choose_by_content(train, config.val_fraction, config.output_dir, config.workers, env)
+        choice = config.held_out_fold or config.val_fraction
+        chosen = choose_by_content(train, choice, config.output_dir, config.workers, env)
     return divide(train, chosen)
 
 

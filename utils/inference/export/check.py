@@ -130,7 +130,7 @@ def _records_of_run(config: ResolvedConfig) -> list[Record]:
     with tempfile.TemporaryDirectory() as scratch:  # for an index of shards
         listed = dataclasses.replace(config, output_dir=Path(scratch), evaluate=True, bad_files="skip")
         try:
-            manifest = next(iter(read_data(listed, alone).values()))  # of train, if `--val-fraction` divides it
+            manifest = next(iter(read_data(listed, alone).values()))  # of train, if a part is held out
         except UserError:
             return []
     return [manifest.record(index) for index in _spread(len(manifest))]

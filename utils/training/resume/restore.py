@@ -109,10 +109,11 @@ def settings_of_checkpoint(
         raise UserError(f"--arch {config.arch}: {source} holds {before.arch}, another architecture; leave --arch out")
     inherited = flags_with(from_checkpoint=True)
     values: dict[str, Any] = {name: getattr(before, name) for name in inherited if name not in config.given}
-    if "val_fraction" in config.given and config.val_fraction:
-        values = {name: value for name, value in values.items() if name not in ("val_split", "val_data")}
-    elif values.get("val_fraction") and _names_val_images(config, before, values):
-        values["val_fraction"] = 0.0
+    if {"val_fraction", "fold"} & config.given:
+        unused = {"val_fraction", "fold"} | ({"val_split", "val_data"} if config.held_out else set())
+        values = {name: value for name, value in values.items() if name not in unused}
+    elif before.held_out and _names_val_images(config, before, values):
+        values |= {"val_fraction": 0.0, "fold": None}
     _drop_names(config, before, values)
     if values.get("loader") == "synthetic" and "data_dir" in config.given:
         del values["loader"]
@@ -178,7 +179,7 @@ def _lacks(folder: Path | None, val_data: str | None, val_split: str) -> bool:
 
 
 def _names_val_images(config: TrainConfig, before: TrainConfig, values: dict[str, Any]) -> bool:
-    """Whether the user has named images to evaluate, so that a run's `--val-fraction` does not count.
+    """Whether the user has named images to evaluate, so that those which a run held out do not count.
 
     Raises:
         UserError: it is another data set at a URL, which shows only later what it holds.
@@ -187,12 +188,14 @@ def _names_val_images(config: TrainConfig, before: TrainConfig, values: dict[str
         return True
     if "data_dir" not in config.given or config.data_dir is None:
         return False
+    if before.fold is not None and not _is_other_data(config, before):  # whose own val/ it leaves out
+        return False
     if store_url(config.data_dir):
         if not _is_other_data(config, before):
             return False
         raise UserError(
             f"--data-dir {config.data_dir}: the run of the checkpoint held out a part of its images; add --val-split "
-            f"val for the validation images there, or --val-fraction {before.val_fraction:g} for such a part"
+            f"val for the validation images there, or {before.held_out_by} for such a part"
         )
     patterns = {} if not _is_other_data(config, before) else {"train_data": None, "val_data": None}
     config = dataclasses.replace(config, **(values | patterns))

@@ -95,7 +95,7 @@ def resolve(
         config: as the user gave it.
         classes: names of the data's classes.
         saved: the checkpoint that the run goes on from, if there is one.
-        num_train: training images, with those that `--val-fraction` holds out, where a run trains on them.
+        num_train: training images, with those that are held out, where a run trains on them.
         task: of the data.
 
     Raises:
@@ -204,7 +204,7 @@ def resolve_length(
     Raises:
         UserError: on all ranks, as `choose_batch_size`.
     """
-    num_left = None if num_train is None else round(num_train * (1 - (config.val_fraction or 0)))
+    num_left = None if num_train is None else round(num_train * (1 - config.held_out))
     batch_size = choose_batch_size(config, env, saved, num_left)
     epochs = saved.config.epochs if saved and config.epochs is None else config.epochs
     if epochs is None:

@@ -142,7 +142,7 @@ class Checkpoint:
         return InitialFiles(
             excluded=self.record.excluded_files,
             fingerprints={split: prints[f"files of {split}/"] for split in SPLITS},
-            val_fraction=self.config.val_fraction,
+            held_out_by=self.config.held_out_by,
             folder=self.path and self.path.parent,
         )
 
