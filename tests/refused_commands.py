@@ -6,7 +6,7 @@ import os
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -55,6 +55,13 @@ def prepare(folder: Path) -> None:
     torch.save(saved | {"ranks": None}, folder / "part.pt")
     torch.save(saved | {"config": saved["config"] | {"num_classes": 5}}, folder / "head.pt")
     torch.save(saved | {"config": saved["config"] | {"arch": "test_vit"}}, folder / "arch.pt")
+    runs: dict[str, dict[str, Any]] = {
+        "a1": {"fold": "1/2"}, "a2": {"fold": "2/2"}, "again": {"fold": "1/2"}, "third": {"fold": "2/3"},
+        "several": {"fold": "2/2", "task": "multilabel"}, "moved": {"fold": "2/2", "data": Path("/data/moved")},
+    }  # fmt: skip
+    for name, settings in runs.items():
+        write_checkpoint(folder / name / "best.pt", **({"data": Path("/data/waste")} | settings))
+    torch.save(read_checkpoint(folder / "a2", "best.pt") | {"classes": ["a", "b", "c"]}, folder / "others.pt")
     os.mkfifo(folder / "pipe.pt")
     (folder / "image.jpg").write_bytes(JPEG)
     (folder / "images.tar.gz").touch()
@@ -108,6 +115,15 @@ COMMANDS = [
     Command("a folder that cannot be made", "export.py run --format pt2 --output-dir /proc/out"),
     Command("an exported network is there", "export.py run --format timm --output-dir exported"),
     Command("the folder of a run", "export.py run --format timm --output-dir run --overwrite"),
+    Command("no run", "find_label_errors.py none --output-dir out"),
+    Command("no output folder", "find_label_errors.py a1 a2"),
+    Command("a run without a fold", "find_label_errors.py run --output-dir out"),
+    Command("a missing fold", "find_label_errors.py a1 --output-dir out"),
+    Command("a fold twice", "find_label_errors.py a1 again --output-dir out"),
+    Command("another number of parts", "find_label_errors.py a1 third --output-dir out"),
+    Command("another data set", "find_label_errors.py a1 moved --output-dir out"),
+    Command("other classes", "find_label_errors.py a1 others.pt --output-dir out"),
+    Command("several labels an image", "find_label_errors.py a1 several --output-dir out"),
     Command("no run", "report.py none"),
     Command("no output folder", "report.py empty"),
     Command("a damaged line", "report.py cut"),

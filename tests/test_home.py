@@ -27,6 +27,7 @@ WORDS = {
     "convert_dataset.py": "~/x ~/y --class-names=~/x --stage-dir=~/x",
     "download.py": "imagenette --output-dir=~/x",
     "export.py": "~/x --format=timm --output-dir=~/x --check-data=~/x",
+    "find_label_errors.py": "~/x ~/y --output-dir=~/x",
     "make_digits.py": "~/x",
     "predict.py": "~/x x --output-dir=~/x",
     "report.py": "~/x ~/y --output=~/x",

@@ -204,7 +204,11 @@ class Mistakes:
 
 def _encode(image: Tensor) -> str:
     """uint8 (3, H, W) -> a small JPEG file in base64."""
-    picture = Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
+    return encode_picture(Image.fromarray(image.permute(1, 2, 0).contiguous().numpy()))
+
+
+def encode_picture(picture: Image.Image) -> str:
+    """An RGB image, which becomes smaller -> a small JPEG file in base64."""
     picture.thumbnail((THUMBNAIL, THUMBNAIL))
     content = io.BytesIO()
     picture.save(content, format="JPEG", quality=85)

@@ -149,14 +149,9 @@ def render(runs: Sequence[RunInfo]) -> str:
         Story(count, name, run, read_pictures(run.folder))
         for count, (name, run) in enumerate(zip(names, runs, strict=True))
     ]
-    environment = jinja2.Environment(
-        autoescape=True, loader=jinja2.FileSystemLoader(TEMPLATES), trim_blocks=True, lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )  # fmt: skip
-    environment.finalize = lambda value: value.replace(" %", NO_BREAK + "%") if isinstance(value, str) else value
     flags = list(flag_rows(stories))
-    return environment.get_template("page.html").render(
-        style=(TEMPLATES / "page.css").read_text(encoding="utf-8"),
+    return load_template("page.html").render(
+        style=page_style(),
         stories=stories,
         charts=create_charts(stories),
         class_rows=compare_classes(stories),
@@ -170,6 +165,21 @@ def render(runs: Sequence[RunInfo]) -> str:
         count=count,
         meanings=PARTS,
     )
+
+
+def load_template(name: str) -> jinja2.Template:
+    """A template of this folder, which escapes all values."""
+    environment = jinja2.Environment(
+        autoescape=True, loader=jinja2.FileSystemLoader(TEMPLATES), trim_blocks=True, lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )  # fmt: skip
+    environment.finalize = lambda value: value.replace(" %", NO_BREAK + "%") if isinstance(value, str) else value
+    return environment.get_template(name)
+
+
+def page_style() -> str:
+    """The style of all pages."""
+    return (TEMPLATES / "page.css").read_text(encoding="utf-8")
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
