@@ -19,7 +19,6 @@ from utils.inference.label_error_files import Findings, write_cleaned, write_res
 HOSTILE = "<img src=x onerror=alert(1)>'\"&"
 FLAGS = (*TINY[:-4], "--device", "cpu", "--lr", 1, "--batch-size", 8, "--epochs", 12, "--train-crop", "squash")
 WRONG = {"blue-002.jpg": "red", "green-011.jpg": "blue", "red-007.jpg": "green"}  # file -> label that it gets
-pytest.importorskip("cleanlab", reason="pip install -r requirements-labels.txt")
 
 
 def table(path: Path) -> list[dict[str, str]]:
@@ -29,6 +28,7 @@ def table(path: Path) -> list[dict[str, str]]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Of two folds of 60 photographs in a table, of which three have a wrong label; and of val, which has none."""
+    pytest.importorskip("cleanlab", reason="pip install -r requirements-labels.txt")
     root = tmp_path_factory.mktemp("labels")
     write_images(root / "data" / "all", (20, 20, 20))
     paths = sorted((root / "data").rglob("*.jpg"))
