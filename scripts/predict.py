@@ -33,7 +33,7 @@ import typer
 from utils.distributed.startup import print_once, start_imports, start_program
 from utils.errors import UserError
 from utils.inference.inputs import expand_sources
-from utils.inference.predictions import Format, OutputType, PredictOptions, require_pyarrow
+from utils.inference.predictions import EMBEDDING_FORMATS, Format, OutputType, PredictOptions, require_pyarrow
 from utils.options.cli import Program, train_flag, with_train_flags
 from utils.options.limits import MIN_1
 from utils.options.readers import choice_option, number_option
@@ -58,9 +58,15 @@ def read_options(
         list[str], typer.Argument(metavar="SOURCE...", help="Images, folders, patterns in quotes, or shards.")
     ],
     topk: Annotated[int, typer.Option(help="Classes for each image, or all if there are fewer.", **WHOLE)] = 5,
-    format: Annotated[Format, typer.Option(help="Of the predictions.", **choice_option(Format))] = "csv",
+    format: Annotated[
+        Format | None,
+        typer.Option(help="Of the files.", show_default="csv; npy of embeddings", **choice_option(Format)),
+    ] = None,
     output_type: Annotated[
-        OutputType, typer.Option(help="Probabilities, or the network's outputs.", **choice_option(OutputType))
+        OutputType,
+        typer.Option(
+            help="Probabilities, the network's outputs, or features before its head.", **choice_option(OutputType)
+        ),
     ] = "prob",
     ema: Annotated[
         bool | None, typer.Option(help="Use the moving average of the weights.", show_default="the better one")
@@ -77,13 +83,33 @@ def read_options(
     Exit status: 0 done, 1 failed, 2 wrong usage, 143 stopped by a signal; the same command starts over.
     """
     MIN_1.check("--topk", topk)
-    if format != "csv" and output_dir is None:
-        raise UserError(f"--format {format} without --output-dir: predictions are printed; give --output-dir DIR")
-    if format == "parquet":
-        require_pyarrow()
-    return PredictOptions(
+    format = format or (EMBEDDING_FORMATS[0] if output_type == "embedding" else "csv")
+    options = PredictOptions(
         checkpoint, sources, topk, format, output_type, ema, batch_size, workers, device, output_dir, eval_flip
     )
+    _check(options)
+    return options
+
+
+def _check(options: PredictOptions) -> None:
+    """Refuse what does not go together."""
+    form, is_embedding = options.format, options.output_type == "embedding"
+    if options.output_dir is None and is_embedding:
+        raise UserError("--output-type embedding without --output-dir: embeddings are files; give --output-dir DIR")
+    if options.output_dir is None and form != "csv":
+        raise UserError(f"--format {form} without --output-dir: predictions are printed; give --output-dir DIR")
+    if is_embedding and form not in EMBEDDING_FORMATS:
+        raise UserError(
+            f"--format {form} with --output-type embedding: is for numbers that people read; give --format npy or "
+            "--format parquet"
+        )
+    if form == "npy" and not is_embedding:
+        raise UserError(
+            f"--format npy with --output-type {options.output_type}: holds embeddings only; give --output-type "
+            "embedding or --format parquet"
+        )
+    if form == "parquet":
+        require_pyarrow()
 
 
 def check_paths(options: PredictOptions) -> None:

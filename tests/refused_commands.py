@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from tests.damage import ARITHMETIC as JPEG
 from tests.harness import read_checkpoint
+from tests.inference.embedded import write_embeddings
 from tests.inference.exported import write_checkpoint
 from tests.shards import write_tar
 
@@ -66,6 +68,16 @@ def prepare(folder: Path) -> None:
     (folder / "image.jpg").write_bytes(JPEG)
     (folder / "images.tar.gz").touch()
     write_tar(folder / "none.tar", {})
+    features, targets = np.eye(3, 4), ("blue", "green", "red")
+    for name in ("train", "val", "alone", "long"):
+        write_embeddings(folder / name, features, targets)
+    (folder / "alone" / "embeddings.json").unlink()
+    np.save(folder / "long" / "embeddings.npy", np.zeros((5, 4), np.float32))
+    write_embeddings(folder / "wide", np.eye(3, 5), targets)
+    write_embeddings(folder / "later", features, targets, step=2)
+    write_embeddings(folder / "unlabeled", features, ("", "", ""))
+    write_embeddings(folder / "single", features, ("red", "red", ""))
+    write_embeddings(folder / "nan", features * np.nan, targets)
     for name in ("empty", "results/confusion.csv"):
         (folder / name).mkdir(parents=True)
     for name in ("exported/model.safetensors", "mine/file"):
@@ -90,6 +102,9 @@ COMMANDS = [
     Command("a format without an output folder", "predict.py run image.jpg --format jsonl"),
     Command("the output folder is a file", "predict.py run image.jpg --output-dir image.jpg"),
     Command("a folder where a file would be written", "predict.py run image.jpg --output-dir results"),
+    Command("embeddings without an output folder", "predict.py run image.jpg --output-type embedding"),
+    Command("embeddings as a CSV", f"{_PREDICT} --output-type embedding --format csv"),
+    Command("probabilities as an array", f"{_PREDICT} --format npy"),
     Command("no class", f"{_PREDICT} --topk 0"),
     Command("an unknown format", f"{_PREDICT} --format xml"),
     Command("an unknown output", f"{_PREDICT} --output-type softmax"),
@@ -124,6 +139,20 @@ COMMANDS = [
     Command("another data set", "find_label_errors.py a1 moved --output-dir out"),
     Command("other classes", "find_label_errors.py a1 others.pt --output-dir out"),
     Command("several labels an image", "find_label_errors.py a1 several --output-dir out"),
+    Command("no embeddings", "probe.py none val"),
+    Command("a folder without embeddings", "probe.py train empty"),
+    Command("no file of embeddings", "probe.py train image.jpg"),
+    Command("embeddings without what is known of them", "probe.py alone val"),
+    Command("more features than rows", "probe.py long val"),
+    Command("features that are not finite", "probe.py train nan"),
+    Command("another width", "probe.py train wide"),
+    Command("another checkpoint", "probe.py train later"),
+    Command("no class is known", "probe.py train unlabeled"),
+    Command("one class", "probe.py single val"),
+    Command("one file twice", "probe.py train train"),
+    Command("no similarity", "probe.py train val --threshold 0"),
+    Command("a page without an output folder", "probe.py train val --report"),
+    Command("the output folder is a file", "probe.py train val --output-dir image.jpg"),
     Command("no run", "report.py none"),
     Command("no output folder", "report.py empty"),
     Command("a damaged line", "report.py cut"),

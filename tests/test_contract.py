@@ -16,7 +16,7 @@ from utils.options.cli import TRAIN, Program
 
 MODULES = (
     "bench.__main__", *(f"bench.{name}" for name in NAMES), "benchmark", "check_dataset", "convert_dataset", "download",
-    "export", "find_label_errors", "make_digits", "predict", "report", "runs", "track", "watch",
+    "export", "find_label_errors", "make_digits", "predict", "probe", "report", "runs", "track", "watch",
 )  # fmt: skip
 PROGRAMS: tuple[Program[Any], ...] = (
     TRAIN,

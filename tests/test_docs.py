@@ -39,6 +39,7 @@ RUN_HERE = {
     "convert_dataset.py",
     "export.py",
     "predict.py",
+    "probe.py",
     "report.py",
     "runs.py",
     "watch.py",
@@ -184,10 +185,10 @@ def test_mentions_of_pages_are_right() -> None:
 _SERIES = """
 import json, os, sys
 import train
-from scripts import check_dataset, convert_dataset, export, predict, report, runs, watch
+from scripts import check_dataset, convert_dataset, export, predict, probe, report, runs, watch
 
 mains = {"train.py": train.main, "runs.py": runs.main, "predict.py": predict.main, "export.py": export.main}
-mains |= {"report.py": report.main, "watch.py": watch.main}
+mains |= {"report.py": report.main, "watch.py": watch.main, "probe.py": probe.main}
 mains |= {"check_dataset.py": check_dataset.main, "convert_dataset.py": convert_dataset.main}
 os.chdir(sys.argv[1])
 results = []
@@ -309,6 +310,7 @@ def check_outputs(root: Path, outputs: dict[str, str]) -> None:
     assert "82 files: 0 bad, 0 suspicious" in output_of(outputs, "check_dataset.py")[0]
     assert "41 images of train, 41 images of val in 2 shards" in output_of(outputs, "convert_dataset.py")[0]
     assert re.search(r"top1 [\d.]+  count 41\n", output_of(outputs, "predict.py")[0])
+    assert "near-duplicates, similarity 0.98 or more: " in output_of(outputs, "probe.py")[0]
     assert "same class for 41 of 41" in output_of(outputs, "--format timm")[0]
     assert "report.html: 1 run, " in output_of(outputs, "scripts/report.py")[0]
     assert re.search(rf"{RUN} +finished", output_of(outputs, "scripts/runs.py")[0])

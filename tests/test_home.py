@@ -30,6 +30,7 @@ WORDS = {
     "find_label_errors.py": "~/x ~/y --output-dir=~/x",
     "make_digits.py": "~/x",
     "predict.py": "~/x x --output-dir=~/x",
+    "probe.py": "~/x ~/y --output-dir=~/x",
     "report.py": "~/x ~/y --output=~/x",
     "runs.py": "~/x ~/y",
     "track.py": "~/x --track=wandb",

@@ -30,10 +30,10 @@ from utils.inference.predictions import (
     ClassCounts,
     Columns,
     MultilabelColumns,
-    PredictionsFile,
     PredictOptions,
     Rows,
 )
+from utils.inference.predictions_file import PredictionsFile
 from utils.training.state.output import PROBE_BYTES
 from utils.training.state.train_state import NETWORKS
 
@@ -333,7 +333,7 @@ def test_an_earlier_result_stays_where_the_last_rows_do_not_fit(tmp_path: Path) 
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
     try:
         with pytest.raises(OSError, match="File too large"):
-            _finish(file, ClassCounts(), columns, options)
+            _finish([file], ClassCounts(), columns, options, {})
         file.release()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

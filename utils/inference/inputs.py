@@ -22,6 +22,7 @@ from utils.data.formats.sources import FORMATS
 from utils.data.images.manifest import FileEntry, Manifest, stat_file
 from utils.data.images.records import Record, ShardFormat
 from utils.errors import UserError
+from utils.text import describe_alike
 
 NO_TARGET = -1  # label of an image whose class is not known
 _REMEDY = "give images, folders, patterns in quotes, or shards"
@@ -174,6 +175,14 @@ def files_manifest(files: Sequence[FileEntry], classes: tuple[str, ...]) -> Mani
         mtimes=np.array([entry.mtime for entry in files], dtype=np.int64),
         bad={entry.name: entry.bad for entry in files if entry.bad is not None},
     )
+
+
+def describe_folders(manifest: Manifest) -> str:
+    """A note on folders whose names are not a class, but look like one; "" for none."""
+    unknown = np.flatnonzero(manifest.labels == NO_TARGET).tolist()
+    folders = {os.path.basename(os.path.dirname(manifest.record(index).name)) for index in unknown}
+    alike = describe_alike(folders, manifest.classes)
+    return f"note: the true class of some images is not known: {alike}, a folder's name and a class" if alike else ""
 
 
 def shards_manifest(groups: Sequence[tuple[ShardFormat, Shards]], classes: tuple[str, ...]) -> Manifest:

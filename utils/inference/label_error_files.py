@@ -17,8 +17,8 @@ from utils.data.reading.decoding import upright_rgb
 from utils.data.reading.reader import read_image
 from utils.errors import readable
 from utils.files import atomic_write_text
-from utils.inference.mistakes import encode_picture
 from utils.report.label_page import Doubt, render_label_page
+from utils.report.pictures import encode_picture
 
 TABLE, PAGE, CLEANED = "label_errors.csv", "label_errors.html", "cleaned.csv"
 RESULTS = (TABLE, PAGE, CLEANED)

@@ -3,10 +3,8 @@
 `--report` makes them, at the end of a run and with `--evaluate`.
 """
 
-import base64
 import contextlib
 import dataclasses
-import io
 import math
 import tempfile
 from collections import Counter
@@ -31,10 +29,9 @@ from utils.network.augment import Samples
 from utils.options.resolved import ResolvedConfig
 from utils.report.output_folder import read_run
 from utils.report.page import PAGE, render
-from utils.report.pictures import MAX_MATRIX, MAX_PAIRS, PICTURES, Pictures, read_pictures
+from utils.report.pictures import MAX_MATRIX, MAX_PAIRS, PICTURES, Pictures, encode_picture, read_pictures
 
 NUM_WORST, NUM_SAMPLES = 24, 12
-THUMBNAIL = 128  # longest side, pixels
 MIN_SHARE = 0.005  # of a mixed target that is named
 
 
@@ -205,14 +202,6 @@ class Mistakes:
 def _encode(image: Tensor) -> str:
     """uint8 (3, H, W) -> a small JPEG file in base64."""
     return encode_picture(Image.fromarray(image.permute(1, 2, 0).contiguous().numpy()))
-
-
-def encode_picture(picture: Image.Image) -> str:
-    """An RGB image, which becomes smaller -> a small JPEG file in base64."""
-    picture.thumbnail((THUMBNAIL, THUMBNAIL))
-    content = io.BytesIO()
-    picture.save(content, format="JPEG", quality=85)
-    return base64.b64encode(content.getvalue()).decode()
 
 
 @collective

@@ -8,9 +8,9 @@ import collections
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -21,35 +21,44 @@ import models
 from utils.data.formats.index import read_shards
 from utils.data.images.manifest import Manifest, describe_counts
 from utils.distributed.collective import collective
-from utils.distributed.collectives import all_gather_object, broadcast, gather_to_rank0, sync_errors
+from utils.distributed.collectives import broadcast, gather_to_rank0, sync_errors
 from utils.distributed.group import DistEnv
 from utils.distributed.shared_memory import check_shared_memory
 from utils.errors import UserError, first_line, readable
-from utils.files import temporary_of
+from utils.files import temporary_of, write_json
+from utils.inference.embeddings import FACTS, WithEmbeddings, describe_embeddings, embedding_width
 from utils.inference.evaluate import FlipAverage, compute_logits, describe_result, load_network, start_evaluation
-from utils.inference.inputs import NO_TARGET, PathTable, files_manifest, list_inputs, shards_manifest, split_shards
+from utils.inference.inputs import (
+    NO_TARGET,
+    PathTable,
+    describe_folders,
+    files_manifest,
+    list_inputs,
+    shards_manifest,
+    split_shards,
+)
 from utils.inference.predictions import (
     RESULTS,
     TOP,
     ClassCounts,
     Columns,
     MultilabelColumns,
-    PredictionsFile,
     PredictOptions,
     Rows,
 )
+from utils.inference.predictions_file import ArrayFile, PredictionsFile
 from utils.inference.readable_batches import ReadableBatches
-from utils.inference.weights import choose_network, find_best_checkpoints, thresholds_of
+from utils.inference.weights import choose_network, open_best_checkpoint, thresholds_of
 from utils.log import emit
 from utils.network.augment import Normalize
 from utils.network.gradients import AMP_DTYPES
 from utils.options.config import TrainConfig
 from utils.options.resolved import ResolvedConfig
 from utils.progress import end_status, show_status, with_bar
-from utils.text import count, describe_alike
+from utils.text import count
 from utils.training.resume.restore import settings_of_checkpoint
 from utils.training.settings.autotune import choose_common_loader_settings, resolve
-from utils.training.state.checkpoint import Checkpoint, load_newest
+from utils.training.state.checkpoint import Checkpoint
 from utils.training.state.output import lock_output, prepare_output
 from utils.training.state.train_state import NETWORKS
 
@@ -61,7 +70,7 @@ def predict(options: PredictOptions, env: DistEnv, stack: contextlib.ExitStack) 
     Raises:
         UserError: on all ranks: the checkpoint, a source or the output folder cannot be used.
     """
-    saved = _open_checkpoint(options.checkpoint, env)
+    saved = open_best_checkpoint(options.checkpoint, env)
     if options.output_dir is not None:
         prepare_output(options.output_dir, env, stack, RESULTS)
         lock_output(options.output_dir, env, stack)
@@ -77,27 +86,11 @@ def predict(options: PredictOptions, env: DistEnv, stack: contextlib.ExitStack) 
         average += ", with mirror images" if config.eval_flip else ""
         size = f"{config.val_image_size} px of {config.val_resize}"
         emit(f"{saved.path}: {config.arch}{average}, {size}, amp {config.amp}")
-        if isinstance(manifest.images, PathTable) and (note := _describe_folders(manifest)):
+        if isinstance(manifest.images, PathTable) and (note := describe_folders(manifest)):
             emit(note)
         if ignored:
             emit(f"not predicted, as no image is named so: {describe_counts(ignored)}")
     _write(predictor, options, env, stack)
-
-
-@collective
-def _open_checkpoint(path: Path, env: DistEnv) -> Checkpoint:
-    """The checkpoint of a file, or of a run's output folder."""
-    saved: Checkpoint | None = None
-    skipped: list[str] = []
-    with sync_errors(env):
-        saved, skipped = load_newest(find_best_checkpoints(path), "CHECKPOINT")
-    assert saved is not None, "there is a file"
-    if env.is_main:
-        for line in skipped:
-            emit(line)
-    if len(set(all_gather_object((saved.record.run, saved.position), env))) > 1:
-        raise UserError(f"CHECKPOINT {path}: not the same on all ranks; use a shared folder", on_all_ranks=True)
-    return saved
 
 
 @collective
@@ -123,14 +116,6 @@ def _list_images(options: PredictOptions, classes: tuple[str, ...], env: DistEnv
     with sync_errors(env):
         manifest = shards_manifest(groups, classes)
     return manifest, inputs.ignored
-
-
-def _describe_folders(manifest: Manifest) -> str:
-    """A note on folders whose names are not a class, but look like one; "" for none."""
-    unknown = np.flatnonzero(manifest.labels == NO_TARGET).tolist()
-    folders = {os.path.basename(os.path.dirname(manifest.record(index).name)) for index in unknown}
-    alike = describe_alike(folders, manifest.classes)
-    return f"note: the true class of some images is not known: {alike}, a folder's name and a class" if alike else ""
 
 
 @collective
@@ -163,13 +148,22 @@ class _Batch(NamedTuple):
 
     Attributes:
         indices, scores: see `Rows`, with at least `TOP` classes where there are so many; None for bad images only.
+        embeddings: see `Rows`.
         wait: waits until they have arrived.
     """
 
     images: NDArray[np.int64]
     indices: Tensor | None
     scores: Tensor | None
+    embeddings: Tensor | None
     wait: Callable[[], object]
+
+
+class _Piece(NamedTuple):
+    """The rows of a batch: encoded, and those of a .npy file, float32 (n, width), if there is one."""
+
+    rows: bytes = b""
+    embeddings: NDArray[np.float32] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,6 +174,7 @@ class _Predictor:
         reader: of this rank's batches.
         rounds: batches of the rank that has most.
         counts: of this rank.
+        facts: of `embeddings.json`; {} without embeddings.
     """
 
     model: nn.Module
@@ -191,8 +186,14 @@ class _Predictor:
     columns: Columns
     counts: ClassCounts
     env: DistEnv
+    facts: dict[str, Any]
 
-    def pieces(self) -> Iterator[bytes]:
+    @property
+    def width(self) -> int:
+        """Of the embeddings; 0 without."""
+        return int(self.facts.get("width", 0))
+
+    def pieces(self) -> Iterator[_Piece]:
         """The encoded rows of each batch of this rank. The device works on a batch while the one before is encoded."""
         pending: collections.deque[_Batch] = collections.deque()
         for images, pixels in self.reader:
@@ -204,23 +205,21 @@ class _Predictor:
     @torch.inference_mode()
     def _compute(self, images: NDArray[np.int64], pixels: Tensor | None) -> _Batch:
         if pixels is None:
-            return _Batch(images, None, None, lambda: None)
-        logits = compute_logits(self.model, pixels, self.normalize, self.env, self.amp_dtype)
+            return _Batch(images, None, None, None, lambda: None)
+        computed = compute_logits(self.model, pixels, self.normalize, self.env, self.amp_dtype)
+        embeddings, logits = computed[:, : self.width] if self.width else None, computed[:, self.width :]
         if isinstance(self.columns, MultilabelColumns):
-            scores = logits if self.columns.output_type == "logit" else logits.sigmoid()
-            if self.env.device.type != "cuda":
-                return _Batch(images, None, scores, lambda: None)
-            scores = scores.to("cpu", non_blocking=True)
-            return _Batch(images, None, scores, torch.cuda.current_stream().record_event().synchronize)
-        count = min(max(self.columns.topk, TOP), logits.shape[1])
-        top, indices = logits.topk(count, dim=1)
-        scores = top if self.columns.output_type == "logit" else torch.take_along_dim(logits.softmax(1), indices, dim=1)
+            indices, scores = None, logits if self.columns.output_type == "logit" else logits.sigmoid()
+        else:
+            top, indices = logits.topk(min(max(self.columns.topk, TOP), logits.shape[1]), dim=1)
+            is_logit = self.columns.output_type == "logit"
+            scores = top if is_logit else torch.take_along_dim(logits.softmax(1), indices, dim=1)
         if self.env.device.type != "cuda":
-            return _Batch(images, indices, scores, lambda: None)
-        indices, scores = (each.to("cpu", non_blocking=True) for each in (indices, scores))
-        return _Batch(images, indices, scores, torch.cuda.current_stream().record_event().synchronize)
+            return _Batch(images, indices, scores, embeddings, lambda: None)
+        outputs = _fetch(indices), _fetch(scores), _fetch(embeddings)
+        return _Batch(images, *outputs, torch.cuda.current_stream().record_event().synchronize)
 
-    def _encode(self, batch: _Batch) -> bytes:
+    def _encode(self, batch: _Batch) -> _Piece:
         images, bad, topk = batch.images.tolist(), self.reader.bad, self.columns.topk
         targets = self.manifest.labels[batch.images]
         batch.wait()
@@ -233,29 +232,43 @@ class _Predictor:
         self.counts.update(targets[is_good], indices[is_good])
         paths = [self.manifest.record(image).name for image in images]
         errors = [bad.get(image) for image in images]
-        return self.columns.encode(Rows(paths, indices[:, :topk], scores[:, :topk], targets, errors))
+        embeddings = None
+        if self.width:
+            embeddings = np.full((len(images), self.width), np.nan, np.float32)
+            if batch.embeddings is not None:
+                embeddings[is_good] = batch.embeddings.numpy()[is_good]
+        rows = self.columns.encode(Rows(paths, indices[:, :topk], scores[:, :topk], targets, errors, embeddings))
+        return _Piece(rows, None if self.columns.width else embeddings)
+
+
+def _fetch(tensor: Tensor | None) -> Tensor | None:
+    """A copy on the CPU that may still be on its way."""
+    return tensor if tensor is None else tensor.to("cpu", non_blocking=True)
 
 
 def _columns(
-    config: ResolvedConfig, saved: Checkpoint, name: str, options: PredictOptions, manifest: Manifest
+    config: ResolvedConfig, saved: Checkpoint, name: str, options: PredictOptions, manifest: Manifest, width: int
 ) -> Columns:
     classes = tuple(map(readable, saved.record.classes))
-    form = "text" if options.output_dir is None else options.format
+    form = "text" if options.output_dir is None else "csv" if options.format == "npy" else options.format
+    scores: Literal["prob", "logit"] = "logit" if options.output_type == "logit" else "prob"
+    width = width if form == "parquet" else 0
     if config.task == "multiclass":
         return Columns(
             format=form,
             classes=classes,
-            output_type=options.output_type,
+            output_type=scores,
             topk=min(options.topk, config.num_classes),
             has_targets=bool((manifest.labels != NO_TARGET).any()),
+            width=width,
         )
     thresholds = thresholds_of(saved, name)
     if options.output_type == "logit":
         with np.errstate(divide="ignore"):
             thresholds = (np.log(thresholds) - np.log1p(-np.array(thresholds))).tolist()
     return MultilabelColumns(
-        format=form, classes=classes, output_type=options.output_type, topk=config.num_classes,
-        has_targets=False, thresholds=thresholds,
+        format=form, classes=classes, output_type=scores, topk=config.num_classes,
+        has_targets=False, thresholds=thresholds, width=width,
     )  # fmt: skip
 
 
@@ -270,10 +283,14 @@ def _create_predictor(
     amp_dtype = AMP_DTYPES[config.amp]
     starts = range(0, len(manifest), config.batch_size)
     batches = [np.arange(start, min(start + config.batch_size, len(manifest))) for start in starts]
-    columns = _columns(config, saved, name, options, manifest)
+    model, facts = network.model, {}
+    if options.output_type == "embedding":
+        facts = describe_embeddings(saved, name, config, embedding_width(model, config))
+        model = WithEmbeddings(model)
+    columns = _columns(config, saved, name, options, manifest, facts.get("width", 0))
     config = config.padded_with(network.normalization[0])
     return _Predictor(
-        model=FlipAverage(network.model) if config.eval_flip else network.model,
+        model=FlipAverage(model) if config.eval_flip else model,
         normalize=Normalize(*network.normalization, dtype=amp_dtype, device=env.device),
         amp_dtype=amp_dtype,
         manifest=manifest,
@@ -282,6 +299,7 @@ def _create_predictor(
         columns=columns,
         counts=ClassCounts(),
         env=env,
+        facts=facts,
     )
 
 
@@ -293,26 +311,32 @@ def _write(predictor: _Predictor, options: PredictOptions, env: DistEnv, stack: 
         UserError: on all ranks: the folder cannot be written any more.
     """
     file: PredictionsFile | None = None
+    array: ArrayFile | None = None
     with _writing(options, env):
-        if env.is_main and options.output_dir is not None:
-            file = PredictionsFile(predictions_path(options), predictor.columns)
+        if env.is_main and options.paths:
+            file = PredictionsFile(options.paths[0], predictor.columns)
             stack.callback(file.release)
+        if env.is_main and len(options.paths) > 1:
+            array = ArrayFile(options.paths[1], len(predictor.manifest), predictor.width)
+            stack.callback(array.release)
     pieces = predictor.pieces()
     for _ in with_bar(range(predictor.rounds), "predicting", predictor.rounds, env.is_main):
-        gathered = gather_to_rank0(next(pieces, b""), env)
+        gathered = gather_to_rank0(next(pieces, _Piece()), env)
         with _writing(options, env):
             for piece in gathered or ():
                 if file is not None:
-                    file.write(piece)
-                elif piece:
-                    emit(piece.decode().rstrip("\n"))
+                    file.write(piece.rows)
+                elif piece.rows:
+                    emit(piece.rows.decode().rstrip("\n"))
+                if array is not None and piece.embeddings is not None:
+                    array.write(piece.embeddings)
     results = gather_to_rank0((predictor.counts, len(predictor.reader.bad)), env)
     counts = ClassCounts()
     for part, _ in results or ():
         counts.add(part)
     with _writing(options, env):
         if file is not None:
-            _finish(file, counts, predictor.columns, options)
+            _finish([file, array] if array else [file], counts, predictor.columns, options, predictor.facts)
     if results is not None:
         classes = len(predictor.columns.classes)
         _print_summary(len(predictor.manifest), sum(bad for _, bad in results), counts, classes, options)
@@ -327,37 +351,42 @@ def _writing(options: PredictOptions, env: DistEnv) -> Iterator[None]:
             yield
         except OSError as error:
             with contextlib.suppress(OSError):
-                temporary_of(predictions_path(options)).unlink(missing_ok=True)  # a full disk has room again
+                for path in options.paths:
+                    temporary_of(path).unlink(missing_ok=True)  # a full disk has room again
             raise UserError(
                 f"--output-dir {options.output_dir}: cannot be written ({error.strerror or first_line(error)}); the "
                 "same command starts over"
             ) from None
 
 
-def _finish(file: PredictionsFile, counts: ClassCounts, columns: Columns, options: PredictOptions) -> None:
+def _finish(
+    files: Sequence[PredictionsFile | ArrayFile],
+    counts: ClassCounts,
+    columns: Columns,
+    options: PredictOptions,
+    facts: dict[str, Any],
+) -> None:
     """Give the files their names, the predictions last: where they are, the others are theirs."""
-    folder = predictions_path(options).parent
-    file.complete()  # what takes room comes before an earlier result is removed
+    folder = options.paths[0].parent
+    for file in files:
+        file.complete()  # what takes room comes before an earlier result is removed
     for name in RESULTS:
         (folder / name).unlink(missing_ok=True)  # of an earlier run, with other sources
-        if name != predictions_path(options).name:
+        if folder / name not in options.paths:
             temporary_of(folder / name).unlink(missing_ok=True)
     if columns.has_targets:
         counts.write(folder, columns.classes)
-    file.publish()
+    if facts:
+        write_json(folder / FACTS, {"network": facts, "classes": columns.classes, "top1": counts.summary().get("top1")})
+    for file in files:
+        file.publish()
 
 
 def _print_summary(images: int, bad: int, counts: ClassCounts, num_classes: int, options: PredictOptions) -> None:
     if options.output_dir is None and images == 1:
         return
-    where = "" if options.output_dir is None else f"{predictions_path(options)}: "
+    where = f"{options.paths[-1]}: " if options.paths else ""
     unread = f", {bad:,} of them cannot be read{' (column error)' if where else ''}" if bad else ""
     emit(f"{where}{count(images, 'image')}{unread}")
     if summary := counts.summary():
         emit(describe_result(summary, num_classes))
-
-
-def predictions_path(options: PredictOptions) -> Path:
-    """The file of the predictions, where there is one."""
-    assert options.output_dir is not None
-    return options.output_dir / f"predictions.{options.format}"

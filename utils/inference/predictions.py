@@ -4,12 +4,10 @@ Every rank encodes its own rows (`Columns.encode`), and rank 0 writes the pieces
 """
 
 import collections
-import contextlib
 import csv
 import dataclasses
 import io
 import math
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -19,17 +17,19 @@ from numpy.typing import NDArray
 
 from utils.data.images.manifest import SEVERAL
 from utils.errors import UserError, escape_control_chars, readable
-from utils.files import atomic_write_text, json_text, rename, temporary_of
+from utils.files import atomic_write_text, json_text
 from utils.inference.inputs import NO_TARGET
 from utils.inference.per_class import class_figures
 
-Format = Literal["csv", "jsonl", "parquet"]
-OutputType = Literal["prob", "logit"]
-FORMATS: tuple[Format, ...] = ("csv", "jsonl", "parquet")
+Format = Literal["csv", "jsonl", "parquet", "npy"]
+OutputType = Literal["prob", "logit", "embedding"]
+EMBEDDING_FORMATS: tuple[Format, ...] = ("npy", "parquet")  # the default first: parquet needs one more package
 TOP = 5  # of the accuracy, besides 1
 PER_CLASS, CONFUSION = "per_class.csv", "confusion.csv"
-RESULTS = (*(f"predictions.{format}" for format in FORMATS), PER_CLASS, CONFUSION)
-ROWS = 20_000  # of a row group of parquet, at least: many small ones are slow to read
+RESULTS = (
+    *("predictions.csv", "predictions.jsonl", "predictions.parquet", PER_CLASS, CONFUSION),
+    *("embeddings.csv", "embeddings.npy", "embeddings.parquet", "embeddings.json"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +40,7 @@ class PredictOptions:
         checkpoint: a file, or the output folder of a run.
         sources: see `utils.inference.inputs.list_inputs`.
         topk: classes for each image; there may be fewer.
+        output_type: what the files hold; embeddings come with the probabilities.
         ema: whether to take the moving average of the weights; None for the better of the two.
         batch_size: images per process and batch; None for that of the run.
         workers: CPU threads per process; None for its share of the cores.
@@ -59,6 +60,16 @@ class PredictOptions:
     output_dir: Path | None
     eval_flip: bool
 
+    @property
+    def paths(self) -> list[Path]:
+        """The files with a row for each image; [] if they are printed."""
+        if self.output_dir is None:
+            return []
+        if self.output_type == "embedding":
+            suffixes = ["csv", "npy"] if self.format == "npy" else [self.format]
+            return [self.output_dir / f"embeddings.{suffix}" for suffix in suffixes]
+        return [self.output_dir / f"predictions.{self.format}"]
+
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
@@ -69,6 +80,7 @@ class Rows:
         scores: probabilities or logits of these: float32 (num_images, topk).
         targets: true classes, `NO_TARGET` where they are not known: int64 (num_images,).
         errors: why an image could not be read; None for the others.
+        embeddings: float32 (num_images, width), nan where an image could not be read; None if not asked for.
     """
 
     paths: Sequence[str]
@@ -76,6 +88,7 @@ class Rows:
     scores: NDArray[np.float32]
     targets: NDArray[np.int64]
     errors: Sequence[str | None]
+    embeddings: NDArray[np.float32] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,13 +100,15 @@ class Columns:
         classes: names in label order. An output behind them has no label.
         output_type: what the scores are.
         has_targets: whether there are columns `target` and `correct`.
+        width: of the column `embedding` of parquet; 0 for none.
     """
 
     format: Format | Literal["text"]
     classes: Sequence[str]
-    output_type: OutputType
+    output_type: Literal["prob", "logit"]
     topk: int
     has_targets: bool
+    width: int = dataclasses.field(default=0, kw_only=True)
 
     @property
     def names(self) -> list[str]:
@@ -109,7 +124,7 @@ class Columns:
             return "".join(f"{readable(line)}\n" for line in lines).encode()
         values = self._values(rows)
         if self.format == "parquet":
-            return self._encode_parquet(values)
+            return self._encode_parquet(values, rows)
         if self.format == "jsonl":
             lines = (json_text(dict(zip(values, row, strict=True))) for row in zip(*values.values(), strict=True))
             return "".join(f"{line}\n" for line in lines).encode()
@@ -150,9 +165,13 @@ class Columns:
     def _label(self, index: int) -> str | None:
         return self.classes[index] if 0 <= index < len(self.classes) else None
 
-    def _encode_parquet(self, values: dict[str, list[Any]]) -> bytes:
+    def _encode_parquet(self, values: dict[str, Any], rows: Rows) -> bytes:
         import pyarrow as pa
 
+        if rows.embeddings is not None:
+            is_bad = pa.array([error is not None for error in rows.errors])
+            flat = rows.embeddings.ravel()
+            values["embedding"] = pa.FixedSizeListArray.from_arrays(flat, self.width, mask=is_bad)
         batch = pa.record_batch(values, schema=self.schema())
         with pa.BufferOutputStream() as sink:
             with pa.ipc.new_stream(sink, batch.schema) as stream:
@@ -165,7 +184,12 @@ class Columns:
         import pyarrow as pa
 
         kinds = {"index": pa.int32(), self.output_type: pa.float32(), "correct": pa.bool_()}
-        return pa.schema([(name, kinds.get(name.partition("_")[0], pa.string())) for name in self.names])
+        return self._with_embedding([(name, kinds.get(name.partition("_")[0], pa.string())) for name in self.names])
+
+    def _with_embedding(self, columns: list[tuple[str, Any]]) -> Any:
+        import pyarrow as pa
+
+        return pa.schema([*columns, *([("embedding", pa.list_(pa.float32(), self.width))] if self.width else [])])
 
 
 def require_pyarrow() -> None:
@@ -236,69 +260,7 @@ class MultilabelColumns(Columns):
         import pyarrow as pa
 
         texts = ("path", "labels", "error")
-        return pa.schema([(name, pa.string() if name in texts else pa.float32()) for name in self.names])
-
-
-class PredictionsFile:
-    """A file of predictions that has its name when it is complete.
-
-    Args:
-        path: of the file. What is written before `publish` is in a temporary file beside it.
-
-    Raises:
-        OSError: it cannot be written; as every method.
-    """
-
-    def __init__(self, path: Path, columns: Columns) -> None:
-        self._path, self._columns = path, columns
-        temporary = temporary_of(path)
-        temporary.unlink(missing_ok=True)  # of a run that was killed
-        self._file = temporary.open("wb")
-        self._file.write(columns.heading())
-        self._parquet: Any = None
-        self._batches: list[Any] = []
-        if columns.format == "parquet":
-            import pyarrow.parquet
-
-            self._parquet = pyarrow.parquet.ParquetWriter(self._file, columns.schema())
-
-    def write(self, piece: bytes) -> None:
-        """Append rows that `Columns.encode` has encoded; b"" is none."""
-        if self._parquet is None:
-            self._file.write(piece)
-        elif piece:
-            import pyarrow as pa
-
-            self._batches += pa.ipc.open_stream(piece)
-            if sum(batch.num_rows for batch in self._batches) >= ROWS:
-                self._write_batches()
-
-    def _write_batches(self) -> None:
-        import pyarrow as pa
-
-        if self._batches:
-            self._parquet.write_table(pa.Table.from_batches(self._batches))
-        self._batches = []
-
-    def complete(self) -> None:
-        """Write what is left, down to the disk."""
-        if self._parquet is not None:
-            self._write_batches()
-            self._parquet.close()
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-
-    def publish(self) -> None:
-        """Give the complete file its name."""
-        rename(temporary_of(self._path), self._path)
-
-    def release(self) -> None:
-        """Close the file, whether it is complete or not; it gets no name."""
-        for each in (self._parquet, self._file):
-            with contextlib.suppress(OSError):
-                if each is not None:
-                    each.close()
+        return self._with_embedding([(name, pa.string() if name in texts else pa.float32()) for name in self.names])
 
 
 class ClassCounts:

@@ -3,9 +3,13 @@
 import os
 from pathlib import Path
 
+from utils.distributed.collective import collective
+from utils.distributed.collectives import all_gather_object, sync_errors
+from utils.distributed.group import DistEnv
 from utils.errors import UserError
 from utils.figures import THRESHOLDS, better_network
-from utils.training.state.checkpoint import BEST, EARLIER, LAST, Checkpoint
+from utils.log import emit
+from utils.training.state.checkpoint import BEST, EARLIER, LAST, Checkpoint, load_newest
 from utils.training.state.train_state import NETWORKS
 
 
@@ -27,6 +31,26 @@ def find_best_checkpoints(path: Path) -> list[Path]:
             f"CHECKPOINT {path}: no checkpoint in it; give the output folder of a run, or a checkpoint file"
         )
     return found
+
+
+@collective
+def open_best_checkpoint(path: Path, env: DistEnv) -> Checkpoint:
+    """The checkpoint of a file, or of a run's output folder.
+
+    Raises:
+        UserError: on all ranks: there is none, it cannot be read, or the ranks have different ones.
+    """
+    saved: Checkpoint | None = None
+    skipped: list[str] = []
+    with sync_errors(env):
+        saved, skipped = load_newest(find_best_checkpoints(path), "CHECKPOINT")
+    assert saved is not None, "there is a file"
+    if env.is_main:
+        for line in skipped:
+            emit(line)
+    if len(set(all_gather_object((saved.record.run, saved.position), env))) > 1:
+        raise UserError(f"CHECKPOINT {path}: not the same on all ranks; use a shared folder", on_all_ranks=True)
+    return saved
 
 
 def thresholds_of(saved: Checkpoint, network: str) -> list[float]:

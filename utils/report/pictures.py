@@ -3,14 +3,18 @@
 import base64
 import binascii
 import dataclasses
+import io
 import json
 from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 from utils.errors import UserError
 
 PICTURES = "report.json"
 MAX_CLASSES, MAX_PAIRS, MAX_MATRIX = 1000, 20, 30  # classes, pairs, and classes of a matrix that a page shows
+THUMBNAIL = 128  # longest side, pixels
 _KEYS = {
     "classes": {"name", "count", "correct"},
     "confused": {"target", "predicted", "count"},
@@ -74,6 +78,14 @@ def read_pictures(folder: Path) -> Pictures | None:
             f"{path}: cannot be read; train.py --evaluate --report --output-dir {folder} writes it again"
         ) from None
     return found
+
+
+def encode_picture(picture: Image.Image) -> str:
+    """A small JPEG file of an RGB image in base64; changes the image."""
+    picture.thumbnail((THUMBNAIL, THUMBNAIL))
+    content = io.BytesIO()
+    picture.save(content, format="JPEG", quality=85)
+    return base64.b64encode(content.getvalue()).decode()
 
 
 def _accuracy(entry: dict[str, Any]) -> float:
