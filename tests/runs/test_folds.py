@@ -16,6 +16,7 @@ from utils.options.folds import Fold
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_a_run_with_a_fold(tmp_path: Path, cpu: DistEnv) -> None:
     root, run = write_data(tmp_path / "data"), tmp_path / "run"
     flags = ("--data-dir", root, *TINY, "--fold", "2/3", "--output-dir", run)
