@@ -9,7 +9,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 use_environment requirements-dev.txt
-# Tests often wait for processes, so three run at once on two cores, 8 at most.
-tests=$((($(nproc) * 3 + 1) / 2))
+# As many as there are cores, 8 at most: each more collects for half a minute of CPU, and the cores are busy anyway.
+tests=$(nproc)
 exec "$PYTHON" -m pytest -m "not gpu and not slow and not slurm and not network" -n "$((tests < 8 ? tests : 8))" \
     --dist worksteal "$@"

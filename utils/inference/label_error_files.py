@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from utils.data.formats.shards import ShardTable
 from utils.data.images.manifest import Manifest
 from utils.data.reading.decoding import upright_rgb
 from utils.data.reading.reader import read_image
@@ -133,8 +134,8 @@ def write_cleaned(findings: Findings, val: Manifest | None, folder: Path, relabe
 
 def _path(images: Manifest, index: int) -> str:
     """Where an image is: an absolute path, or `SHARD:KEY`."""
-    record = images.record(index)
-    return os.path.abspath(record.name) if isinstance(record.location, str) else record.name
+    name = images.record(index).name
+    return name if isinstance(images.images, ShardTable) else os.path.abspath(name)
 
 
 def _csv_text(rows: Sequence[Sequence[Any]]) -> str:

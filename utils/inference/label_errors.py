@@ -21,6 +21,7 @@ from utils.data.formats.shards import ShardTable
 from utils.data.images.manifest import Manifest
 from utils.data.splits.selection import Splits, read_data, select_images, unused_validation
 from utils.data.staging.stage import stage
+from utils.distributed.collective import collective
 from utils.distributed.group import DistEnv
 from utils.distributed.shared_memory import check_shared_memory
 from utils.errors import UserError, readable, some
@@ -54,6 +55,7 @@ class FoldRun(NamedTuple):
     classes: tuple[str, ...]
 
 
+@collective
 def find_label_errors(
     paths: Sequence[Path], options: TrainConfig, relabel: bool, env: DistEnv, stack: contextlib.ExitStack
 ) -> None:
@@ -192,6 +194,7 @@ def _open(path: Path) -> Checkpoint:
     return saved
 
 
+@collective
 def _predict_all(
     runs: Sequence[FoldRun], options: TrainConfig, env: DistEnv
 ) -> tuple[Manifest, NDArray[np.int64], NDArray[np.float32], Manifest | None]:
@@ -225,6 +228,7 @@ def _predict_all(
     return images, folds, probabilities, val
 
 
+@collective
 def _select(
     saved: Checkpoint, run: FoldRun, options: TrainConfig, env: DistEnv
 ) -> tuple[ResolvedConfig, Splits, Manifest]:
@@ -248,6 +252,7 @@ def _select(
     return resolved, listed | _validation(config, env), held_out
 
 
+@collective
 def _validation(config: TrainConfig, env: DistEnv) -> Splits:
     """The data's own validation images, which the folds leave out; {} for none."""
     if not unused_validation(config):
@@ -262,6 +267,7 @@ def _refuse_names(images: Manifest) -> None:
         raise UserError(f"{readable(odd)}: its name is not UTF-8, so that no table can hold it; rename it")
 
 
+@collective
 @torch.inference_mode()
 def _predict(
     saved: Checkpoint, config: ResolvedConfig, images: Manifest, title: str, env: DistEnv
