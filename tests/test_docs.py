@@ -287,7 +287,8 @@ def test_blocks_that_do_not_run_have_a_reason() -> None:
         assert block.language in ("", "bash", "python"), block.where
 
 
-@pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("everything", [False, True])
 def test_commands_of_the_pages_run(data: Path, tmp_path: Path, everything: bool) -> None:
     """One test, as workers of pytest would each run all commands again."""
     outputs = run_pages(data, tmp_path, everything)

@@ -3,6 +3,7 @@
 import contextlib
 import socket
 import threading
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,7 +56,8 @@ def proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     monkeypatch.delenv("NO_PROXY", raising=False)
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    huggingface_hub.close_session()  # which knows the proxy of before
+    huggingface_hub.close_session()  # which knows the proxy of before, as urllib does
+    monkeypatch.setattr(urllib.request, "_opener", None)
     with contextlib.suppress(Exception):  # the first request of a process also asks for a list
         huggingface_hub.get_hf_file_metadata("https://huggingface.co")
     proxy.connections = 0

@@ -20,6 +20,7 @@ def write(root: Path, *contents: bytes, suffix: str) -> Path:
     return root
 
 
+@pytest.mark.slow  # tests/data has what they decode
 def test_decoders_of_tiffs_print_nothing(tmp_path: Path) -> None:
     contents = [SAMPLES[f"TIFF, {kind}"].content for kind in ("CMYK", "YCbCr")]
     data = write(tmp_path / "data", *contents, suffix=".tif")
