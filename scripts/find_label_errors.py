@@ -17,7 +17,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -66,9 +66,9 @@ def read_options(
 
     Exit status: 0 done, 1 failed, 2 wrong usage.
     """
-    values = {"output_dir": output_dir, "batch_size": batch_size, "workers": workers}
-    values = {name: value for name, value in values.items() if value is not None}
-    config = TrainConfig(evaluate=True, device=device, given=frozenset(values), **values)  # type: ignore[arg-type]
+    given = {"output_dir": output_dir, "batch_size": batch_size, "workers": workers}
+    values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    config = TrainConfig(evaluate=True, device=device, given=frozenset(values), **values)
     return Options(runs, config, relabel)
 
 

@@ -1,15 +1,9 @@
 """The page of images that are nearly the same: one HTML file that needs nothing else (duplicates.html, page.css)."""
 
 import dataclasses
-import datetime
 from collections.abc import Sequence
-from pathlib import Path
 
-import jinja2
-
-from utils import __version__
-
-TEMPLATES = Path(__file__).parent
+from utils.report.page import load_template
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,15 +33,4 @@ def render_duplicates(pairs: Sequence[ShownPair], total: int, summary: str) -> s
         total: how many there are.
         summary: a sentence above them.
     """
-    environment = jinja2.Environment(
-        autoescape=True, loader=jinja2.FileSystemLoader(TEMPLATES), trim_blocks=True, lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )  # fmt: skip
-    return environment.get_template("duplicates.html").render(
-        style=(TEMPLATES / "page.css").read_text(encoding="utf-8"),
-        pairs=pairs,
-        total=total,
-        summary=summary,
-        now=datetime.datetime.now().strftime("%Y-%m-%d %H:%M"),
-        version=__version__,
-    )
+    return load_template("duplicates.html").render(pairs=pairs, total=total, summary=summary)

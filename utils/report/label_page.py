@@ -1,12 +1,10 @@
 """The page of wrong labels: pictures of the worst, each with its label and the proposed one (label_errors.html)."""
 
-import datetime
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from utils import __version__
-from utils.report.page import load_template, page_style
+from utils.report.page import load_template
 from utils.text import count
 
 MAX_PAIRS = 20  # that the page shows
@@ -46,13 +44,10 @@ def render_label_page(
     """
     classes = [(name, of_class[name], images) for name, images in class_counts.items() if of_class[name]]
     return load_template("label_errors.html").render(
-        style=page_style(),
         num_images=num_images,
         num_found=num_found,
         doubts=doubts,
         pairs=pairs.most_common(MAX_PAIRS),
         classes=sorted(classes, key=lambda row: -row[1] / row[2]),
-        now=datetime.datetime.now().strftime("%Y-%m-%d %H:%M"),
-        version=__version__,
         count=count,
     )

@@ -151,15 +151,12 @@ def render(runs: Sequence[RunInfo]) -> str:
     ]
     flags = list(flag_rows(stories))
     return load_template("page.html").render(
-        style=page_style(),
         stories=stories,
         charts=create_charts(stories),
         class_rows=compare_classes(stories),
         differing=[row for row in flags if len(set(row[2])) > 1 and row[0] not in NAMELESS],
         flags=flags,
         num_flags=len({key for run in runs for key in run.config}),
-        now=datetime.datetime.now().strftime("%Y-%m-%d %H:%M"),
-        version=__version__,
         size={"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM},
         duration=tqdm.format_interval,
         count=count,
@@ -168,18 +165,19 @@ def render(runs: Sequence[RunInfo]) -> str:
 
 
 def load_template(name: str) -> jinja2.Template:
-    """A template of this folder, which escapes all values."""
+    """A template of this folder, which escapes all values, with what head.html needs."""
     environment = jinja2.Environment(
         autoescape=True, loader=jinja2.FileSystemLoader(TEMPLATES), trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )  # fmt: skip
     environment.finalize = lambda value: value.replace(" %", NO_BREAK + "%") if isinstance(value, str) else value
-    return environment.get_template(name)
-
-
-def page_style() -> str:
-    """The style of all pages."""
-    return (TEMPLATES / "page.css").read_text(encoding="utf-8")
+    template = environment.get_template(name)
+    template.globals.update(
+        style=(TEMPLATES / "page.css").read_text(encoding="utf-8"),
+        now=datetime.datetime.now().strftime("%Y-%m-%d %H:%M"),
+        version=__version__,
+    )
+    return template
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
