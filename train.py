@@ -34,7 +34,8 @@ from utils.distributed.ownership import own_process
 from utils.distributed.startup import print_once, show_startup
 from utils.distributed.stop import StopRequest
 from utils.distributed.watchdog import watchdog
-from utils.inference.evaluate import evaluate, evaluate_checkpoint, report_best
+from utils.inference.best import write_results
+from utils.inference.evaluate import evaluate, evaluate_checkpoint
 from utils.inference.mistakes import NUM_SAMPLES, check_report
 from utils.network.compiler import enable_compile_cache
 from utils.network.convolutions import choose_search
@@ -48,7 +49,7 @@ from utils.training.optimization.optim import check_optimizer
 from utils.training.preflight import check_best_by
 from utils.training.run import Run
 from utils.training.settings.preprocessing import adopt_arch
-from utils.training.summary import log_run_summary, write_summary
+from utils.training.summary import log_run_summary
 
 
 def train(run: Run) -> None:
@@ -151,8 +152,7 @@ def run(config: TrainConfig) -> None:
             train(built)
             built.claim_output_dir()  # where nothing was left to train
             built.require_saved()
-            write_summary(built, settings.cpu_threads)
-            report_best(built, splits)
+            write_results(built, splits, settings.cpu_threads)
 
 
 def main(argv: Sequence[str]) -> int:

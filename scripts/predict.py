@@ -9,6 +9,8 @@ CHECKPOINT is a file or the output folder of a run, whose best.pt is taken. A SO
 quotes or a shard, in any format that train.py reads. Sizes, normalization and precision are those of the checkpoint,
 and the numbers those of train.py --evaluate.
 
+With --calibrate, fits the temperature of CHECKPOINT on images of known class instead, and writes it into the file.
+
 Prints a line for each image. With --output-dir, writes predictions.csv instead; where folders or shards give the
 classes, also per_class.csv and confusion.csv. An image that cannot be read gets a line with the reason.
 
@@ -35,11 +37,12 @@ from utils.errors import UserError
 from utils.inference.inputs import expand_sources
 from utils.inference.predictions import EMBEDDING_FORMATS, Format, OutputType, PredictOptions, require_pyarrow
 from utils.options.cli import Program, train_flag, with_train_flags
-from utils.options.limits import MIN_1
+from utils.options.limits import MIN_1, Limit
 from utils.options.readers import choice_option, number_option
 from utils.progress import end_status
 
 WHOLE = number_option(int)
+PROBABILITY = Limit(minimum=0, maximum=1, noun="probability")
 TIMEOUT = 600.0  # seconds to wait for another process, as train.py
 
 
@@ -71,6 +74,17 @@ def read_options(
     ema: Annotated[
         bool | None, typer.Option(help="Use the moving average of the weights.", show_default="the better one")
     ] = None,
+    min_prob: Annotated[
+        float | None,
+        typer.Option(
+            help="Answer unknown where the largest probability is lower.",
+            show_default="always answer",
+            **number_option(float),
+        ),
+    ] = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Fit the temperature of CHECKPOINT on validation images of known class.")
+    ] = False,
     *,
     batch_size: int | None,
     workers: int | None,
@@ -83,16 +97,19 @@ def read_options(
     Exit status: 0 done, 1 failed, 2 wrong usage, 143 stopped by a signal; the same command starts over.
     """
     MIN_1.check("--topk", topk)
+    PROBABILITY.check("--min-prob", min_prob)
     format = format or (EMBEDDING_FORMATS[0] if output_type == "embedding" else "csv")
     options = PredictOptions(
-        checkpoint, sources, topk, format, output_type, ema, batch_size, workers, device, output_dir, eval_flip
-    )
-    _check(options)
+        checkpoint, sources, topk, format, output_type, ema, batch_size, workers, device, output_dir, eval_flip,
+        min_prob, calibrate,
+    )  # fmt: skip
+    _check_probabilities(options)
+    _check_files(options)
     return options
 
 
-def _check(options: PredictOptions) -> None:
-    """Refuse what does not go together."""
+def _check_files(options: PredictOptions) -> None:
+    """Refuse a form that does not go with what is written."""
     form, is_embedding = options.format, options.output_type == "embedding"
     if options.output_dir is None and is_embedding:
         raise UserError("--output-type embedding without --output-dir: embeddings are files; give --output-dir DIR")
@@ -110,6 +127,28 @@ def _check(options: PredictOptions) -> None:
         )
     if form == "parquet":
         require_pyarrow()
+
+
+def _check_probabilities(options: PredictOptions) -> None:
+    """Refuse what does not go with `--min-prob`, and with `--calibrate`, which predicts nothing."""
+    if not options.calibrate:
+        if options.min_prob is not None and options.output_type == "logit":
+            raise UserError(
+                f"--min-prob {options.min_prob:g} with --output-type logit: it compares probabilities; leave one of "
+                "them out"
+            )
+        return
+    others = {
+        "--min-prob": options.min_prob is not None,
+        "--output-type": options.output_type != "prob",
+        "--format": options.format != "csv",
+    }
+    for name in (name for name, is_given in others.items() if is_given):
+        raise UserError(f"--calibrate with {name}: nothing is predicted; leave {name} out")
+    if options.eval_flip:
+        raise UserError(
+            "--calibrate with --eval-flip: a temperature is of the network without mirror images; leave --eval-flip out"
+        )
 
 
 def check_paths(options: PredictOptions) -> None:
@@ -133,6 +172,7 @@ def run(options: PredictOptions) -> None:
     from utils.distributed.stop import StopRequest
     from utils.distributed.watchdog import watchdog
     from utils.inference.predict import predict
+    from utils.inference.recalibrate import recalibrate
 
     check_paths(options)
     device = own_process(options.device)
@@ -143,7 +183,7 @@ def run(options: PredictOptions) -> None:
         watchdog(env, PROGRAM.print_error),
         StopRequest(monitor=env.monitor).handling_signals(),
     ):
-        predict(options, env, stack)
+        (recalibrate if options.calibrate else predict)(options, env, stack)
 
 
 PROGRAM = Program("predict.py", read_options)

@@ -64,6 +64,11 @@ def prepare(folder: Path) -> None:
     for name, settings in runs.items():
         write_checkpoint(folder / name / "best.pt", **({"data": Path("/data/waste")} | settings))
     torch.save(read_checkpoint(folder / "a2", "best.pt") | {"classes": ["a", "b", "c"]}, folder / "others.pt")
+    several = {"task": "multilabel", "loss": "bce", "label_smoothing": 0.0, "best_by": "map"}
+    torch.save(saved | {"config": saved["config"] | several}, folder / "several.pt")
+    torch.save(saved | {"classes": ["blue", "green", "unknown"]}, folder / "unknown.pt")
+    torch.save(saved | {"temperature": {"model": 0.0}}, folder / "cold.pt")
+    torch.save(saved, folder / "last.pt")
     os.mkfifo(folder / "pipe.pt")
     (folder / "image.jpg").write_bytes(JPEG)
     (folder / "images.tar.gz").touch()
@@ -112,6 +117,22 @@ COMMANDS = [
     Command("no thread", f"{_PREDICT} --workers 0"),
     Command("an unknown device", f"{_PREDICT} --device tpu"),
     Command("no moving average", f"{_PREDICT} --ema"),
+    Command("no probability", f"{_PREDICT} --min-prob 1.5"),
+    Command("a negative probability", f"{_PREDICT} --min-prob -0.1"),
+    Command("a probability that is no number", f"{_PREDICT} --min-prob nan"),
+    Command("a word for a probability", f"{_PREDICT} --min-prob high"),
+    Command("a probability beside logits", f"{_PREDICT} --min-prob 0.5 --output-type logit"),
+    Command("a probability of several labels", "predict.py several.pt image.jpg --min-prob 0.5"),
+    Command("a class with the name of no answer", "predict.py unknown.pt image.jpg --min-prob 0.5"),
+    Command("a temperature that is none", "predict.py cold.pt image.jpg"),
+    Command("a temperature that is none", "export.py cold.pt --format onnx --output-dir out"),
+    Command("a temperature of several labels", "predict.py several.pt image.jpg --calibrate"),
+    Command("a temperature for a resume", "predict.py last.pt image.jpg --calibrate"),
+    Command("a temperature of images without a class", "predict.py run image.jpg --calibrate"),
+    Command("a temperature with mirror images", "predict.py run image.jpg --calibrate --eval-flip"),
+    Command("a temperature and answers", "predict.py run image.jpg --calibrate --min-prob 0.5"),
+    Command("a temperature and a format", f"{_PREDICT} --calibrate --format jsonl"),
+    Command("a temperature and an output", "predict.py run image.jpg --calibrate --output-type logit"),
     Command("no checkpoint", "export.py none.pt --format onnx --output-dir out"),
     Command("a folder without a checkpoint", "export.py empty --format onnx --output-dir out"),
     Command("a checkpoint that was cut off", "export.py cut.pt --format onnx --output-dir out"),

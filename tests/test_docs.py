@@ -344,13 +344,15 @@ def classify_module() -> dict[str, Any]:
 
 
 def check_accuracy(root: Path, run: str) -> None:
-    """The program's accuracy and loss are those of the run's evaluation."""
+    """The program's accuracy and loss are those of the run's evaluation, before the temperature."""
     program = classify_module()
-    model, transform, classes = program["load_model"](root / run / "best.pt")
+    model, transform, classes, temperature = program["load_model"](root / run / "best.pt")
+    saved = read_checkpoint(root / run, "best.pt")
+    assert [*map(pytest.approx, saved["temperature"].values())] == [float(temperature)]
     files = sorted((root / "data" / "imagenet" / "val").glob("*/*.jpg"))
-    probabilities = torch.stack([program["classify"](model, transform, file) for file in files])
+    probabilities = torch.stack([program["classify"](model, transform, 1.0, file) for file in files])
     labels = torch.tensor([classes.index(file.parent.name) for file in files])
-    result = read_checkpoint(root / run, "best.pt")["result"]
+    result = saved["result"]
     prefix = "val/ema_" if result.get("val/ema_top1", -1) > result["val/top1"] else "val/"
     correct = int((probabilities.argmax(1) == labels).sum())
     assert abs(correct - result[f"{prefix}top1"] * len(files) / 100) <= 1, "an image at the border of two classes"

@@ -106,7 +106,7 @@ def test_mistakes_are_those_of_top1(data: Path, cpu: DistEnv) -> None:
     _, val = scan_splits(data)
     batches = pipelines.create_val_loader(CONFIG, val, cpu)
     mistakes = Mistakes(CONFIG, val, cpu)
-    top1 = evaluate(Rounded(), batches, lambda images: images.float(), 41, Targets(3), cpu, torch.float32, mistakes)[
+    top1 = evaluate(Rounded(), batches, lambda images: images.float(), 41, Targets(3), cpu, torch.float32, [mistakes])[
         "top1"
     ]
     pictures = mistakes.pictures({})

@@ -15,6 +15,7 @@ from scripts import export, predict
 from tests.conftest import TINY, assert_same_run
 from tests.forked import launch_ranks, launch_series
 from tests.harness import Finished, assert_refused, read_checkpoint, read_metrics
+from utils.inference.weights import scale_thresholds
 
 COLORS = ("red", "green", "blue")
 FLAGS = (*TINY, "--epochs", 2, "--lr", 0.5, "--batch-size", 8, "--ema-decay", 0.8)
@@ -91,7 +92,7 @@ def check_predictions(colors: Path, run: Path, tmp_path: Path, best: dict[str, A
     assert best["result"]["val/micro_f1"] == pytest.approx(
         100 * reference.f1_score(targets, scores >= 0.5, average="micro", zero_division=0)
     )
-    thresholds = best["result"]["val/thresholds"]
+    thresholds = scale_thresholds(best["result"]["val/thresholds"], best["temperature"].get("model", 1.0))
     for row, of_row in zip((row for row, _ in rows), scores, strict=True):
         expected = [name for name, score, least in zip(classes, of_row, thresholds, strict=True) if score >= least]
         assert row["labels"] == "|".join(expected)

@@ -25,9 +25,9 @@ from tests.contract import CONTRACT, assert_keys
 from tests.data.test_verification import dali_accepts
 from tests.forked import launch_series
 from tests.harness import ROOT, launch, launch_and_end, read_checkpoint, read_metrics
+from utils.inference.counts import ClassCounts
 from utils.inference.predict import _finish
 from utils.inference.predictions import (
-    ClassCounts,
     Columns,
     MultilabelColumns,
     PredictOptions,
@@ -43,12 +43,15 @@ Row = dict[str, str]
 
 @pytest.fixture(scope="module")
 def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The output folder of a run of one epoch."""
+    """The output folder of a run of one epoch. No temperature: probabilities are those of the evaluation."""
     folder = tmp_path_factory.mktemp("trained")
     (done,) = launch_series(
         ("--data-dir", data, *TINY, "--output-dir", folder, "--batch-size", 8, "--epochs", 1, "--ema-decay", 0.5)
     )
     assert done.status == 0, done.err
+    saved = read_checkpoint(folder, "best.pt")
+    del saved["temperature"]
+    torch.save(saved, folder / "best.pt")
     return folder
 
 
@@ -110,6 +113,13 @@ def check_classes_files(folder: Path, rows: list[Row]) -> None:
     with (folder / "per_class.csv").open(newline="") as file:
         heading, *lines = csv.reader(file)
     assert heading == CONTRACT["files"]["per_class.csv"]
+    with (folder / "min_prob.csv").open(newline="") as file:
+        heading, *lines_of = csv.reader(file)
+    assert heading == CONTRACT["files"]["min_prob.csv"]
+    for least, share, accuracy in lines_of:
+        answered = [row["correct"] == "true" for row in rows if float(row["prob"]) >= float(least)]
+        assert float(share) == round(100 * len(answered) / len(rows), 2)
+        assert accuracy == ("" if not answered else str(round(100 * sum(answered) / len(answered), 2)))
     images = Counter(row["target"] for row in rows)
     expected = [
         [name, str(images[name]), str(round(100 * pairs[name, name] / images[name], 2)), "100.0"] for name in CLASSES

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,9 +13,7 @@ from torch import Tensor, nn
 import models
 import pipelines
 from utils.data.images.manifest import Manifest
-from utils.data.loaders.settings import with_val_batch
 from utils.data.splits.selection import (
-    Splits,
     check_files,
     create_targets,
     describe_exclusions,
@@ -31,6 +29,7 @@ from utils.distributed.shared_memory import check_shared_memory
 from utils.errors import UserError
 from utils.figures import better_network, figure
 from utils.files import write_json
+from utils.inference.calibration import EvaluationCalibrator
 from utils.inference.metrics import EVAL_METRICS, EvalMetric
 from utils.inference.mistakes import Mistakes, check_report, val_indices, write_page
 from utils.inference.multilabel import MULTILABEL_METRICS
@@ -46,13 +45,13 @@ from utils.options.flags import flag
 from utils.options.resolved import ResolvedConfig
 from utils.options.validation import require_data
 from utils.progress import show_status, with_bar
+from utils.report.pictures import Pictures
 from utils.targets import Targets
 from utils.text import count, describe_alike
 from utils.training.resume.restore import open_checkpoint, settings_of_checkpoint
-from utils.training.run import Run
 from utils.training.settings.autotune import choose_common_loader_settings, resolve
 from utils.training.settings.preprocessing import adopt_arch, fill_preprocessing
-from utils.training.state.checkpoint import BEST, Checkpoint, load
+from utils.training.state.checkpoint import Checkpoint
 from utils.training.state.output import EVALUATION, prepare_output
 from utils.training.state.train_state import NETWORKS
 
@@ -112,6 +111,20 @@ class PresentClasses(nn.Module):
         return logits.float().masked_fill(self.absent, -torch.inf)
 
 
+class Observer(Protocol):
+    """What gets all predictions of an evaluation on this rank."""
+
+    def add(self, images: Tensor, logits: Tensor, predicted: Tensor, labels: Tensor, /) -> None:
+        """The next batch, in the loader's order.
+
+        Args:
+            images: uint8 (N, 3, H, W).
+            logits: float32 (N, num_classes).
+            predicted: int64 (N,), the classes that count as top-1.
+            labels: int64 (N,), not yet targets.
+        """
+
+
 @collective
 @torch.inference_mode()
 def evaluate(
@@ -122,7 +135,7 @@ def evaluate(
     targets: Targets,
     env: DistEnv,
     amp_dtype: torch.dtype,
-    mistakes: Mistakes | None = None,
+    observers: Iterable[Observer] = (),
     own: Sequence[EvalMetric] = (),
 ) -> dict[str, Any]:
     """The figures of the task's metrics, and of those in `own`, of `model` over all ranks' `batches`.
@@ -137,7 +150,7 @@ def evaluate(
         num_images: validation images over all ranks.
         targets: what the labels stand for; has the number of outputs of `model`.
         amp_dtype: of the forward pass; float32 is full precision.
-        mistakes: gets all predictions.
+        observers: get all predictions.
 
     Returns:
         The figures by name, and `count`, the images; of any number of classes also `THRESHOLDS`, fitted on them.
@@ -156,8 +169,8 @@ def evaluate(
         for metric in metrics:
             metric.update(logits, predicted, targets(labels))
         seen += len(labels)
-        if mistakes is not None:
-            mistakes.add(images, logits, predicted[:, 0], labels)
+        for observer in observers:
+            observer.add(images, logits, predicted[:, 0], labels)
     model.train(was_training)
     count, states = _combine(seen, metrics, env)
     if count != num_images:
@@ -223,8 +236,8 @@ def evaluate_checkpoint(config: TrainConfig, env: DistEnv) -> None:
         answers = None
         if resolved.real_labels:
             answers = read_real_labels(resolved.real_labels, splits["val"], resolved.num_classes)
-    result, note, mistakes = _evaluate_networks(resolved, splits["val"], env, saved, answers)
-    pictures = mistakes.pictures(_source(result, saved, resolved.best_by)) if mistakes else None
+    result, note, observers = _evaluate_networks(resolved, splits["val"], env, saved, answers)
+    pictures = _pictures(*observers, describe_source(result, saved, resolved.best_by)) if observers else None
     if env.is_main:
         if skipped := describe_exclusions(splits, resolved.output_dir):
             emit(f"skipped {skipped}")
@@ -251,6 +264,12 @@ def _settings_of_weights(config: TrainConfig, env: DistEnv) -> tuple[TrainConfig
     return config, [f"{chosen}: {sources[names[-1]]}"] if chosen else [], weights.classes
 
 
+@collective
+def _pictures(mistakes: Mistakes, calibrator: EvaluationCalibrator, source: dict[str, Any]) -> Pictures | None:
+    found = calibrator.calibrate()
+    return mistakes.pictures(source, calibration=found.to_dict() if found else {})
+
+
 def describe_result(result: Mapping[str, Any], num_classes: int) -> str:
     """One line of an evaluation's keys and values, without those that say nothing of so few classes."""
     names = {key: key.removeprefix("ema_").removeprefix("real_") for key in result}
@@ -266,7 +285,7 @@ def _shown(key: str, value: Any) -> str:
 @collective
 def _evaluate_networks(
     config: ResolvedConfig, val: Manifest, env: DistEnv, saved: Checkpoint | None, answers: NDArray[np.bool_] | None
-) -> tuple[dict[str, Any], str, Mistakes | None]:
+) -> tuple[dict[str, Any], str, tuple[Mistakes, EvaluationCalibrator] | None]:
     """The content of evaluation.json, a note on what pretrained weights leave open ("" for none), and `--report`'s.
 
     `answers` are the labels of `--real-labels`, of all images.
@@ -292,17 +311,17 @@ def _evaluate_networks(
         result["eval_classes"] = int(torch.count_nonzero(~model.absent))
     targets = create_targets(config, val, env)
     own = None if answers is None else torch.from_numpy(answers[val_indices(config, len(val), env)])
-    mistakes: dict[str, Mistakes] = {}
+    observers: dict[str, tuple[Mistakes, EvaluationCalibrator]] = {}
     for name in saved.state.networks if saved else NETWORKS[:1]:
         if saved:
             load_network(network.model, saved, name, config)
         batches = with_bar(loader, "evaluating", -(-len(val) // (env.world_size * config.batch_size)), env.is_main)
         if config.report:
-            mistakes[name] = create_mistakes(config, val, env)
+            observers[name] = create_mistakes(config, val, env), EvaluationCalibrator(config, len(val), targets, env)
         real = [] if own is None else [RealAccuracy(own, env.device)]
-        found = evaluate(model, batches, normalize, len(val), targets, env, amp_dtype, mistakes.get(name), real)
+        found = evaluate(model, batches, normalize, len(val), targets, env, amp_dtype, observers.get(name, ()), real)
         result |= {("" if name == "model" else "ema_") + key: value for key, value in found.items()}
-    return result, network.note, mistakes.get(better_network(result, config.best_by, prefix=""))
+    return result, network.note, observers.get(better_network(result, config.best_by, prefix=""))
 
 
 def load_network(model: nn.Module, saved: Checkpoint, name: str, config: ResolvedConfig) -> None:
@@ -327,7 +346,7 @@ def load_network(model: nn.Module, saved: Checkpoint, name: str, config: Resolve
         ) from None
 
 
-def _source(result: dict[str, Any], saved: Checkpoint | None, best_by: str) -> dict[str, Any]:
+def describe_source(result: dict[str, Any], saved: Checkpoint | None, best_by: str) -> dict[str, Any]:
     """What report.json says of an evaluation with this `result`."""
     network = better_network(result, best_by, prefix="")
     of_network = "" if network == "model" else "ema_"
@@ -336,29 +355,3 @@ def _source(result: dict[str, Any], saved: Checkpoint | None, best_by: str) -> d
     found = {figure(name).title: figure(name).show.format(result[of_network + name]) for name in there}
     of_epoch = {"epoch": saved.state.epoch} if saved else {}
     return {"checkpoint": result["checkpoint"]} | of_epoch | {"network": network} | found
-
-
-@collective
-def report_best(run: Run, splits: Splits) -> None:
-    """With `--report`, at the end of a run: evaluate best.pt once more, and write report.json and report.html.
-
-    After all else, as the run's model gets other weights.
-    """
-    env, config = run.env, run.config
-    if not config.report:
-        return
-    with sync_errors(env):
-        saved = load(config.output_dir / BEST)
-    result = {key.removeprefix("val/"): value for key, value in saved.state.result.items()}
-    name = better_network(result, config.best_by, prefix="")
-    run.state.model.load_state_dict(saved.state.networks[name])
-    val, train = splits["val"], splits["train"]
-    mistakes = create_mistakes(config, val, env)
-    batch_size = with_val_batch(config).batch_size
-    batches = with_bar(run.val_loader, "evaluating", -(-len(val) // (env.world_size * batch_size)), env.is_main)
-    normalize, targets = run.augment.normalize, run.val_targets
-    evaluate(run.state.model, batches, normalize, run.num_val, targets, env, run.amp_dtype, mistakes)
-    source = _source(result | {"checkpoint": str(saved.path)}, saved, config.best_by)
-    pictures = mistakes.pictures(source, train, run.augment.samples)
-    if pictures is not None:
-        run.log.info(write_page(config.output_dir, pictures))

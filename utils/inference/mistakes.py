@@ -110,7 +110,11 @@ class Mistakes:
 
     @collective
     def pictures(
-        self, source: dict[str, Any], train: Manifest | None = None, samples: Samples | None = None
+        self,
+        source: dict[str, Any],
+        train: Manifest | None = None,
+        samples: Samples | None = None,
+        calibration: dict[str, Any] | None = None,
     ) -> Pictures | None:
         """The content of report.json on rank 0, None on the others.
 
@@ -118,6 +122,7 @@ class Mistakes:
             source: what was evaluated, as names and JSON-ready values.
             train: the training images, if this launch has trained.
             samples: some of them, if they were kept.
+            calibration: see `Pictures`.
         """
         ranks = gather_to_rank0((self._found, self._worst), self._env)
         if ranks is None:
@@ -139,6 +144,7 @@ class Mistakes:
             samples=self._describe_samples(samples) if samples is not None else [],
             confusion=self._matrix(correct, pairs),
             training={} if train is None else dict(zip(classes, map(int, train.class_counts()), strict=True)),
+            calibration=calibration or {},
         )
 
     def _matrix(self, correct: NDArray[np.int64], pairs: Counter[tuple[int, int]]) -> list[list[int]]:

@@ -26,6 +26,7 @@ from utils.distributed.group import DistEnv
 from utils.distributed.shared_memory import check_shared_memory
 from utils.errors import UserError, first_line, readable
 from utils.files import temporary_of, write_json
+from utils.inference.counts import ClassCounts
 from utils.inference.embeddings import FACTS, WithEmbeddings, describe_embeddings, embedding_width
 from utils.inference.evaluate import FlipAverage, compute_logits, describe_result, load_network, start_evaluation
 from utils.inference.inputs import (
@@ -40,15 +41,15 @@ from utils.inference.inputs import (
 from utils.inference.predictions import (
     RESULTS,
     TOP,
-    ClassCounts,
     Columns,
     MultilabelColumns,
     PredictOptions,
     Rows,
+    check_min_prob,
 )
 from utils.inference.predictions_file import ArrayFile, PredictionsFile
 from utils.inference.readable_batches import ReadableBatches
-from utils.inference.weights import choose_network, open_best_checkpoint, thresholds_of
+from utils.inference.weights import choose_network, open_best_checkpoint, temperature_of, thresholds_of
 from utils.log import emit
 from utils.network.augment import Normalize
 from utils.network.gradients import AMP_DTYPES
@@ -71,15 +72,16 @@ def predict(options: PredictOptions, env: DistEnv, stack: contextlib.ExitStack) 
         UserError: on all ranks: the checkpoint, a source or the output folder cannot be used.
     """
     saved = open_best_checkpoint(options.checkpoint, env)
+    check_min_prob(options, saved.config.task, saved.record.classes)
     if options.output_dir is not None:
         prepare_output(options.output_dir, env, stack, RESULTS)
         lock_output(options.output_dir, env, stack)
     show_status("listing the images")
-    manifest, ignored = _list_images(options, saved.record.classes, env)
+    manifest, ignored = list_images(options, saved.record.classes, env)
     show_status("preparing the predictions")
-    config = _resolve(options, saved, manifest, env)
+    config = resolve_config(options, saved, manifest, env)
     name = choose_network(saved, options.ema)
-    predictor = _create_predictor(config, saved, name, options, manifest, env)
+    predictor = create_predictor(config, saved, name, options, manifest, env)
     end_status()
     if env.is_main:
         average = ", moving average" if name != NETWORKS[0] else ""
@@ -94,7 +96,7 @@ def predict(options: PredictOptions, env: DistEnv, stack: contextlib.ExitStack) 
 
 
 @collective
-def _list_images(options: PredictOptions, classes: tuple[str, ...], env: DistEnv) -> tuple[Manifest, Mapping[str, int]]:
+def list_images(options: PredictOptions, classes: tuple[str, ...], env: DistEnv) -> tuple[Manifest, Mapping[str, int]]:
     """The images of the sources, as rank 0 finds them, and `Inputs.ignored`."""
     inputs = None
     with sync_errors(env):
@@ -119,7 +121,7 @@ def _list_images(options: PredictOptions, classes: tuple[str, ...], env: DistEnv
 
 
 @collective
-def _resolve(options: PredictOptions, saved: Checkpoint, manifest: Manifest, env: DistEnv) -> ResolvedConfig:
+def resolve_config(options: PredictOptions, saved: Checkpoint, manifest: Manifest, env: DistEnv) -> ResolvedConfig:
     """The configuration with which `--evaluate` evaluates the checkpoint."""
     values: dict[str, Any] = {"data_dir": Path(), "val_fraction": 0.0}  # not read
     # The loader takes memory for whole batches.
@@ -167,12 +169,14 @@ class _Piece(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Predictor:
+class Predictor:
     """Network, images and columns.
 
     Attributes:
         reader: of this rank's batches.
         rounds: batches of the rank that has most.
+        num_outputs: of the network.
+        temperature: by which logits are divided before they become probabilities, (1,) or (num_classes,).
         counts: of this rank.
         facts: of `embeddings.json`; {} without embeddings.
     """
@@ -183,7 +187,9 @@ class _Predictor:
     manifest: Manifest
     reader: ReadableBatches
     rounds: int
+    num_outputs: int
     columns: Columns
+    temperature: Tensor
     counts: ClassCounts
     env: DistEnv
     facts: dict[str, Any]
@@ -209,11 +215,14 @@ class _Predictor:
         computed = compute_logits(self.model, pixels, self.normalize, self.env, self.amp_dtype)
         embeddings, logits = computed[:, : self.width] if self.width else None, computed[:, self.width :]
         if isinstance(self.columns, MultilabelColumns):
-            indices, scores = None, logits if self.columns.output_type == "logit" else logits.sigmoid()
+            indices = None
+            scores = logits if self.columns.output_type == "logit" else (logits / self.temperature).sigmoid()
         else:
             top, indices = logits.topk(min(max(self.columns.topk, TOP), logits.shape[1]), dim=1)
-            is_logit = self.columns.output_type == "logit"
-            scores = top if is_logit else torch.take_along_dim(logits.softmax(1), indices, dim=1)
+            if self.columns.output_type == "logit":
+                scores = top
+            else:
+                scores = torch.take_along_dim((logits / self.temperature).softmax(1), indices, dim=1)
         if self.env.device.type != "cuda":
             return _Batch(images, indices, scores, embeddings, lambda: None)
         outputs = _fetch(indices), _fetch(scores), _fetch(embeddings)
@@ -229,7 +238,8 @@ class _Predictor:
         indices = np.full((len(images), topk), NO_TARGET) if batch.indices is None else batch.indices.numpy()
         scores = np.zeros((len(images), topk), np.float32) if batch.scores is None else batch.scores.numpy()
         is_good = np.array([image not in bad for image in images])
-        self.counts.update(targets[is_good], indices[is_good])
+        probabilities = scores[is_good, 0] if self.columns.output_type == "prob" else None
+        self.counts.update(targets[is_good], indices[is_good], probabilities)
         paths = [self.manifest.record(image).name for image in images]
         errors = [bad.get(image) for image in images]
         embeddings = None
@@ -261,6 +271,7 @@ def _columns(
             topk=min(options.topk, config.num_classes),
             has_targets=bool((manifest.labels != NO_TARGET).any()),
             width=width,
+            min_prob=options.min_prob or 0.0,
         )
     thresholds = thresholds_of(saved, name)
     if options.output_type == "logit":
@@ -273,9 +284,14 @@ def _columns(
 
 
 @collective
-def _create_predictor(
+def create_predictor(
     config: ResolvedConfig, saved: Checkpoint, name: str, options: PredictOptions, manifest: Manifest, env: DistEnv
-) -> _Predictor:
+) -> Predictor:
+    """Network, images and columns; the arguments are those of `predict`.
+
+    Raises:
+        UserError: on all ranks: the weights do not fit, or the temperature is none.
+    """
     classes = saved.record.classes
     network = models.create_network(config, env, classes, saved.record.normalization)
     load_network(network.model, saved, name, config)
@@ -289,22 +305,24 @@ def _create_predictor(
         model = WithEmbeddings(model)
     columns = _columns(config, saved, name, options, manifest, facts.get("width", 0))
     config = config.padded_with(network.normalization[0])
-    return _Predictor(
+    return Predictor(
         model=FlipAverage(model) if config.eval_flip else model,
         normalize=Normalize(*network.normalization, dtype=amp_dtype, device=env.device),
         amp_dtype=amp_dtype,
         manifest=manifest,
         reader=ReadableBatches(config, manifest, env, batches[env.rank :: env.world_size]),
         rounds=-(-len(batches) // env.world_size),
+        num_outputs=config.num_classes,
         columns=columns,
-        counts=ClassCounts(),
+        temperature=torch.tensor(temperature_of(saved, name), device=env.device),
+        counts=ClassCounts(options.min_prob or 0.0),
         env=env,
         facts=facts,
     )
 
 
 @collective
-def _write(predictor: _Predictor, options: PredictOptions, env: DistEnv, stack: contextlib.ExitStack) -> None:
+def _write(predictor: Predictor, options: PredictOptions, env: DistEnv, stack: contextlib.ExitStack) -> None:
     """Predict, and write or print the rows as they come; `stack` closes what an error leaves open.
 
     Raises:
@@ -331,7 +349,7 @@ def _write(predictor: _Predictor, options: PredictOptions, env: DistEnv, stack: 
                 if array is not None and piece.embeddings is not None:
                     array.write(piece.embeddings)
     results = gather_to_rank0((predictor.counts, len(predictor.reader.bad)), env)
-    counts = ClassCounts()
+    counts = ClassCounts(options.min_prob or 0.0)
     for part, _ in results or ():
         counts.add(part)
     with _writing(options, env):
@@ -390,3 +408,5 @@ def _print_summary(images: int, bad: int, counts: ClassCounts, num_classes: int,
     emit(f"{where}{count(images, 'image')}{unread}")
     if summary := counts.summary():
         emit(describe_result(summary, num_classes))
+    if options.min_prob is not None and (table := str(counts.answered)):
+        emit(table)

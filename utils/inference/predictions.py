@@ -1,13 +1,11 @@
-"""The rows of predictions: as CSV, JSON lines, parquet or text, written in order; and what they say of each class.
+"""The rows of predictions: as CSV, JSON lines, parquet or text, written in order.
 
 Every rank encodes its own rows (`Columns.encode`), and rank 0 writes the pieces one behind the other.
 """
 
-import collections
 import csv
 import dataclasses
 import io
-import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -17,19 +15,19 @@ from numpy.typing import NDArray
 
 from utils.data.images.manifest import SEVERAL
 from utils.errors import UserError, escape_control_chars, readable
-from utils.files import atomic_write_text, json_text
-from utils.inference.inputs import NO_TARGET
-from utils.inference.per_class import class_figures
+from utils.figures import Task
+from utils.files import json_text
 
 Format = Literal["csv", "jsonl", "parquet", "npy"]
 OutputType = Literal["prob", "logit", "embedding"]
 EMBEDDING_FORMATS: tuple[Format, ...] = ("npy", "parquet")  # the default first: parquet needs one more package
 TOP = 5  # of the accuracy, besides 1
-PER_CLASS, CONFUSION = "per_class.csv", "confusion.csv"
+PER_CLASS, CONFUSION, ANSWERED, CALIBRATION = "per_class.csv", "confusion.csv", "min_prob.csv", "calibration.json"
 RESULTS = (
-    *("predictions.csv", "predictions.jsonl", "predictions.parquet", PER_CLASS, CONFUSION),
+    *("predictions.csv", "predictions.jsonl", "predictions.parquet", PER_CLASS, CONFUSION, ANSWERED, CALIBRATION),
     *("embeddings.csv", "embeddings.npy", "embeddings.parquet", "embeddings.json"),
 )
+UNKNOWN = "unknown"  # the label of an image whose likeliest class is below --min-prob
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +44,8 @@ class PredictOptions:
         workers: CPU threads per process; None for its share of the cores.
         output_dir: of the files; None prints the predictions as text.
         eval_flip: whether logits are means over an image and its mirror image.
+        min_prob: least probability of an answer, 0 to 1; None answers always.
+        calibrate: whether to fit the temperature of the checkpoint, and to predict nothing.
     """
 
     checkpoint: Path
@@ -59,6 +59,8 @@ class PredictOptions:
     device: str
     output_dir: Path | None
     eval_flip: bool
+    min_prob: float | None = None
+    calibrate: bool = False
 
     @property
     def paths(self) -> list[Path]:
@@ -101,6 +103,7 @@ class Columns:
         output_type: what the scores are.
         has_targets: whether there are columns `target` and `correct`.
         width: of the column `embedding` of parquet; 0 for none.
+        min_prob: an image whose likeliest class has a lower probability gets the label `UNKNOWN` without an index.
     """
 
     format: Format | Literal["text"]
@@ -109,6 +112,7 @@ class Columns:
     topk: int
     has_targets: bool
     width: int = dataclasses.field(default=0, kw_only=True)
+    min_prob: float = dataclasses.field(default=0.0, kw_only=True)
 
     @property
     def names(self) -> list[str]:
@@ -128,7 +132,7 @@ class Columns:
         if self.format == "jsonl":
             lines = (json_text(dict(zip(values, row, strict=True))) for row in zip(*values.values(), strict=True))
             return "".join(f"{line}\n" for line in lines).encode()
-        return _csv_text(zip(*map(_spell, values.values()), strict=True)).encode()
+        return csv_text(zip(*map(_spell, values.values()), strict=True)).encode()
 
     def heading(self) -> bytes:
         """First line of the file; none where the rows name the columns themselves."""
@@ -137,26 +141,39 @@ class Columns:
     def _values(self, rows: Rows) -> dict[str, list[Any]]:
         """Column name -> value of each image, None where there is none."""
         good = [error is None for error in rows.errors]
+        is_sure = self._is_sure(rows)
         values: dict[str, list[Any]] = {"path": [readable(path) for path in rows.paths]}
         for k in range(self.topk):
             indices, scores = rows.indices[:, k].tolist(), rows.scores[:, k]
             # The shortest decimal number that is this float32, in all formats.
             numbers = [float(str(score)) for score in scores]
-            values[f"label{_suffix(k)}"] = _where(good, [self._label(index) for index in indices])
+            labels = [self._label(index) for index in indices]
+            if k == 0:
+                labels = [label if sure else UNKNOWN for label, sure in zip(labels, is_sure, strict=True)]
+                indices = _where(is_sure, indices)
+            values[f"label{_suffix(k)}"] = _where(good, labels)
             values[f"index{_suffix(k)}"] = _where(good, indices)
             values[f"{self.output_type}{_suffix(k)}"] = _where(good, numbers)
         if self.has_targets:
             correct = (rows.indices[:, 0] == rows.targets).tolist()
             values["target"] = [self._label(target) for target in rows.targets.tolist()]
-            values["correct"] = _where([*map(all, zip(good, rows.targets >= 0, strict=True))], correct)
+            values["correct"] = _where([*map(all, zip(good, rows.targets >= 0, is_sure, strict=True))], correct)
         return values | {"error": [error and readable(error) for error in rows.errors]}
+
+    def _is_sure(self, rows: Rows) -> list[bool]:
+        """Of each image, whether its likeliest class is an answer."""
+        return [True] * len(rows.paths) if not self.min_prob else (rows.scores[:, 0] >= self.min_prob).tolist()
 
     def _answers(self, rows: Rows) -> list[str]:
         """The likeliest classes of each image and their scores."""
         ranked = [zip(*row, strict=True) for row in zip(rows.indices.tolist(), rows.scores.tolist(), strict=True)]
-        return [
+        answers = [
             ", ".join(self._answer(self._label(index) or f"output {index}", score) for index, score in row)
             for row in ranked
+        ]
+        is_sure = self._is_sure(rows)
+        return [
+            each if sure else f"{UNKNOWN}; the best are {each}" for each, sure in zip(answers, is_sure, strict=True)
         ]
 
     def _answer(self, name: str, score: float) -> str:
@@ -190,6 +207,23 @@ class Columns:
         import pyarrow as pa
 
         return pa.schema([*columns, *([("embedding", pa.list_(pa.float32(), self.width))] if self.width else [])])
+
+
+def check_min_prob(options: PredictOptions, task: Task, classes: Sequence[str]) -> None:
+    """Raise UserError, on all ranks, if `--min-prob` does not go with the checkpoint."""
+    if options.min_prob is None:
+        return
+    given = f"--min-prob {options.min_prob:g}: CHECKPOINT {options.checkpoint}"
+    if task == "multilabel":
+        raise UserError(
+            f"{given} gives an image any number of classes, and each has its threshold; leave it out", on_all_ranks=True
+        )
+    if UNKNOWN in classes:
+        raise UserError(
+            f"{given} has a class {UNKNOWN}, which means an image without an answer; leave it out, and compare the "
+            "column prob",
+            on_all_ranks=True,
+        )
 
 
 def require_pyarrow() -> None:
@@ -263,69 +297,6 @@ class MultilabelColumns(Columns):
         return self._with_embedding([(name, pa.string() if name in texts else pa.float32()) for name in self.names])
 
 
-class ClassCounts:
-    """How often each class was predicted for images of each class.
-
-    Attributes:
-        confusion: (target, predicted) -> images.
-        hits: target -> images whose class is among the first `TOP`.
-    """
-
-    def __init__(self) -> None:
-        self.confusion: collections.Counter[tuple[int, int]] = collections.Counter()
-        self.hits: collections.Counter[int] = collections.Counter()
-
-    def update(self, targets: NDArray[np.int64], indices: NDArray[np.int64]) -> None:
-        """Count images.
-
-        Args:
-            targets: int64 (num_images,); `NO_TARGET` is not counted.
-            indices: of the likeliest classes, `TOP` or all of fewer: int64 (num_images, n).
-        """
-        known = targets != NO_TARGET
-        targets, indices = targets[known], indices[known, :TOP]
-        self.confusion.update(zip(targets.tolist(), indices[:, 0].tolist(), strict=True))
-        self.hits.update(targets[(indices == targets[:, None]).any(axis=1)].tolist())
-
-    def add(self, other: "ClassCounts") -> None:
-        """Add those of another rank."""
-        self.confusion.update(other.confusion)
-        self.hits.update(other.hits)
-
-    def summary(self) -> dict[str, float | int]:
-        """`top1` and `top5` in percent, and `count`, as an evaluation has them; {} for no image."""
-        count = self.confusion.total()
-        if not count:
-            return {}
-        top1 = sum(images for (target, predicted), images in self.confusion.items() if target == predicted)
-        return {"top1": 100 * top1 / count, "top5": 100 * self.hits.total() / count, "count": count}
-
-    def write(self, folder: Path, classes: Sequence[str]) -> None:
-        """Write per_class.csv, a line for each class, and confusion.csv, a line for each pair that occurs.
-
-        Raises:
-            OSError: they cannot be written.
-        """
-        size = max((1 + max(pair) for pair in self.confusion), default=0)
-        table = np.zeros((3, max(size, len(classes))))  # images, predicted, correct
-        for (target, predicted), number in self.confusion.items():
-            table[0, target] += number
-            table[1, predicted] += number
-            table[2, target] += number * (target == predicted)
-        figures = zip(*class_figures(*table), strict=True)
-        lines: list[list[Any]] = [["class", "images", "top1", "top5", "precision", "recall", "f1"]]
-        for label, (name, (recall, precision, f1)) in enumerate(zip(classes, figures, strict=False)):
-            images = int(table[0, label])
-            top5 = 100 * self.hits[label] / images if images else math.nan
-            values = (recall, top5, precision, recall, f1)
-            lines.append([name, images, *("" if math.isnan(each) else round(float(each), 2) for each in values)])
-        atomic_write_text(folder / PER_CLASS, _csv_text(lines))
-        lines = [["target", "predicted", "count"]]
-        for (target, predicted), number in sorted(self.confusion.items()):
-            lines.append([classes[target], classes[predicted] if predicted < len(classes) else "", number])
-        atomic_write_text(folder / CONFUSION, _csv_text(lines))
-
-
 class _Lines(io.StringIO):
     """Lines of a csv.writer that end with a line feed."""
 
@@ -333,7 +304,8 @@ class _Lines(io.StringIO):
         return super().write(line.removesuffix("\r\n") + "\n")
 
 
-def _csv_text(rows: Iterable[Sequence[Any]]) -> str:
+def csv_text(rows: Iterable[Sequence[Any]]) -> str:
+    """Lines of a CSV."""
     # The writer quotes the characters of its own line ending only, so it has both: a file's name may contain them.
     lines = _Lines(newline="")
     csv.writer(lines, lineterminator="\r\n").writerows(rows)

@@ -1,15 +1,22 @@
 """Which checkpoint of a run, and which of its networks, is used when training is over."""
 
+import dataclasses
+import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
+
+import numpy as np
+import torch
 
 from utils.distributed.collective import collective
 from utils.distributed.collectives import all_gather_object, sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
 from utils.figures import THRESHOLDS, better_network
+from utils.files import rename, temporary_of, write_temporary
 from utils.log import emit
-from utils.training.state.checkpoint import BEST, EARLIER, LAST, Checkpoint, load_newest
+from utils.training.state.checkpoint import BEST, EARLIER, LAST, Checkpoint, Temperature, load_newest
 from utils.training.state.train_state import NETWORKS
 
 
@@ -54,9 +61,40 @@ def open_best_checkpoint(path: Path, env: DistEnv) -> Checkpoint:
 
 
 def thresholds_of(saved: Checkpoint, network: str) -> list[float]:
-    """The probability of each output from which a class counts as predicted; 0.5 where no evaluation has fitted it."""
+    """The probability of each output from which a class counts as predicted; 0.5 where no evaluation has fitted it.
+
+    Probabilities are those of logits that are divided by the temperature, so that it changes no answer.
+    """
     key = f"val/{'' if network == NETWORKS[0] else 'ema_'}{THRESHOLDS}"
     found: list[float] = saved.state.own_result.get(key) or [0.5] * saved.config.num_classes
+    return scale_thresholds(found, temperature_of(saved, network))
+
+
+def scale_thresholds(thresholds: Sequence[float], temperature: Temperature) -> list[float]:
+    """Thresholds of probabilities, one a class, for logits that are divided by the temperatures: the same answers."""
+    if temperature == 1.0:
+        return [*thresholds]
+    with np.errstate(divide="ignore", over="ignore"):
+        logits = np.log(thresholds) - np.log1p(-np.array(thresholds))
+        scaled: list[float] = (1 / (1 + np.exp(-logits / np.array(temperature)))).tolist()
+    return scaled
+
+
+def temperature_of(saved: Checkpoint, network: str) -> Temperature:
+    """The number, or number a class, by which logits are divided before they become probabilities; 1 for none.
+
+    Raises:
+        UserError: on all ranks: the checkpoint has something else there.
+    """
+    found = saved.temperature.get(network, 1.0)
+    values = found if isinstance(found, list) else [found]
+    is_whole = len(values) == saved.config.num_classes if isinstance(found, list) else True
+    if not is_whole or not all(isinstance(each, float) and 0 < each < math.inf for each in values):
+        raise UserError(
+            f"CHECKPOINT {saved.path}: its temperature is {str(found)[:40]}, not a number above 0, or one a class; "
+            "scripts/predict.py --calibrate writes it again",
+            on_all_ranks=True,
+        )
     return found
 
 
@@ -77,3 +115,19 @@ def choose_network(saved: Checkpoint, ema: bool | None) -> str:
     if ema is None:
         ema = average in saved.state.networks and better_network(saved.state.result, saved.config.best_by) == average
     return average if ema else model
+
+
+def write_temperature(saved: Checkpoint, network: str, temperature: Temperature) -> None:
+    """Replace the file of a checkpoint with one that has the temperature of a network, too.
+
+    Other links to the file keep its old content, as last.pt.
+
+    Raises:
+        OSError, RuntimeError: it could not be written; it is as it was.
+    """
+    assert saved.path is not None, "read from a file"
+    content = dataclasses.replace(saved, temperature=saved.temperature | {network: temperature}).to_dict()
+    try:
+        rename(write_temporary(saved.path, lambda file: torch.save(content, file)), saved.path)
+    finally:
+        temporary_of(saved.path).unlink(missing_ok=True)

@@ -37,6 +37,9 @@ class Pictures:
         confusion: images of each class (rows) by the class that they are taken for (columns), in label order; [] of
             more than `MAX_MATRIX` classes, and where an image has any number of them.
         training: name -> training images of a class; {} where they are not known.
+        calibration: of the probabilities: `temperature`, `count`, `before` and `after` (each with `ece`, `nll`, `brier`
+            and `bins`: images, mean probability, accuracy) and `answered` (threshold, percent answered, accuracy in
+            percent or None); {} where they have none.
     """
 
     source: dict[str, Any]
@@ -46,6 +49,7 @@ class Pictures:
     samples: list[dict[str, Any]]
     confusion: list[list[int]] = dataclasses.field(default_factory=list)
     training: dict[str, int] = dataclasses.field(default_factory=dict)
+    calibration: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def hardest(self) -> list[dict[str, Any]]:
@@ -70,6 +74,8 @@ def read_pictures(folder: Path) -> Pictures | None:
         if found.confusion and [len(list(map(int, row))) for row in found.confusion] != [size] * size:
             raise ValueError("the matrix is of other classes")
         _ = found.hardest, sum(found.training.values())
+        if found.calibration:
+            _check_calibration(found.calibration)
         for picture in [*found.worst, *found.samples]:
             for name in {"jpeg", "before", "after"} & picture.keys():
                 base64.b64decode(picture[name], validate=True)
@@ -86,6 +92,16 @@ def encode_picture(picture: Image.Image) -> str:
     content = io.BytesIO()
     picture.save(content, format="JPEG", quality=85)
     return base64.b64encode(content.getvalue()).decode()
+
+
+def _check_calibration(found: dict[str, Any]) -> None:
+    """Raise ValueError, TypeError or KeyError for what a page cannot show."""
+    for quality in (found["before"], found["after"]):
+        _ = [float(quality[name]) for name in ("ece", "nll", "brier")]
+        _ = [(int(count), float(mean), float(right)) for count, mean, right in quality["bins"]]
+    temperature = found["temperature"]
+    _ = int(found["count"]), [*map(float, temperature if isinstance(temperature, list) else [temperature])]
+    _ = [(float(least), float(share), float(right or 0)) for least, share, right in found["answered"]]
 
 
 def _accuracy(entry: dict[str, Any]) -> float:

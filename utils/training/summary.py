@@ -2,7 +2,7 @@
 
 import itertools
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import timm
@@ -272,12 +272,13 @@ def _describe_early_end(run: Run) -> str:
     )
 
 
-def write_summary(run: Run, cpu_threads: int) -> None:
+def write_summary(run: Run, cpu_threads: int, of_best: Mapping[str, Any]) -> None:
     """summary.json and the closing lines.
 
     Args:
         run: at its end.
         cpu_threads: this process's share of the machine's.
+        of_best: more figures, of best.pt.
 
     Raises:
         RunFailed: on rank 0, if the file cannot be written.
@@ -298,6 +299,7 @@ def write_summary(run: Run, cpu_threads: int) -> None:
         "seconds": round(state.seconds, 2),
         "world_size": run.env.world_size,
         "arch": config.arch,
+        **of_best,
     }
     if state.ema is not None:
         summary |= {f"ema_{name}": state.result[f"val/ema_{name}"] for name in figures}

@@ -80,7 +80,8 @@ def write_timm(trained: Trained, classifier: Classifier, metadata: dict[str, Any
     path = folder / "config.json"
     content = json.loads(path.read_text())
     valid = {name: value for name, value in content["pretrained_cfg"].items() if name in OF_ANY_WEIGHTS}
-    write_json(path, content | {"pretrained_cfg": valid})
+    of_own = {} if trained.temperature is None else {"temperature": trained.temperature}
+    write_json(path, content | {"pretrained_cfg": valid} | of_own)
     shutil.copymode(path, folder / "model.safetensors")  # which is written for its owner alone
 
 

@@ -10,13 +10,13 @@ from torch import nn
 from models import create_model
 from utils.errors import UserError, readable
 from utils.figures import MAIN_FIGURE, describe_figure
-from utils.inference.weights import choose_network, find_best_checkpoints, thresholds_of
+from utils.inference.weights import choose_network, find_best_checkpoints, temperature_of, thresholds_of
 from utils.network.weight_files import Normalization
 from utils.options.arguments import model_options
 from utils.options.resolved import ResolvedConfig
 from utils.options.sizes import as_image_size, crop_pct, timm_size
 from utils.text import count
-from utils.training.state.checkpoint import load
+from utils.training.state.checkpoint import Temperature, load
 from utils.training.state.train_state import NETWORKS
 
 MODEL, EMA = NETWORKS
@@ -34,7 +34,9 @@ class Trained:
         weights: which of the checkpoint's networks it is: "model" or "model_ema".
         figure: name and value of its accuracy, such as ("top1", 76.3); None if these weights were not evaluated.
         thresholds: where an image has any number of classes, the probability of each output from which it counts as
-            predicted; () otherwise.
+            predicted, after the division by the temperature; () otherwise.
+        temperature: by which logits are divided before they become probabilities, of several labels one for each
+            output; None without one.
     """
 
     model: nn.Module
@@ -45,6 +47,7 @@ class Trained:
     figure: tuple[str, float] | None
     thresholds: tuple[float, ...]
     path: Path
+    temperature: Temperature | None = None
 
     @property
     def crop_pct(self) -> float:
@@ -69,6 +72,7 @@ class Trained:
             "weights": self.weights,
             **dict([self.figure or (MAIN_FIGURE[self.config.task], None)]),
             **({"thresholds": list(self.thresholds)} if self.thresholds else {}),
+            **({} if self.temperature is None else {"temperature": self.temperature}),
         }
 
     @property
@@ -112,4 +116,5 @@ def load_trained(path: Path, ema: bool | None = None) -> Trained:
         figure=None if value is None else (name, value),
         thresholds=tuple(thresholds_of(saved, weights)) if config.task == "multilabel" else (),
         path=saved.path,
+        temperature=temperature_of(saved, weights) if weights in saved.temperature else None,
     )

@@ -30,6 +30,7 @@ from utils.training.state.train_state import NETWORKS, BestEpoch, RankState, Rep
 LAST, BEST = "last.pt", "best.pt"
 EARLIER = tuple(f"last-{number}.pt" for number in range(1, MAX_KEEP + 1))  # what last.pt was, newest first
 IS_FOLDER = 0x10  # attribute of an entry of a ZIP archive, of which torch.load would read nothing
+Temperature = float | list[float]  # of several labels one a class
 FORMAT = 6  # rises with the meaning of a checkpoint or of a random stream
 
 
@@ -86,6 +87,8 @@ class Checkpoint:
         saved_at: seconds since 1970.
         launch_ids: names of the launch that wrote it; see `utils.distributed.launcher`.
         path: the file that it was read from; None before it is written.
+        temperature: of networks by name, by which logits are divided before they become probabilities; {} before the
+            end of a run, and in last.pt.
     """
 
     config: ResolvedConfig
@@ -95,6 +98,7 @@ class Checkpoint:
     saved_at: float
     launch_ids: list[str]
     path: Path | None = None
+    temperature: dict[str, Temperature] = dataclasses.field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The file's content. timm finds the weights under "model" and "model_ema"."""
@@ -112,6 +116,7 @@ class Checkpoint:
             "best": None if self.state.best is None else _shallow_dict(self.state.best),
             **self.state.networks,
             "ranks": [_shallow_dict(rank) for rank in self.ranks],
+            **({"temperature": self.temperature} if self.temperature else {}),
         }
 
     @classmethod
@@ -133,6 +138,7 @@ class Checkpoint:
             saved_at=content["saved_at"],
             launch_ids=content["launch_ids"],
             path=path,
+            temperature=dict(content.get("temperature", {})),
         )
 
     @property
