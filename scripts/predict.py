@@ -96,8 +96,6 @@ def read_options(
 
     Exit status: 0 done, 1 failed, 2 wrong usage, 143 stopped by a signal; the same command starts over.
     """
-    MIN_1.check("--topk", topk)
-    PROBABILITY.check("--min-prob", min_prob)
     format = format or (EMBEDDING_FORMATS[0] if output_type == "embedding" else "csv")
     options = PredictOptions(
         checkpoint, sources, topk, format, output_type, ema, batch_size, workers, device, output_dir, eval_flip,
@@ -130,7 +128,9 @@ def _check_files(options: PredictOptions) -> None:
 
 
 def _check_probabilities(options: PredictOptions) -> None:
-    """Refuse what does not go with `--min-prob`, and with `--calibrate`, which predicts nothing."""
+    """Refuse numbers, and what does not go with `--min-prob`, and with `--calibrate`, which predicts nothing."""
+    MIN_1.check("--topk", options.topk)
+    PROBABILITY.check("--min-prob", options.min_prob)
     if not options.calibrate:
         if options.min_prob is not None and options.output_type == "logit":
             raise UserError(

@@ -95,7 +95,7 @@ def test_each_format_has_the_rows_of_predictions(data: Path, checkpoint: Path, t
     assert table["embedding"].type == pyarrow.list_(pyarrow.float32(), array.shape[1])
     assert table["embedding"].to_pylist() == [*array[:-1].tolist(), None]
     for form, names in (("npy", {"embeddings.csv", "embeddings.npy"}), ("parquet", {"embeddings.parquet"})):
-        others = {"embeddings.json", "per_class.csv", "confusion.csv"}
+        others = {"embeddings.json", "per_class.csv", "confusion.csv", "min_prob.csv"}
         assert {path.name for path in (tmp_path / form).iterdir()} == names | others, "an earlier result is replaced"
         facts = json.loads((tmp_path / form / "embeddings.json").read_text())
         assert_keys("embeddings.json", facts)

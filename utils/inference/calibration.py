@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, one_hot
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from utils.distributed.collective import collective
 from utils.distributed.collectives import gather_to_rank0
@@ -28,6 +28,7 @@ NUM_BINS = 15
 BOUNDS = math.log(0.01), math.log(100)  # of 1 / temperature
 MAX_VALUES = 2**28  # logits that are kept: 1 GB
 CHUNK = 2**20  # logits that are computed at once, in float64
+CPU = torch.device("cpu")
 Scores = NDArray[np.float32]
 Labels = NDArray[np.int64] | NDArray[np.float32]
 
@@ -124,7 +125,8 @@ class Calibrator:
             return None
         indices, *columns = map(np.concatenate, zip(*rows, strict=True))
         order = np.argsort(indices, kind="stable")
-        return calibrate(*(column[order] for column in columns))
+        scores, answers, labels = (column[order] for column in columns)
+        return calibrate(scores, answers, labels, self._env.device)
 
 
 class EvaluationCalibrator(Calibrator):
@@ -145,7 +147,9 @@ class EvaluationCalibrator(Calibrator):
         self.collect(indices, logits, predicted, self._targets(labels))
 
 
-def calibrate(scores: Scores, answers: NDArray[np.int64], labels: Labels) -> Calibration | None:
+def calibrate(
+    scores: Scores, answers: NDArray[np.int64], labels: Labels, device: torch.device = CPU
+) -> Calibration | None:
     """Fit a temperature, and measure each half of the images, every second one, with the temperature of the other half.
 
     Where that does not lower their NLL, as of few images, a temperature says nothing of others: it is then 1.
@@ -154,6 +158,7 @@ def calibrate(scores: Scores, answers: NDArray[np.int64], labels: Labels) -> Cal
         scores: logits float32 (N, num_classes).
         answers: the classes that count as top-1, int64 (N,), as half precision makes equal logits.
         labels: int64 (N,), or of several labels float32 (N, num_classes) of 0 and 1.
+        device: where to compute, some of the images at a time.
 
     Returns:
         None of fewer than two images, and where a logit is not finite.
@@ -161,12 +166,12 @@ def calibrate(scores: Scores, answers: NDArray[np.int64], labels: Labels) -> Cal
     if len(scores) < 2 or not np.isfinite(scores).all():
         return None
     half = np.arange(len(scores)) % 2
-    others = np.stack([fit_temperatures(scores[1::2], labels[1::2]), fit_temperatures(scores[::2], labels[::2])])
-    before, _ = judge(scores, answers, labels, np.ones((len(scores), 1)))
-    after, answered = judge(scores, answers, labels, others[half])
-    fitted = fit_temperatures(scores, labels)
+    others = np.stack([fit_temperatures(scores[start::2], labels[start::2], device) for start in (1, 0)])
+    before, uncalibrated = judge(scores, answers, labels, np.ones((len(scores), 1)), device)
+    after, answered = judge(scores, answers, labels, others[half], device)
+    fitted = fit_temperatures(scores, labels, device)
     if after.nll >= before.nll:
-        after, answered = judge(scores, answers, labels, np.ones((len(scores), 1)))
+        after, answered = before, uncalibrated
         fitted = np.ones_like(fitted)
     return Calibration(
         temperature=fitted.tolist() if labels.ndim == 2 else float(fitted[0]),
@@ -181,15 +186,15 @@ def calibrate(scores: Scores, answers: NDArray[np.int64], labels: Labels) -> Cal
 # Fit
 
 
-def fit_temperatures(scores: Scores, labels: Labels) -> NDArray[np.float64]:
+def fit_temperatures(scores: Scores, labels: Labels, device: torch.device = CPU) -> NDArray[np.float64]:
     """The temperature with the lowest NLL, float64 (1,), of several labels (num_classes,), in six digits.
 
     NLL is convex in 1 / temperature, so its slope has one zero. 1 where it has none within `BOUNDS`: no image is wrong,
     or none is right. So it is for a label that no image has, or each.
     """
     if labels.ndim == 1:
-        return np.array([_find_temperature(lambda beta: _slope(scores, labels, beta))])
-    return np.array([_find_temperature(_binary_slope(*each)) for each in zip(scores.T, labels.T, strict=True)])
+        return np.array([_find_temperature(lambda beta: _slope(scores, labels, beta, device))])
+    return np.array([_find_temperature(_binary_slope(*each, device)) for each in zip(scores.T, labels.T, strict=True)])
 
 
 def _find_temperature(slope: Callable[[float], float]) -> float:
@@ -198,25 +203,28 @@ def _find_temperature(slope: Callable[[float], float]) -> float:
     low, high = (slope(math.exp(bound)) for bound in BOUNDS)
     if not low < 0 < high:
         return 1.0
-    return float(f"{math.exp(-scipy.optimize.brentq(lambda at: slope(math.exp(at)), *BOUNDS)):.6g}")
+    found = scipy.optimize.brentq(
+        lambda at: slope(math.exp(at)), *BOUNDS, xtol=1e-8
+    )  # the logarithm of 1 / temperature
+    return float(f"{math.exp(-found):.6g}")
 
 
-def _slope(scores: Scores, labels: Labels, beta: float) -> float:
+def _slope(scores: Scores, labels: Labels, beta: float, device: torch.device) -> float:
     """Of the summed NLL by `beta`, 1 / temperature: logit that is expected less logit of the target."""
     total = []
     for at in _chunks(scores):
-        logits = torch.from_numpy(scores[at]).double()
-        of_target = logits.gather(1, torch.from_numpy(labels[at])[:, None])[:, 0]
+        logits = torch.from_numpy(scores[at]).to(device).double()
+        of_target = logits.gather(1, torch.from_numpy(labels[at]).to(device)[:, None])[:, 0]
         # Sums along a row do not depend on the number of threads; those over rows are numpy's, which has one.
-        total.append((((logits * beta).softmax(1) * logits).sum(1) - of_target).numpy())
+        total.append((((logits * beta).softmax(1) * logits).sum(1) - of_target).cpu().numpy())
     return float(np.concatenate(total).sum())
 
 
-def _binary_slope(scores: Scores, labels: Labels) -> Callable[[float], float]:
+def _binary_slope(scores: Scores, labels: Labels, device: torch.device) -> Callable[[float], float]:
     if labels.min() == labels.max():
         return lambda beta: 0.0
-    logits, targets = scores.astype(np.float64), labels.astype(np.float64)
-    return lambda beta: float((logits * (torch.from_numpy(logits * beta).sigmoid().numpy() - targets)).sum())
+    logits, targets = (torch.from_numpy(each.copy()).to(device).double() for each in (scores, labels))
+    return lambda beta: float((logits * ((logits * beta).sigmoid() - targets)).cpu().numpy().sum())
 
 
 def _chunks(scores: Scores) -> list[slice]:
@@ -229,12 +237,16 @@ def _chunks(scores: Scores) -> list[slice]:
 
 
 def judge(
-    scores: Scores, answers: NDArray[np.int64], labels: Labels, temperatures: NDArray[np.float64]
+    scores: Scores,
+    answers: NDArray[np.int64],
+    labels: Labels,
+    temperatures: NDArray[np.float64],
+    device: torch.device = CPU,
 ) -> tuple[Quality, list[tuple[float, float, float | None]]]:
     """Quality and `Answered.rows` of probabilities; the latter [] of several labels.
 
     Args:
-        scores, answers, labels: see `calibrate`.
+        scores, answers, labels, device: see `calibrate`.
         temperatures: of each image, float64 (N, 1) or (N, num_classes).
     """
     is_multilabel = labels.ndim == 2
@@ -242,21 +254,12 @@ def judge(
     sums = np.zeros((3, columns * NUM_BINS))  # of each bin: answers, their probabilities, how many are right
     losses, errors, answered = [], [], Answered(THRESHOLDS)
     for at in _chunks(scores):
-        logits = torch.from_numpy(scores[at]).double() / torch.from_numpy(temperatures[at])
-        targets = torch.from_numpy(labels[at])
-        if is_multilabel:
-            targets = targets.double()
-            losses.append(binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(1).numpy())
-            probabilities = logits.sigmoid()
-            errors.append((probabilities - targets).square().mean(1).numpy())
-            confidences, right = probabilities.numpy(), targets.numpy()
-        else:
-            losses.append(cross_entropy(logits, targets, reduction="none").numpy())
-            probabilities = logits.softmax(1)
-            errors.append((probabilities - one_hot(targets, logits.shape[1])).square().sum(1).numpy())
-            index = torch.from_numpy(answers[at])
-            confidences = probabilities.gather(1, index[:, None]).numpy()
-            right = (index == targets)[:, None].numpy()
+        loss, error, confidences, right = _compare(
+            *(torch.from_numpy(each[at]).to(device) for each in (scores, answers, labels, temperatures))
+        )
+        losses.append(loss)
+        errors.append(error)
+        if not is_multilabel:
             answered.update(confidences[:, 0], right[:, 0])
         bins = (np.ceil(confidences * NUM_BINS) - 1).clip(0, NUM_BINS - 1).astype(int)
         places = (bins + NUM_BINS * np.arange(columns)).ravel()
@@ -272,6 +275,24 @@ def judge(
         bins=[_bin(*each) for each in of_bins.sum(1).T.tolist()],
     )
     return found, [] if is_multilabel else answered.rows()
+
+
+def _compare(scores: Tensor, answers: Tensor, labels: Tensor, temperatures: Tensor) -> tuple[NDArray[Any], ...]:
+    """Of images: NLL and squared distance (N,); probabilities and whether they are right (N, 1 or num_classes)."""
+    logits = scores.double() / temperatures
+    if labels.ndim == 2:
+        targets = labels.double()
+        losses = binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(1)
+        probabilities = logits.sigmoid()
+        errors = (probabilities - targets).square().mean(1)
+        found = losses, errors, probabilities, targets
+    else:
+        logs, index = logits.log_softmax(1), labels[:, None]
+        probabilities = logs.exp()
+        errors = probabilities.square().sum(1) - 2 * probabilities.gather(1, index)[:, 0] + 1
+        likeliest = answers[:, None]
+        found = -logs.gather(1, index)[:, 0], errors, probabilities.gather(1, likeliest), likeliest == index
+    return tuple(each.cpu().numpy() for each in found)
 
 
 def _bin(count: float, confidences: float, right: float) -> tuple[int, float, float]:
