@@ -1,7 +1,8 @@
 """Do processes that share a GPU crash in CUDA graphs? python -m tests.graph_stress --seconds 200 branches one eager
 
 Each lane starts a process after the other, of one variant: ResNet-50-D's passes as a graph, and Muon's step. Prints how
-many starts of each variant ended well, and the last lines of those that did not. `branches` is what train.py does.
+many starts of each variant ended well, and the last lines of those that did not. `branches` is what train.py does,
+`plain` is torch and timm alone.
 """
 
 import argparse

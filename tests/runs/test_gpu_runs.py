@@ -178,3 +178,14 @@ def test_a_bad_file_is_named_or_skipped(tmp_path: Path, kind: str, extra: tuple[
     assert done.status == 0, done.err
     assert "1 of 42 train files (green 1)" in done.out
     assert "as a CUDA graph, not compiled: that takes longer than it saves in a run of so few images" in done.out
+
+
+def test_the_faster_precision_is_chosen_and_kept(data: Path, tmp_path: Path) -> None:
+    is_hopper = torch.cuda.get_device_capability() == (9, 0)
+    flags = ("--data-dir", data, "--output-dir", tmp_path, "--arch", "resnet18", "--compile", "--batch-size", 8)
+    for epochs, amp, expected in ((1, (), "fp16"), (2, (), "fp16"), (3, ("--amp", "bf16"), "bf16"), (4, (), "bf16")):
+        done = train(*FLAGS, *flags, "--epochs", epochs, *amp)
+        assert done.status == 0, done.err
+        chosen = json.loads((tmp_path / "config.json").read_text())["amp"]
+        assert chosen == (expected if is_hopper else "bf16")
+        assert ("trains faster than in bf16" in done.out) == (is_hopper and expected == "fp16")

@@ -1,5 +1,6 @@
 """What is chosen for the user, and why."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from utils.distributed.group import DistEnv
 from utils.distributed.machine import Machine
 from utils.errors import UserError
 from utils.options.config import TrainConfig
-from utils.training.settings.autotune import choose_common_loader_settings, resolve, resolve_warmup
+from utils.training.settings.autotune import choose_common_loader_settings, gains_by_fp16, resolve, resolve_warmup
 
 GB = 10**9
 
@@ -126,3 +127,21 @@ def test_warmup_that_is_not_given() -> None:
     assert resolve_warmup(TrainConfig(epochs=30, cooldown_epochs=20), None) == 1
     assert resolve_warmup(TrainConfig(epochs=30), checkpoint_of(resolved(warmup_epochs=2.0))) == 2
     assert resolve_warmup(TrainConfig(epochs=30, warmup_epochs=0.0), checkpoint_of(resolved(warmup_epochs=2.0))) == 0
+
+
+@pytest.mark.parametrize("arch", ["resnet18", "resnet50.a1_in1k", "resnet50d", "resnext50_32x4d", "wide_resnet50_2"])
+def test_fp16_gains_where_most_sums_are_folded(arch: str) -> None:
+    step, config = {"compile": True, "fused_layers": True}, TrainConfig(arch=arch)
+    assert gains_by_fp16(config, step)
+    for name in step:
+        assert not gains_by_fp16(config, step | {name: False})
+    others: list[dict[str, Any]] = [
+        {"deterministic": True}, {"grad_checkpointing": True}, {"optimizer": "muon"}, {"evaluate": True}
+    ]  # fmt: skip
+    for flags in others:
+        assert not gains_by_fp16(dataclasses.replace(config, **flags), step)
+
+
+@pytest.mark.parametrize("arch", ["resnet50_gn", "resnet51q", "seresnet50", "regnety_032", "vit_small_patch16_224"])
+def test_other_networks_keep_bf16(arch: str) -> None:
+    assert not gains_by_fp16(TrainConfig(arch=arch), {"compile": True, "fused_layers": True})

@@ -18,13 +18,13 @@ from utils.network.gradients import ForwardBackward, GraphedForwardBackward, cap
 from utils.options.config import TrainConfig
 from utils.options.resolved import ResolvedConfig
 from utils.training.optimization.optim import (
-    _has_fused,
     check_optimizer,
     create_ema,
     create_optimizer,
     describe_ema,
     describe_lr,
     describe_optimizer,
+    has_fused,
     peak_lr,
     resolve_optimizer,
 )
@@ -156,7 +156,7 @@ def test_other_optimizers() -> None:
 
 def test_which_optimizers_have_one_kernel_for_all_weights() -> None:
     names = ("sgd", "momentum", "nesterov", "adam", "adamw", "lamb", "rmsprop", "adafactor")
-    assert [_has_fused(name) for name in names] == [True] * 5 + [False] * 3
+    assert [has_fused(name) for name in names] == [True] * 5 + [False] * 3
     assert not create_optimizer(resolved(), torch.nn.Linear(2, 2), 256).defaults["fused"], "on the CPU"
 
 

@@ -201,7 +201,7 @@ def create_optimizer(
     fused = next(model.parameters()).is_cuda if fused is None else fused
     groups, arguments = parameter_groups(config, model), optimizer_arguments(config)
     # SGD's first momentum is the whole gradient. A momentum of zeros (see _fill_momentum) would dampen it.
-    fused = fused and _has_fused(config.optimizer) and not arguments.get("dampening")
+    fused = fused and has_fused(config.optimizer) and not arguments.get("dampening")
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "It is highly recommended to have 'opt_einsum'", module="timm.optim.kron")
@@ -275,7 +275,8 @@ def _fill_momentum(optimizer: Optimizer) -> None:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-def _has_fused(name: str) -> bool:
+def has_fused(name: str) -> bool:
+    """Whether torch has timm's optimizer `name` as one kernel, to which fp16 says on the device whether to skip."""
     return timm.optim.get_optimizer_class(name, bind_defaults=False) in (SGD, Adam, AdamW)
 
 

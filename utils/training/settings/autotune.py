@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,19 +24,22 @@ from utils.distributed.group import DistEnv
 from utils.distributed.machine import all_pairs_nvlink, inspect_machine
 from utils.errors import UserError
 from utils.figures import Task
+from utils.network.folding import sums_in_cudnn
 from utils.options.config import TrainConfig
 from utils.options.remedies import start_again
 from utils.options.resolved import ResolvedConfig
 from utils.options.schedules import most_epochs
 from utils.options.sizes import sides_of
 from utils.text import count
-from utils.training.optimization.optim import resolve_optimizer
+from utils.training.optimization.optim import has_fused, resolve_optimizer
 from utils.training.settings.batch_layout import Layout, choose_batch_size
 from utils.training.settings.run_length import fit_epochs
 from utils.training.settings.task import resolve_task
 from utils.training.state.checkpoint import Checkpoint
 
 MIN_COMPILE_IMAGES = 250_000  # of 224 px, a process; fewer train faster than they compile (decision 32)
+# timm's ResNets and ResNeXts with batch norm and without attention. Others were not measured, or gain less.
+FOLDED = re.compile(r"(wide_)?resne(t|xt)\d+[cdst]?(_\d+x\d+d|_2)?")
 BY_WORKERS = ("proxy", "torch")  # loaders that run torch's DataLoader
 
 
@@ -107,12 +111,13 @@ def resolve(
         grad_exchange = "flat" if all_pairs_nvlink(env) else "ddp"
     length = resolve_length(config, env, saved, num_train)
     config = dataclasses.replace(config, epochs=length["epochs"])
+    step = _choose_step(config, on_cuda, num_train, env.world_size)
     resolved: dict[str, Any] = {
         "val_fraction": config.val_fraction or 0.0,
         **length,
         "workers": settings.workers,
         "processes": env.world_size,
-        "amp": resolve_amp(config, env),
+        "amp": resolve_amp(config, step, env, saved),
         "grad_exchange": grad_exchange,
         "decode": settings.decode,
         "hw_decoder_load": settings.hw_decoder_load,
@@ -121,7 +126,7 @@ def resolve(
         "device": "cuda" if on_cuda else "cpu",
         "num_classes": config.num_classes or len(classes),
         **resolve_pixels(config),
-        **_choose_step(config, on_cuda, num_train, env.world_size),
+        **step,
         "warmup_epochs": resolve_warmup(config, saved),
         **resolve_optimizer(config, saved.config if saved else None),
     }
@@ -174,8 +179,13 @@ def _check_fits(config: TrainConfig, num_classes: int, on_cuda: bool, saved: Che
 
 
 @collective
-def resolve_amp(config: TrainConfig, env: DistEnv) -> str:
-    """`--amp`; auto is bf16 where all ranks' GPUs compute in it, fp16 on other GPUs, and none on the CPU.
+def resolve_amp(config: TrainConfig, step: Mapping[str, bool], env: DistEnv, saved: Checkpoint | None = None) -> str:
+    """`--amp`; auto is none on the CPU, and on GPUs the faster of bf16 and fp16.
+
+    A run that goes on keeps its precision, where all ranks' GPUs compute in it.
+
+    Args:
+        step: see `_choose_step`.
 
     Raises:
         UserError: on all ranks: fp16 on the CPU.
@@ -189,8 +199,28 @@ def resolve_amp(config: TrainConfig, env: DistEnv) -> str:
         return config.amp
     if not on_cuda:
         return "none"
-    all_can = all(all_gather_object(torch.cuda.is_bf16_supported(including_emulation=False), env))
-    return "bf16" if all_can else "fp16"
+    has_sums = gains_by_fp16(config, step) and sums_in_cudnn(torch.float16, env.device)
+    with_bf16, with_sums = zip(
+        *all_gather_object((torch.cuda.is_bf16_supported(including_emulation=False), has_sums), env), strict=True
+    )
+    if not all(with_bf16):
+        return "fp16"
+    if saved and saved.config.device == "cuda":
+        return saved.config.amp
+    return "fp16" if all(with_sums) else "bf16"
+
+
+def gains_by_fp16(config: TrainConfig, step: Mapping[str, bool]) -> bool:
+    """Whether cuDNN can take the sums of most batch norms within its convolutions, which it does in fp16 (decision 38).
+
+    Other optimizers wait in each step for whether fp16 skips it.
+
+    Args:
+        step: see `_choose_step`.
+    """
+    is_folded = step["compile"] and step["fused_layers"] and not (config.grad_checkpointing or config.deterministic)
+    is_of_kind = FOLDED.fullmatch(config.arch.partition(".")[0]) is not None
+    return is_folded and is_of_kind and not config.evaluate and has_fused(config.optimizer)
 
 
 def resolve_length(
