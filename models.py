@@ -27,16 +27,16 @@ from utils.options.sizes import ImageSize, timm_size
 from utils.text import count, describe_alike
 
 
-def check_arch(arch: str) -> None:
-    """Raise UserError, with the closest names, unless timm knows the architecture."""
+def check_arch(arch: str, option: str = "--arch") -> None:
+    """Raise UserError, with the closest names, unless timm knows the architecture that the flag `option` names."""
     name, _, tag = arch.partition(".")  # timm writes pretrained variants as arch.tag
     if not timm.is_model(name):
         close = ", ".join(difflib.get_close_matches(name.lower(), timm.list_models(), n=3, cutoff=0.0))
-        raise UserError(f"--arch {arch}: unknown to timm; the closest are {close}")
+        raise UserError(f"{option} {arch}: unknown to timm; the closest are {close}")
     variants = timm.list_pretrained(f"{name}.*")
     if tag and arch not in variants:
         close = ", ".join(difflib.get_close_matches(arch, variants, n=3, cutoff=0.0)) or f"{name} alone"
-        raise UserError(f"--arch {arch}: timm has no such pretrained variant; the closest are {close}")
+        raise UserError(f"{option} {arch}: timm has no such pretrained variant; the closest are {close}")
 
 
 class HeadChoice(NamedTuple):
@@ -52,6 +52,7 @@ def create_model(
     pretrained: bool = False,
     image_size: ImageSize = 224,
     options: Mapping[str, Any] | None = None,
+    option: str = "--arch",
 ) -> nn.Module:
     """Build a network.
 
@@ -61,11 +62,12 @@ def create_model(
         pretrained: whether to load timm's published weights; the head is random if its shape differs.
         image_size: of the input, for networks that are built for one size (vision transformers).
         options: more arguments of timm; see `model_options`.
+        option: the flag that names it, for messages.
 
     Raises:
         UserError: unknown name, weights that are not available, or a size or an option that the network rejects.
     """
-    check_arch(arch)
+    check_arch(arch, option)
     options = options or {}
     try:
         with warnings.catch_warnings():  # another name for the same network is no concern of the user's
@@ -77,10 +79,11 @@ def create_model(
             raise refusal from error
         reason = first_line(error, 200)
         if pretrained:
+            of_weights = "--pretrained" if option == "--arch" else option
             raise UserError(
-                f"--pretrained: timm's weights for {arch} are not available ({reason}); give a local file"
+                f"{of_weights}: timm's weights for {arch} are not available ({reason}); give a local file"
             ) from error
-        raise UserError(f"--arch {arch}: timm cannot build it at --image-size {image_size} ({reason})") from error
+        raise UserError(f"{option} {arch}: timm cannot build it at --image-size {image_size} ({reason})") from error
     return model.to(memory_format=torch.channels_last)
 
 
@@ -119,7 +122,7 @@ def choose_head(
     Raises:
         UserError: a head of another size is to be kept.
     """
-    outputs = _num_outputs(weights, model, num_classes)
+    outputs = num_outputs(weights, model, num_classes)
     if outputs != num_classes:
         if choice == "keep":
             held = "there is no head in" if outputs is None else f"a head of {count(outputs, 'class')} is in"
@@ -145,7 +148,7 @@ def check_head(weights: Weights, model: nn.Module, num_classes: int, classes: Se
     Raises:
         UserError: the head is of other classes than the data.
     """
-    outputs = _num_outputs(weights, model, num_classes)
+    outputs = num_outputs(weights, model, num_classes)
     if outputs != num_classes:
         held = "no head" if outputs is None else f"a head of {count(outputs, 'class')}"
         raise UserError(
@@ -167,7 +170,7 @@ def base_arch(arch: str) -> str:
     return arch.partition(".")[0]
 
 
-def _num_outputs(weights: Weights, model: nn.Module, num_classes: int) -> int | None:
+def num_outputs(weights: Weights, model: nn.Module, num_classes: int) -> int | None:
     """Classes that the head of `weights` has; None if there is no head."""
     if weights.tensors is None:
         settings: Any = model.pretrained_cfg

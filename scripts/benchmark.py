@@ -36,6 +36,7 @@ from utils.options.cli import Program, train_flag, with_train_flags
 from utils.options.config import TrainConfig
 from utils.options.policies import POLICIES
 from utils.options.store_url import require_store, store_url
+from utils.options.validation import require_teacher
 from utils.progress import end_status, start_status
 
 
@@ -61,6 +62,7 @@ class Options(Comparison):
     train_flag("workers", help="CPU threads per loader.", shown="the cores"),
     train_flag("amp"),
     train_flag("optimizer"),
+    train_flag("teacher", help="Network that the step distills."),
     train_flag("compile", help="torch.compile the step.", shown="on CUDA"),
     train_flag("fused_layers", help="Brisk's own kernels.", shown="where compiled"),
     train_flag("cuda_graph", help="Launch the step as one CUDA graph."),
@@ -90,6 +92,7 @@ def read_options(
         )
     if read_launch().world_size > 1:
         raise UserError("started as several processes: the benchmark measures one; start it without torchrun")
+    require_teacher(config, resumes=False)
     options = Options(config, windows, window_seconds, given)
     if config.data_dir is not None and store_url(config.data_dir):
         require_store(config.data_dir, config.stage_dir)

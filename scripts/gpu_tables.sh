@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Measures small images, photographs, evaluations, starts, pauses and recipes on one GPU: the commands behind the tables
-# of docs/internals. Nothing else should run on the machine: starts wait for other processes that start.
+# Measures small images, photographs, evaluations, starts, pauses, recipes and distillation on one GPU: the commands
+# behind the tables of docs/internals. Nothing else should run on the machine: starts wait for other processes that
+# start.
 #
 #   scripts/gpu_tables.sh DATA_DIR PHOTOS OUT            # all tables
 #   scripts/gpu_tables.sh DATA_DIR PHOTOS OUT small128 starts
@@ -9,7 +10,7 @@
 # Each table goes to OUT/NAME.log; OUT/table.txt has all of this call. Exit status 1 if one failed.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-all=(small64 small128 photos evaluations starts pauses recipes feeds)
+all=(small64 small128 photos evaluations starts pauses recipes feeds distillation)
 usage="usage: scripts/gpu_tables.sh DATA_DIR PHOTOS OUT [TABLE...], where TABLE is one of ${all[*]}"
 [[ $# -ge 3 && -d $1/train && -d $1/val && -d $2 ]] || { echo "$usage" >&2 && exit 2; }
 data=$(realpath -- "$1")
@@ -175,6 +176,16 @@ feeds() {
         "fp16: --amp fp16" "float32: --amp none" "no CUDA graph: --no-cuda-graph" \
         "two batches of 64 a step: --batch-size 64 --grad-accum-steps 2" \
         "compiled, fused layers: --compile" "compiled, timm's layers: --compile --no-fused-layers"
+}
+
+# ResNet-18 alone, and taught by a ResNet-50-D that the same recipe has trained.
+distillation() {
+    local recipe="--device cuda --config configs/imagenette_20epochs.yaml"
+    # shellcheck disable=SC2086  # words
+    measure distillation 600 train.py --data-dir "$data" --output-dir "$out/teacher" $recipe
+    measure distillation 1500 scripts/bench recipes --data-dir "$data" --output-dir "$out/distillation" --seeds 3 \
+        --flags "$recipe --arch resnet18" "alone" "T 4: --teacher $out/teacher" \
+        "T 4, W 0.9: --teacher $out/teacher --teacher-weight 0.9" "T 1: --teacher $out/teacher --teacher-temperature 1"
 }
 
 for table in "${tables[@]}"; do

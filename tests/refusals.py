@@ -48,9 +48,10 @@ records does not show it, unless its `.idx` lies beside it.
 |---|---|---|---|---|
 """
 COMMANDS_HEAD = """
-## After training
+## Files of a run
 
-The scripts, in a folder with the files that `tests/refused_commands.py` writes. None of them is changed.
+`train.py` with a teacher, and the scripts, in a folder with the files that `tests/refused_commands.py` writes. None of
+them is changed.
 
 | what is wrong | command | exit status | message |
 |---|---|---|---|

@@ -1,4 +1,4 @@
-"""Command lines that are refused, of the scripts that are used after a training, and the folder in which they run."""
+"""Command lines that are refused, which name files of a run or of a script, and the folder in which they run."""
 
 import importlib
 import json
@@ -32,7 +32,10 @@ class Command(NamedTuple):
     @property
     def program(self) -> Callable[[Sequence[str]], int]:
         """`main` of the program."""
-        main: Callable[[Sequence[str]], int] = importlib.import_module(f"scripts.{self.line.split('.')[0]}").main
+        name = self.line.partition(".")[0]
+        main: Callable[[Sequence[str]], int] = importlib.import_module(
+            name if name == "train" else f"scripts.{name}"
+        ).main
         return main
 
     @property
@@ -69,6 +72,7 @@ def prepare(folder: Path) -> None:
     torch.save(saved | {"classes": ["blue", "green", "unknown"]}, folder / "unknown.pt")
     torch.save(saved | {"temperature": {"model": 0.0}}, folder / "cold.pt")
     torch.save(saved, folder / "last.pt")
+    torch.save(saved | {"classes": ["0", "1", "2"]}, folder / "numbers.pt")
     os.mkfifo(folder / "pipe.pt")
     (folder / "image.jpg").write_bytes(JPEG)
     (folder / "images.tar.gz").touch()
@@ -91,7 +95,34 @@ def prepare(folder: Path) -> None:
 
 
 _PREDICT, _EXPORT = "predict.py run image.jpg --output-dir out", "export.py run --output-dir out"
+_TEACHER = "train.py --loader synthetic --num-classes 3 --device cpu --image-size 32 --output-dir out --teacher"
 COMMANDS = [
+    Command("no teacher", f"{_TEACHER} none.pt"),
+    Command("no network of timm's", f"{_TEACHER} resnet5o"),
+    Command("no variant of timm's", f"{_TEACHER} resnet50.a9_in1k"),
+    Command("a network of timm's without weights", f"{_TEACHER} coatnet_0_224"),
+    Command("a teacher of ImageNet's classes", f"{_TEACHER} resnet18"),
+    Command("a teacher of other classes", f"{_TEACHER} run"),
+    Command("a teacher of more classes", f"{_TEACHER} numbers.pt --num-classes 2"),
+    Command("a teacher of several labels", f"{_TEACHER} several.pt"),
+    Command("a folder without a teacher", f"{_TEACHER} empty"),
+    Command("embeddings for a teacher", f"{_TEACHER} train"),
+    Command("a file of embeddings for a teacher", f"{_TEACHER} train/embeddings.npy"),
+    Command("a teacher that was cut off", f"{_TEACHER} cut.pt"),
+    Command("a teacher that is a pipe", f"{_TEACHER} pipe.pt"),
+    Command("text for a teacher", f"{_TEACHER} text.pt"),
+    Command("weights of an unknown architecture", f"{_TEACHER} weights.pt"),
+    Command("weights of another architecture", f"{_TEACHER} arch.pt"),
+    Command("a teacher beside this run", "train.py --loader synthetic --teacher run --output-dir run"),
+    Command("a teacher for an evaluation", f"{_TEACHER} run --evaluate"),
+    Command("more than all of the loss", f"{_TEACHER} run --teacher-weight 1.5"),
+    Command("a negative share of the loss", f"{_TEACHER} run --teacher-weight -0.1"),
+    Command("a share that is no number", f"{_TEACHER} run --teacher-weight nan"),
+    Command("a word for a share", f"{_TEACHER} run --teacher-weight half"),
+    Command("no temperature", f"{_TEACHER} run --teacher-temperature 0"),
+    Command("a negative temperature", f"{_TEACHER} run --teacher-temperature -1"),
+    Command("a share of no teacher", "train.py --loader synthetic --teacher-weight 0.3"),
+    Command("a temperature of no teacher", "train.py --loader synthetic --teacher-temperature 2"),
     Command("no checkpoint", "predict.py none.pt image.jpg --output-dir out"),
     Command("a folder without a checkpoint", "predict.py empty image.jpg --output-dir out"),
     Command("a checkpoint that was cut off", "predict.py cut.pt image.jpg --output-dir out"),

@@ -50,7 +50,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_which_flags_take_paths() -> None:
     assert {field.name for field in PATHS} == {
         "data_dir", "output_dir", "config", "class_names", "stage_dir", "train_data", "val_data", "resume",
-        "pretrained", "transform", "dali_plugin", "class_weights", "real_labels",
+        "pretrained", "transform", "dali_plugin", "class_weights", "real_labels", "teacher",
     }  # fmt: skip
 
 

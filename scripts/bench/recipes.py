@@ -192,8 +192,11 @@ def read_results(options: Options) -> Results:
 
 
 def table(results: Results) -> str:
-    """Each recipe, and its difference to the first with the standard error, which a single seed does not have."""
-    rows = [["recipe", "top-1 of the seeds, %", "mean", "difference", "ranges overlap", "seconds, median"]]
+    """Each recipe, and its difference to the first with the standard error, which a single seed does not have.
+
+    images/s is that of the training steps, the median of the seeds.
+    """
+    rows = [["recipe", "top-1 of the seeds, %", "mean", "difference", "ranges overlap", "seconds, median", "images/s"]]
     first = next(iter(results.values()))
     for name, runs in results.items():
         top1, other = ([top1_of(run) for run in each] for each in (runs, first))
@@ -204,7 +207,8 @@ def table(results: Results) -> str:
             error = f" ± {_variance_of_mean(top1, other) ** 0.5:.2f}" if min(len(top1), len(other)) > 1 else ""
             overlap = max(min(top1), min(other)) <= min(max(top1), max(other))
             cells += [f"{statistics.mean(top1) - statistics.mean(other):+.2f}{error}", "yes" if overlap else "no"]
-        rows.append([*cells, f"{statistics.median(run['seconds'] for run in runs):.1f}"])
+        seconds, rate = (statistics.median(run[name] for run in runs) for name in ("seconds", "images_per_second"))
+        rows.append([*cells, f"{seconds:.1f}", f"{rate:,.0f}"])
     return markdown(*rows)
 
 

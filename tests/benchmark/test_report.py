@@ -8,8 +8,8 @@ from utils.benchmark.report import benchmark_json, create_chart
 from utils.benchmark.verdict import LoaderMeasurement, diagnose
 
 FACTS = {
-    "arch": "resnet50", "amp": "none", "optimizer": "sgd", "compile": False, "fused_layers": False, "cuda_graph": False,
-    "batch_size": 8,
+    "arch": "resnet50", "amp": "none", "optimizer": "sgd", "teacher": None, "compile": False, "fused_layers": False,
+    "cuda_graph": False, "batch_size": 8,
     "image_size": 224, "device_name": "CPU", "workers": 8, "windows": 5,
     "versions": {"dali": "1", "torch": "2", "timm": "3"},
 }  # fmt: skip

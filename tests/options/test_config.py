@@ -25,6 +25,7 @@ FIELDS = flag_fields()
 # A value other than the default for every field, so that none can be forgotten on the way.
 OTHER: dict[str, Any] = {
     "best_by": "loss", "task": "multilabel",
+    "teacher": "teacher.pt", "teacher_weight": 0.7, "teacher_temperature": 3.0,
     "balance": 0.5, "val_group": "patient", "focal": 2.0, "class_weights": "auto", "eval_classes": "present",
     "real_labels": Path("real.json"),
     "data_dir": Path("some/images"), "output_dir": Path("some/run"), "arch": "resnet18", "epochs": 7,
@@ -60,13 +61,17 @@ OF_LAUNCH = (
 # Without flags that exclude each other.
 COMPLETE: dict[str, dict[str, Any]] = {
     "linear": {
-        name: value for name, value in OTHER.items() if not name.startswith(("decay_", "focal", "val_data", "fold"))
+        name: value
+        for name, value in OTHER.items()
+        if not name.startswith(("decay_", "focal", "val_data", "fold", "teacher"))
     },
-    "fold": {name: value for name, value in OTHER.items() if not name.startswith(("decay_", "focal", "val_"))},
+    "fold": {
+        name: value for name, value in OTHER.items() if not name.startswith(("decay_", "focal", "val_", "teacher"))
+    },
     "step": {
         name: value
         for name, value in OTHER.items()
-        if name not in ("min_lr", "cooldown_epochs", "focal", "val_fraction", "fold")
+        if name not in ("min_lr", "cooldown_epochs", "focal", "val_fraction", "fold") and "teacher" not in name
     }
     | {"schedule": "step"},
 }
@@ -246,6 +251,18 @@ def test_saved_config_is_a_recipe_of_the_same_run(tmp_path: Path, schedule: str)
         of_launch: dict[str, Any] = {name: TrainConfig.__dataclass_fields__[name].default for name in OF_LAUNCH}
         of_launch["evaluate"] = True
         assert dataclasses.replace(read, config=None) == dataclasses.replace(saved, **of_launch)
+
+
+def test_a_recipe_with_a_teacher(tmp_path: Path) -> None:
+    """config.json repeats a run with it, and evaluates without it; what is given beside it is refused."""
+    of_teacher = {name: OTHER[name] for name in OTHER if name.startswith("teacher")}
+    TrainConfig(data_dir=Path("images"), **of_teacher).save(tmp_path / "config.json")
+    words = ["--config", str(tmp_path / "config.json")]
+    again, evaluated = parse(words), parse([*words, "--evaluate"])
+    assert {name: getattr(again, name) for name in of_teacher} == of_teacher
+    assert (evaluated.teacher, evaluated.teacher_weight, evaluated.teacher_temperature) == (None, 0.5, 4.0)
+    with pytest.raises(UserError, match=r"^--teacher net.pt with --evaluate: only training has a teacher"):
+        parse([*words, "--evaluate", "--teacher", "net.pt"])
 
 
 def test_config_json_has_no_flag_of_a_launch_and_an_old_one_that_has_is_harmless(tmp_path: Path) -> None:

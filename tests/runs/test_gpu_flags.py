@@ -59,12 +59,20 @@ ON_A_GPU = (
     "--fold 2/4 --cache gpu --report",
     "--task multilabel --loss asymmetric --mixup 0.2 --report --compile --fused-layers --amp fp16",
     "--task multilabel --cache gpu --ema-decay 0.9 --class-weights auto",
+    "--teacher WEIGHTS --compile --mixup 0.2 --ema-decay 0.9",
+    "--teacher WEIGHTS --compile --loader torch --workers 2",
+    "--arch resnet10t --teacher WEIGHTS --teacher-temperature 2 --amp fp16 --compile --fused-layers",
+    "--arch resnet10t --teacher WEIGHTS --amp none --resize-schedule 0:32,1:48 --grad-accum-steps 2 --compile",
+    "--teacher WEIGHTS --teacher-weight 0.9 --no-cuda-graph --grad-checkpointing",
     "--device cpu",
     "--device cuda:0 --processes 1",
 )
 
 # The same on two GPUs.
 ON_TWO = (
+    "--teacher WEIGHTS --grad-exchange ddp --compile --resize-schedule 0:32,1:48",
+    "--arch resnet10t --teacher WEIGHTS --grad-exchange flat --amp fp16 --sync-bn",
+    "--teacher WEIGHTS --grad-exchange ddp --freeze-epochs 1 --pretrained WEIGHTS --pretrained-head new",
     "--task multilabel --mixup 0.2 --compile",
     "--grad-exchange ddp --grad-compression bf16 --clip-grad 1 --ema-decay 0.9 --cutmix 1 --random-erase 0.5",
     "--grad-exchange flat --grad-compression bf16 --clip-grad 1 --amp fp16 --mixup 0.2 --focal 1 --class-weights auto",

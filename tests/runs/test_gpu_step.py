@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.conftest import resolved
 from tests.training.test_optim import BAD_SCALE, OPTIMIZERS, check_skipped_first_step, fp16_losses, fp16_state
 from utils.distributed.group import DistEnv
+from utils.network.distillation import Teacher
 from utils.network.gradients import ForwardBackward, GraphedForwardBackward, capture_stream, on_stream
 from utils.network.loss import create_criterion
 from utils.network.parallel import FlatAllReduce, create_forward_backward
@@ -107,6 +108,36 @@ def test_captured_training_is_the_plain_one(gpu: DistEnv, amp: torch.dtype, foca
         torch.testing.assert_close(captured.state_dict()[name], value, rtol=1e-2, atol=1e-3, msg=name)
     counted = captured.state_dict()["1.num_batches_tracked"]
     assert counted == 5, "the warm-up's batches must not count"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("amp", [torch.float32, torch.bfloat16, torch.float16])
+def test_captured_training_with_a_teacher_is_the_plain_one(gpu: DistEnv, amp: torch.dtype, compiled: bool) -> None:
+    """Of another normalization and another order of classes; the replays answer for their own images."""
+    criterion = create_criterion(resolved(teacher="any", num_classes=10, teacher_temperature=2.0), gpu.device)
+    own, given, order = ((0.5,) * 3, (0.5,) * 3), ((0.4, 0.5, 0.6), (0.2, 0.25, 0.3)), [*range(9, -1, -1)]
+    teaching = network(dropout=0.5).eval().requires_grad_(False)
+    before = copy.deepcopy(teaching.state_dict())
+    images = torch.randn(5, 8, 3, 24, 24, device="cuda", dtype=amp)
+    targets = torch.randint(0, 10, (5, 8), device="cuda")
+    losses: list[list[float]] = []
+    for graph in (False, True):
+        torch.manual_seed(0)
+        net = network(dropout=0)
+        scaler = torch.amp.GradScaler("cuda", enabled=amp == torch.float16)
+        teacher = Teacher(teaching, order, own, given, gpu.device, compiled and graph)
+        gradients = ForwardBackward(net, criterion, scaler, amp, accum_steps=1, teacher=teacher)
+        step = GraphedForwardBackward(gradients, capture_stream(torch.device("cuda", 0))) if graph else gradients
+        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+        losses.append([])
+        for batch, target in zip(images, targets, strict=True):
+            losses[-1].append(step(batch.contiguous(memory_format=torch.channels_last), target, 0).item())
+            scaler.step(optimizer)
+            scaler.update()
+    assert losses[0] == pytest.approx(losses[1], rel=2e-2 if compiled or amp != torch.float32 else 1e-3)
+    assert len(set(losses[1])) == 5
+    for name, value in teaching.state_dict().items():
+        assert torch.equal(value, before[name]), name
 
 
 def test_another_image_size_is_captured_anew() -> None:

@@ -19,7 +19,7 @@ TINY = "--arch test_resnet --image-size 32 --batch-size 8 --device cpu --workers
 
 
 def results(*top1: float) -> list[dict[str, float]]:
-    return [{"top1": value, "seconds": 10 + value} for value in top1]
+    return [{"top1": value, "seconds": 10 + value, "images_per_second": 1000 * value} for value in top1]
 
 
 def cells(table: str) -> list[list[str]]:
@@ -29,9 +29,9 @@ def cells(table: str) -> list[list[str]]:
 def test_a_difference_has_its_standard_error() -> None:
     found = cells(table({"a": results(1, 2, 3), "b": results(2, 3, 7), "c": results(4, 4, 4)}))
     assert found == [
-        ["a", "1.00, 2.00, 3.00", "2.00", "", "", "12.0"],
-        ["b", "2.00, 3.00, 7.00", "4.00", "+2.00 ± 1.63", "yes", "13.0"],  # sqrt(1 / 3 + 7 / 3)
-        ["c", "4.00, 4.00, 4.00", "4.00", "+2.00 ± 0.58", "no", "14.0"],
+        ["a", "1.00, 2.00, 3.00", "2.00", "", "", "12.0", "2,000"],
+        ["b", "2.00, 3.00, 7.00", "4.00", "+2.00 ± 1.63", "yes", "13.0", "3,000"],  # sqrt(1 / 3 + 7 / 3)
+        ["c", "4.00, 4.00, 4.00", "4.00", "+2.00 ± 0.58", "no", "14.0", "4,000"],
     ]
     assert cells(table({"a": results(1), "b": results(1)}))[1][3:5] == ["+0.00", "yes"]
 

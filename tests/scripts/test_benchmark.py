@@ -17,6 +17,7 @@ from tests.conftest import SOCKETS_ARE_ELSEWHERE, Refused, write_images
 from tests.contract import assert_keys
 from tests.forked import launch_forked
 from tests.harness import ROOT, error_line, launch
+from tests.inference.exported import write_checkpoint
 from utils.benchmark.report import COLORS
 from utils.benchmark.verdict import Rate, is_same
 
@@ -150,6 +151,14 @@ def test_each_measurement_is_a_line(finished: tuple[dict[str, Any], Path, str]) 
 
 
 @pytest.mark.slow
+def test_the_step_with_a_teacher(data: Path, tmp_path: Path) -> None:
+    teacher = write_checkpoint(tmp_path / "teacher" / "best.pt")
+    result, _, out = measure(data, tmp_path / "out", "--loaders", "dali-full", "--teacher", str(teacher))
+    assert result["teacher"] == str(teacher)
+    assert f"float32, teacher {teacher}, batch 8" in out
+
+
+@pytest.mark.slow
 def test_chart_is_a_picture(finished: tuple[dict[str, Any], Path, str]) -> None:
     _, output_dir, _ = finished
     with Image.open(output_dir / "benchmark.png") as image:
@@ -199,6 +208,7 @@ def test_a_bad_file_ends_it_in_one_line(loader: str, tmp_path: Path) -> None:
         (("--amp", "fp16"), ("--amp fp16",)),
         (("--amp", "fp17"), ("--amp", "fp17", "bf16")),
         (("--data-dir", "nowhere"), ("--data-dir nowhere", "no such folder")),
+        (("--teacher", "none.pt"), ("--teacher none.pt: no such file", "give the output folder of a run")),
         (("--speed", "3"), ("--speed", "--help")),
     ],
 )

@@ -14,7 +14,7 @@ SCRIPT = ROOT / "scripts" / "gpu_tables.sh"
 def test_failures_are_in_the_table(data: Path, tmp_path: Path) -> None:
     (tmp_path / "table.txt").write_text("an earlier call\n")
     hidden = {"CUDA_VISIBLE_DEVICES": "", "BRISK_PYTHON": sys.executable}
-    tables = ("small64", "small128", "evaluations", "starts", "pauses", "recipes", "feeds")
+    tables = ("small64", "small128", "evaluations", "starts", "pauses", "recipes", "feeds", "distillation")
     done = launch(data, data / "train", tmp_path, *tables, program=SCRIPT, env=hidden)
     table = (tmp_path / "table.txt").read_text()
     assert done.status == 1, table

@@ -229,5 +229,6 @@ def _headline(facts: dict[str, Any]) -> str:
     precision = "float32" if facts["amp"] == "none" else facts["amp"]
     ways = {"compile": "compiled", "fused_layers": "fused layers", "cuda_graph": "as a CUDA graph"}
     compiled = "".join(f", {way}" for key, way in ways.items() if facts[key])
-    compiled = f"{'' if facts['optimizer'] == 'sgd' else ', ' + facts['optimizer']}{compiled}"
-    return f"{facts['arch']}, {precision}{compiled}, batch {facts['batch_size']}, {facts['image_size']} px"
+    others = "" if facts["optimizer"] == "sgd" else f", {facts['optimizer']}"
+    others += f", teacher {facts['teacher']}" if facts["teacher"] else ""
+    return f"{facts['arch']}, {precision}{others}{compiled}, batch {facts['batch_size']}, {facts['image_size']} px"

@@ -57,6 +57,7 @@ def describe(run: Run, images: Manifest, generated: bool, windows: int, window_s
         "augment": config.augment,
         "amp": config.amp,
         "optimizer": config.optimizer,
+        "teacher": config.teacher,
         "compile": config.compile,
         "fused_layers": config.fused_layers,
         "cuda_graph": config.cuda_graph,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from utils.errors import UserError, first_line
+from utils.network.distillation import Teacher
 from utils.network.gradient_plans import stop_gradient_plans
 from utils.seed import random_state, set_random_state
 
@@ -24,11 +25,12 @@ class ForwardBackward:
 
     Args:
         net: images (N, 3, H, W) -> logits (N, num_classes); compiled and distributed as wanted.
-        criterion: logits, targets -> mean loss.
+        criterion: logits, targets -> mean loss; with a teacher also its logits.
         scaler: of fp16; a disabled one passes losses through.
         amp_dtype: of the forward pass; float32 is full precision.
         accum_steps: batches per optimizer step; the gradient is their mean.
         exchange: what averages the gradients over the ranks after the backward pass; None where `net` does it itself.
+        teacher: images -> logits without gradients; None for none.
     """
 
     def __init__(
@@ -39,9 +41,10 @@ class ForwardBackward:
         amp_dtype: torch.dtype,
         accum_steps: int,
         exchange: Callable[[], None] | None = None,
+        teacher: Teacher | None = None,
     ) -> None:
         self.net, self.criterion, self.scaler, self.exchange = net, criterion, scaler, exchange
-        self.amp_dtype, self.accum_steps = amp_dtype, accum_steps
+        self.amp_dtype, self.accum_steps, self.teacher = amp_dtype, accum_steps, teacher
 
     def __call__(self, images: Tensor, targets: Tensor, micro: int) -> Tensor:
         """Forward and backward.
@@ -61,7 +64,9 @@ class ForwardBackward:
         postpone = contextlib.nullcontext if is_last else getattr(self.net, "no_sync", contextlib.nullcontext)
         with postpone():
             with torch.autocast(images.device.type, self.amp_dtype, enabled=self.amp_dtype != torch.float32):
-                loss: Tensor = self.criterion(self.net(images), targets)
+                # The teacher first: the memory of its pass is free again for the activations that the student keeps.
+                answers = () if self.teacher is None else (self.teacher(images),)
+                loss: Tensor = self.criterion(self.net(images), targets, *answers)
             self.scaler.scale(loss / self.accum_steps).backward()  # type: ignore[no-untyped-call]
         if is_last and self.exchange is not None:
             self.exchange()

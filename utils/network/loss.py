@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
+from utils.network.distillation import Distillation
 from utils.options.losses import LOSSES
 from utils.options.resolved import ResolvedConfig
 
@@ -98,8 +99,14 @@ class Asymmetric(nn.Module):
 def create_criterion(
     config: ResolvedConfig, device: torch.device, class_weights: Sequence[float] | None = None
 ) -> nn.Module:
-    """Logits and targets -> mean loss; `class_weights` are the factors of the classes, None for 1."""
+    """Logits and targets, with a teacher also its logits -> mean loss.
+
+    `class_weights` are the factors of the classes, None for 1.
+    """
     loss = LOSSES[config.loss]
     arguments = {argument: getattr(config, name) for argument, name in loss.arguments.items()}
     weight = None if class_weights is None else torch.tensor(class_weights, dtype=torch.float32)
-    return cast(nn.Module, pkgutil.resolve_name(loss.module)(**arguments, weight=weight)).to(device)
+    criterion: nn.Module = pkgutil.resolve_name(loss.module)(**arguments, weight=weight)
+    if config.teacher is not None:
+        criterion = Distillation(criterion, config.teacher_weight, config.teacher_temperature, config.task)
+    return criterion.to(device)

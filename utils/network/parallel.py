@@ -19,6 +19,7 @@ from utils.distributed.collectives import all_gather_object, all_reduce_sum
 from utils.distributed.group import DistEnv
 from utils.distributed.startup import show_startup
 from utils.network.compiler import compile_network
+from utils.network.distillation import Teacher
 from utils.network.freezing import AnyForwardBackward, FreezingForwardBackward
 from utils.network.gradients import (
     AMP_DTYPES,
@@ -81,16 +82,18 @@ def create_forward_backward(
     env: DistEnv,
     stream: torch.cuda.Stream | None,
     epoch: int = 0,
+    teacher: Teacher | None = None,
 ) -> AnyForwardBackward:
     """What a step does with a batch. Compiles for the image sizes of later epochs.
 
     Args:
         net: `model` as `distribute` returned it.
         model: whose gradients are exchanged where DDP does not do it.
-        criterion: logits and targets -> mean loss.
+        criterion: logits and targets, with a teacher also its logits -> mean loss.
         scaler: of fp16.
         stream: where a CUDA graph is captured; None for no graph.
         epoch: in which this launch begins, from 0.
+        teacher: images -> logits; None for none.
     """
 
     def create(net: nn.Module) -> ForwardBackward | GraphedForwardBackward:
@@ -99,7 +102,7 @@ def create_forward_backward(
             dtype = torch.bfloat16 if config.grad_compression == "bf16" else torch.float32
             exchange = FlatAllReduce(model.parameters(), dtype)
         forward_backward = ForwardBackward(
-            net, criterion, scaler, AMP_DTYPES[config.amp], config.grad_accum_steps, exchange
+            net, criterion, scaler, AMP_DTYPES[config.amp], config.grad_accum_steps, exchange, teacher
         )
         return forward_backward if stream is None else GraphedForwardBackward(forward_backward, stream)
 

@@ -24,14 +24,14 @@ def published_weights(arch: str) -> Weights:
     return Weights(f"timm's {arch}", classes=classes)
 
 
-def require_published(arch: str) -> None:
+def require_published(arch: str, option: str = "--pretrained") -> None:
     """Raise UserError, after one try, unless timm's weights for `arch` are in its cache or can be downloaded.
 
-    timm tries again for a minute and more, and prints each try.
+    timm tries again for a minute and more, and prints each try. `option` is the flag that wants them, for messages.
     """
     settings = timm.get_pretrained_cfg(arch)
     if settings is None or not settings.has_weights:
-        raise UserError(f"--pretrained: timm has no weights for {arch}; leave it out, or give a file")
+        raise UserError(f"{option}: timm has no weights for {arch}; leave it out, or give a file")
     repo, _, revision = (settings.hf_hub_id or "").partition("@")
     url = hf_hub_url(repo, HUB_FILES[0], revision=revision or None) if repo else str(settings.url)
     if _is_cached(repo, revision, str(settings.url)):
@@ -46,10 +46,11 @@ def require_published(arch: str) -> None:
     except Exception as error:  # of the HTTP client, which depends on the version of huggingface_hub
         variant = f"{arch.partition('.')[0]}.{settings.tag}" if settings.tag else arch
         file = variant + os.path.splitext(url)[1]
+        given = f"--arch {variant} --pretrained {file}" if option == "--pretrained" else f"{option} {file}"
         raise UserError(
-            f"--pretrained: timm's weights {variant} are not in the cache, and cannot be downloaded "
+            f"{option}: timm's weights {variant} are not in the cache, and cannot be downloaded "
             f"({first_line(error).rstrip('.')}); on a machine with a network, curl -fLo {file} {url} gets them: copy "
-            f"the file here, and give --arch {variant} --pretrained {file}"
+            f"the file here, and give {given}"
         ) from error
 
 

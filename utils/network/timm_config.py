@@ -11,8 +11,10 @@ from utils.errors import UserError, first_line
 from utils.options.arguments import format_model_arguments
 
 
-def read_timm_config(weights: Path) -> dict[str, Any]:
+def read_timm_config(weights: Path, option: str = "--pretrained") -> dict[str, Any]:
     """What the config.json beside `weights` says of them; {} where there is none, or one of another program.
+
+    `option` is the flag that names them, for messages.
 
     Returns:
         `arch`, `classes` (names in label order, or None), `normalization` and `model_args` (None for none), as a
@@ -39,6 +41,5 @@ def read_timm_config(weights: Path) -> dict[str, Any]:
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"--pretrained {weights}: config.json beside it is not timm's ({first_line(error, 200)}); repair or remove "
-            "it"
+            f"{option} {weights}: config.json beside it is not timm's ({first_line(error, 200)}); repair or remove it"
         ) from None

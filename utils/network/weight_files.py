@@ -43,6 +43,7 @@ class Weights:
 
     Attributes:
         source: a file, or timm's name for its own weights.
+        option: the flag that named it, for messages.
         networks: every state_dict in the file by its key, "" for the file itself, in their order.
         tensors: those of one network, by timm's names; None for timm's own, which timm loads, and before
             `utils.network.weight_names.match_weights`.
@@ -50,6 +51,7 @@ class Weights:
         taken: which of the file's weights these are, for the user; "" where there is nothing to say.
         arch: name of the architecture.
         settings: the configuration of the run that wrote a checkpoint of Brisk.
+        result: the evaluation of that checkpoint, a line of metrics.jsonl; {} for none.
         classes: class names in label order.
         normalization: mean and standard deviation per channel, of images in [0, 1].
         timm_settings: of the config.json that lies beside a file of timm's.
@@ -58,12 +60,14 @@ class Weights:
     """
 
     source: str
+    option: str = "--pretrained"
     networks: dict[str, StateDict] = dataclasses.field(default_factory=dict)
     tensors: StateDict | None = None
     kind: str = "weights"
     taken: str = ""
     arch: str | None = None
     settings: dict[str, Any] | None = None
+    result: dict[str, Any] = dataclasses.field(default_factory=dict)
     classes: tuple[str, ...] | None = None
     normalization: Normalization | None = None
     timm_settings: PretrainedCfg | None = None
@@ -71,35 +75,37 @@ class Weights:
     program: str | None = None
 
 
-def read_weights(path: Path) -> Weights:
+def read_weights(path: Path, option: str = "--pretrained") -> Weights:
     """Read a weights file onto the CPU; nothing in it is executed.
 
     Args:
         path: .safetensors, or what torch.save wrote: bare weights, or a checkpoint of Brisk, timm or another program.
             An index.json of several such files, or a folder with one of them, as on the Hugging Face hub. The facts in
             a config.json beside it are read, too.
+        option: the flag that names it, for messages.
 
     Raises:
         UserError: no such file, a damaged one, or one that holds other objects.
     """
-    file = find_weights(path)
-    content = _read(path, file)
+    file, named = find_weights(path, option), f"{option} {path}"
+    content = _read(named, file)
     if not isinstance(content, dict):
         raise UserError(
-            f"--pretrained {path}: holds a {type(content).__name__}, not weights by their names; save "
-            "model.state_dict()"
+            f"{named}: holds a {type(content).__name__}, not weights by their names; save model.state_dict()"
         )
     saved = content.get("config")
     settings = saved if isinstance(saved, dict) and {"arch", "val_resize"} <= saved.keys() else None
-    beside = {} if settings else read_timm_config(file)
+    beside = {} if settings else read_timm_config(file, option)
     facts = (content if settings else {"classes": content.get("classes")}) | beside
     arch = settings["arch"] if settings else beside.get("arch", content.get("arch"))
     classes, channels = facts.get("classes"), facts.get("normalization")
     return Weights(
         source=str(path),
+        option=option,
         networks=dict(_state_dicts(content)),
         arch=arch if isinstance(arch, str) and timm.is_model(arch.partition(".")[0]) else None,
         settings=settings,
+        result=content.get("result", {}) if settings else {},
         classes=tuple(classes) if isinstance(classes, list) else None,
         normalization=(tuple(channels["mean"]), tuple(channels["std"])) if channels else None,
         timm_settings=beside.get("timm_settings"),
@@ -108,8 +114,8 @@ def read_weights(path: Path) -> Weights:
     )
 
 
-def _read(path: Path, file: Path) -> Any:
-    """Content of a file, or of those that an index names; `path` is what the user gave.
+def _read(named: str, file: Path) -> Any:
+    """Content of a file, or of those that an index names; `named` is what the user gave.
 
     Raises:
         UserError: it cannot be read, or holds other objects.
@@ -123,16 +129,15 @@ def _read(path: Path, file: Path) -> Any:
         found = re.search(r"GLOBAL (\S+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
         if found:
             raise UserError(
-                f"--pretrained {path}: holds {found[1]}, which is not built, as that can execute code; in the program "
+                f"{named}: holds {found[1]}, which is not built, as that can execute code; in the program "
                 "that wrote it, save only the weights: torch.save(model.state_dict(), 'weights.pt')"
             ) from error
         if remedy := _remedy(file, error):
-            raise UserError(f"--pretrained {path}: {remedy}") from error
+            raise UserError(f"{named}: {remedy}") from error
         reason = getattr(error, "strerror", None) or type(error).__name__
         missing = f": {error.filename}" if isinstance(error, FileNotFoundError) and error.filename else ""
         raise UserError(
-            f"--pretrained {path}: damaged, or not a readable weights file ({reason}{missing}); give a .safetensors or "
-            ".pt file"
+            f"{named}: damaged, or not a readable weights file ({reason}{missing}); give a .safetensors or .pt file"
         ) from error
 
 

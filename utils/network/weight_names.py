@@ -196,7 +196,9 @@ def _listed(names: Sequence[str]) -> str:
 
 def _describe_misfit(weights: Weights, arch: str, wanted: _Wanted, near: Sequence[_Candidate]) -> str:
     """Why nothing in the file fits, by what fits best."""
-    start, remedy = f"--pretrained {weights.source}:", "give the architecture of these weights"
+    start, remedy = f"{weights.option} {weights.source}:", "give another file"
+    if weights.option == "--pretrained":
+        arch, remedy = f"--arch {arch}", "give the architecture of these weights"
     if weights.program:
         remedy = f"config.json names {weights.program}, whose names are not timm's: give timm's weights"
     if _SHARD.search(weights.source):
@@ -206,7 +208,7 @@ def _describe_misfit(weights: Weights, arch: str, wanted: _Wanted, near: Sequenc
     if not near:
         names = [name for tensors in weights.networks.values() for name in tensors]
         held = f"holds {_listed(names)}" if names else "holds no weights by name"
-        return f"{start} does not fit --arch {arch} ({held}; the network has {_listed(wanted.body)}); {remedy}"
+        return f"{start} does not fit {arch} ({held}; the network has {_listed(wanted.body)}); {remedy}"
     best = max(near, key=lambda each: -len(wanted.absent(each.tensors)))
     parts = (
         (wanted.absent(best.tensors), "missing"),
@@ -220,4 +222,4 @@ def _describe_misfit(weights: Weights, arch: str, wanted: _Wanted, near: Sequenc
         if names
     )
     under = _describe(best, 1, wanted)
-    return f"{start} does not fit --arch {arch}{under}: {told}; {remedy}"
+    return f"{start} does not fit {arch}{under}: {told}; {remedy}"

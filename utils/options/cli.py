@@ -34,6 +34,7 @@ from utils.options.validation import (
     check_limits,
     find_weights,
     require_source,
+    require_teacher,
     require_tracker,
     require_user_code,
     validate,
@@ -301,6 +302,7 @@ class _Train(Program[TrainConfig]):
         if options.pretrained not in (None, "timm") and not is_resumed:  # a checkpoint needs them no more
             find_weights(options.pretrained)
         if not options.evaluate:
+            require_teacher(options, resumes=is_resumed or options.resume not in ("auto", "none"))
             require_user_code(options)
             require_tracker(options.track)
 
@@ -340,9 +342,13 @@ def _resolve_spellings(values: dict[str, Any], sources: Mapping[str, str], given
 
 
 def _replaced_in_recipe(values: Mapping[str, Any], sources: Mapping[str, str], recipe: Mapping[str, Any]) -> list[str]:
-    """What a recipe says of its own schedule and optimizer, where the command line gives others."""
+    """What a recipe says of its own schedule and optimizer, where the command line gives others.
+
+    And of a teacher, where the command line evaluates: a run's config.json is a recipe, too.
+    """
     names = [*unused_by(values["schedule"])] if values["schedule"] != recipe["schedule"] else []
     names += ["optimizer_args"] if values["optimizer"] != recipe["optimizer"] else []
+    names += ["teacher", "teacher_weight", "teacher_temperature"] if values["evaluate"] else []
     return [name for name in names if sources[name] == _GIVEN[1]]
 
 

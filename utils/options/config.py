@@ -89,7 +89,7 @@ class TrainConfig(DataFlags):
         role="fixed",
     )  # fmt: skip
     layer_decay: float | None = _flag(
-        None, OPTIMIZATION, "Factor of the learning rate from each layer to the one below.", Limit(above=0, maximum=1),
+        None, OPTIMIZATION, "Factor of the learning rate from a layer to that below.", Limit(above=0, maximum=1),
         shown=False, role="fixed",
     )  # fmt: skip
     head_lr_scale: float | None = _flag(
@@ -109,9 +109,7 @@ class TrainConfig(DataFlags):
     schedule: Literal["cosine", "linear", "step", "constant"] = _flag(
         "cosine", OPTIMIZATION, "Decay of the learning rate.", role="logged"
     )
-    min_lr: float = _flag(
-        0.0, OPTIMIZATION, "Final learning rate of the decay, for 256 images like --lr.", MIN_0, role="logged"
-    )
+    min_lr: float = _flag(0.0, OPTIMIZATION, "Final learning rate, for 256 images like --lr.", MIN_0, role="logged")
     cooldown_epochs: int = _flag(0, OPTIMIZATION, "Last epochs, at --min-lr.", MIN_0, unit="epochs", role="logged")
     decay_epochs: float | None = _flag(
         None, OPTIMIZATION, "Epochs between two decays of --schedule step.", ABOVE_0, shown="30", unit="epochs",
@@ -125,7 +123,7 @@ class TrainConfig(DataFlags):
         None, OPTIMIZATION, "Loss of training.", names=tuple(LOSSES), shown="by task", role="logged", chosen=True
     )
     bce_target_thresh: float | None = _flag(
-        None, OPTIMIZATION, "With --loss bce, targets above this become 1, the others 0.", BELOW_1, shown="off",
+        None, OPTIMIZATION, "With --loss bce, targets above this become 1, others 0.", BELOW_1, shown="off",
         role="logged",
     )  # fmt: skip
     focal: float = _flag(
@@ -133,13 +131,23 @@ class TrainConfig(DataFlags):
         shown="0, off", role="logged",
     )  # fmt: skip
     class_weights: str = _flag(
-        "none", OPTIMIZATION, "Weights of the classes in the loss; auto: the rarer, the larger.",
+        "none", OPTIMIZATION, "Class weights in the loss; auto: the rarer, the larger.",
         metavar="auto|FILE", shown="none", role="fixed", is_path=True,
     )  # fmt: skip
     label_smoothing: float | None = _flag(
         None, OPTIMIZATION, "Share of the target that is spread over all classes.", BELOW_1, shown="by task; 0.1 or 0",
         role="logged", chosen=True,
     )  # fmt: skip
+    teacher: str | None = _flag(
+        None, OPTIMIZATION, "Network to distill: a run, a weights file, a timm name.", metavar="FILE|NAME", shown=False,
+        role="fixed", is_path=True,
+    )  # fmt: skip
+    teacher_weight: float = _flag(
+        0.5, OPTIMIZATION, "Share of the teacher in the loss.", Limit(minimum=0, maximum=1), role="logged"
+    )
+    teacher_temperature: float = _flag(
+        4.0, OPTIMIZATION, "Divisor of the logits in that share.", ABOVE_0, role="logged"
+    )
     ema_decay: float = _flag(
         0.0, OPTIMIZATION, "Decay of the moving average of the weights; 0 is off.", BELOW_1, role="logged"
     )

@@ -21,6 +21,7 @@ from utils.options.store_url import refuse_url, require_store, store_url
 WEIGHTS_OF_A_FOLDER = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"
 )  # fmt: skip
+WEIGHTS_SUFFIXES = (".pt", ".pth", ".bin", ".safetensors", ".tar", ".ckpt", ".json")
 
 
 def check_limits(name: str, value: Any) -> None:
@@ -47,6 +48,7 @@ def validate(config: TrainConfig) -> None:
     model_arguments(config)
     optimizer_arguments(config)
     _check_sources(config)
+    _check_teacher(config)
     _check_val_images(config)
     _check_cache(config)
     _check_user_code(config)
@@ -190,6 +192,41 @@ def _check_sources(config: TrainConfig) -> None:
         raise UserError(f"{name} without --pretrained FILE: there is no EMA; give a checkpoint's path")
 
 
+def _check_teacher(config: TrainConfig) -> None:
+    """Whether a training has a use for the teacher, and the flags of one have a teacher."""
+    if config.teacher is None:
+        for name in ("teacher_weight", "teacher_temperature"):
+            value = getattr(config, name)
+            if value != TrainConfig.__dataclass_fields__[name].default:
+                raise UserError(f"{flag(name)} {value:g} without --teacher: nothing uses it; give --teacher")
+        return
+    if config.evaluate:
+        raise UserError(f"--teacher {config.teacher} with --evaluate: only training has a teacher; leave it out")
+    folder = config.teacher if os.path.isdir(config.teacher) else os.path.dirname(os.path.abspath(config.teacher))
+    if os.path.exists(config.teacher) and os.path.realpath(folder) == os.path.realpath(str(config.output_dir)):
+        raise UserError(
+            f"--teacher {config.teacher}: lies in --output-dir, where this run writes; give another --output-dir or "
+            "--name"
+        )
+
+
+def names_file(teacher: str) -> bool:
+    """Whether a value of `--teacher` is a path, not the name of a network; no name of timm's has such an end."""
+    return os.path.exists(teacher) or os.sep in teacher or teacher.endswith(WEIGHTS_SUFFIXES)
+
+
+def require_teacher(config: TrainConfig, resumes: bool) -> None:
+    """Raise UserError unless the file that `--teacher` names is there, if it names one; `resumes` a run with it."""
+    teacher = config.teacher
+    if teacher is None or os.path.exists(teacher) or not names_file(teacher):
+        return
+    if resumes:
+        remedy = "no such file, and the run goes on with it; put it back, or give the path of a copy"
+    else:
+        remedy = "no such file; give the output folder of a run, a file of weights, or a name of timm's"
+    raise UserError(f"--teacher {teacher}: {remedy}")
+
+
 def _check_val_images(config: TrainConfig) -> None:
     """Which images validate."""
     name, fraction, held_out_by = config.val_split, config.val_fraction, config.held_out_by
@@ -292,15 +329,18 @@ def require_checkpoint(config: TrainConfig) -> None:
         raise UserError(f"--resume {config.resume}: no such checkpoint; give an existing file, auto or none")
 
 
-def find_weights(path: str | Path) -> Path:
+def find_weights(path: str | Path, option: str = "--pretrained") -> Path:
     """The file that `--pretrained FILE` means: itself, or of a folder the one that the Hugging Face hub names so.
+
+    `option` is the flag, for messages.
 
     Raises:
         UserError: there is none.
     """
     if not os.path.isdir(path):
         files = [Path(path)]
-        remedy = "no such file; give a weights file, or no value for timm's weights"
+        remedy = "no such file; give a weights file"
+        remedy += ", or no value for timm's weights" if option == "--pretrained" else ""
     else:
         files = [Path(path) / name for name in WEIGHTS_OF_A_FOLDER]
         best = os.path.join(path, "best.pt")
@@ -308,9 +348,9 @@ def find_weights(path: str | Path) -> Path:
         remedy += best if os.path.isfile(best) else "a weights file"
     found = next((file for file in files if os.path.isfile(file)), None)
     if found is None:
-        raise UserError(f"--pretrained {path}: {remedy}")
+        raise UserError(f"{option} {path}: {remedy}")
     if found.suffix == ".safetensors" and readable(str(found)) != str(found):
-        raise UserError(f"--pretrained {found}: the package safetensors needs a path in UTF-8; rename it")
+        raise UserError(f"{option} {found}: the package safetensors needs a path in UTF-8; rename it")
     return found
 
 

@@ -43,6 +43,7 @@ from utils.training.settings.autotune import choose_common_loader_settings, reso
 from utils.training.settings.batch_layout import describe_processes, layout_of
 from utils.training.settings.class_weights import class_weights
 from utils.training.settings.preprocessing import fill_preprocessing
+from utils.training.settings.teacher import create_teacher, read_teacher
 from utils.training.state.checkpoint import Checkpoint
 from utils.training.state.checkpoint_writer import CheckpointWriter
 from utils.training.state.output import lock_output, prepare_output
@@ -145,9 +146,9 @@ def build(
     """
     train, val = splits["train"], splits["val"]
     sampler = create_sampler(config, train, env)
-    # What is refused is refused before the network, which takes seconds.
-    replaced = files_to_replace(config, saved, env)
-    identity = check_fingerprint(config, splits, env, saved)
+    replaced = files_to_replace(config, saved, env)  # refusals come before the network, which takes seconds
+    trained = read_teacher(config, train.classes, env, resumes=saved is not None)
+    identity = check_fingerprint(config, splits, env, saved, trained)
     network, config = _create_network(config, env, train.classes, saved)
     run_record, changed_files = create_record(config, identity, splits, listed, network.normalization, env, saved)
     state = create_state(config, network.model, env, sampler.global_batch_size)
@@ -155,6 +156,7 @@ def build(
     net = distribute(state.model, config, env, stream)
     peak = peak_lr(config, sampler.global_batch_size)
     schedule = create_schedule(config, state.optimizer, peak, sampler.steps_per_epoch)
+    teacher, of_teacher = create_teacher(trained, config, network.normalization, env, saved.state.epoch if saved else 0)
     show_startup("opening the loaders")
     val_loader = pipelines.create_val_loader(with_val_batch(config), val, env, keeps_val_batches(config, env))
     with on_stream(stream):
@@ -162,9 +164,8 @@ def build(
     first_batch = state.step * config.grad_accum_steps
     train_loader = pipelines.create_train_loader(config, train, sampler, env, first_batch, restored.loader_state)
     stack.callback(train_loader.close)
-    criterion = create_criterion(config, env.device, class_weights(config, train))
-    step_parts = (net, state.model, criterion, state.scaler)
-    forward_backward = create_forward_backward(config, *step_parts, env, stream, state.epoch)
+    step_parts = net, state.model, create_criterion(config, env.device, class_weights(config, train)), state.scaler
+    forward_backward = create_forward_backward(config, *step_parts, env, stream, state.epoch, teacher)
     stack.callback(forward_backward.close)
     log = Log(config.output_dir, env.is_main, config.epochs, sampler.steps_per_epoch, config.tensorboard, state.step)
     stack.callback(log.close)
@@ -176,7 +177,7 @@ def build(
         train_loader=train_loader, val_loader=val_loader, num_val=len(val), log=log, tracker=tracker,
         augment=create_augment(config, network.normalization, create_targets(config, train, env), env),
         val_targets=create_targets(config, val, env), amp_dtype=AMP_DTYPES[config.amp], stop=stop,
-        writer=writer, record=run_record, origin=network.origin, claim=restored.claim,
+        writer=writer, record=run_record, origin=network.origin, teacher=of_teacher, claim=restored.claim,
         initial={name: initial_manifest(each, run_record.excluded_files[name]) for name, each in listed.items()},
         warnings=[*changed_files, *resume_warnings(config, saved, run_record, sampler, state, splits)],
     )  # fmt: skip

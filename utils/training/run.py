@@ -59,9 +59,8 @@ class Run:
         record: what all checkpoints of the run say.
         log, tracker: console and metrics.jsonl, and what sends them on.
         stop: whether the ranks are asked to stop.
-        origin, warnings: where the weights of a new run are from, and what is odd about a resume, for the user.
-        claim: on the output folder, until `claim_output_dir`.
-        initial: the images that the run began with.
+        origin, teacher, warnings: on first weights, on the teacher, and on what is odd about a resume, for the user.
+        claim, initial: on the output folder, until `claim_output_dir`; the images that the run began with.
         seconds_to_first_step: of this launch, from the start of the process; None before it.
         first_step_seconds: the part of it in the first step, with its input and compilation.
         startup_parts: seconds of each part of `seconds_to_first_step`; empty before it.
@@ -88,6 +87,7 @@ class Run:
     stop: StopRequest
     writer: CheckpointWriter
     origin: str
+    teacher: str
     warnings: list[str]
     claim: Claim | None
     initial: Splits

@@ -67,6 +67,7 @@ def log_run_summary(run: Run, splits: Splits, settings: LoaderSettings, saved: C
     }
     if schedule := describe_schedule(config, images):
         facts["schedule"] = schedule
+    facts |= {"teacher": run.teacher} if run.teacher else {}
     if state.ema is not None:
         facts["ema"] = describe_ema(state.ema, config.epochs * run.sampler.steps_per_epoch)
     usual, unusual = describe_optimizer(config, images)

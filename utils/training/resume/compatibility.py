@@ -40,6 +40,7 @@ from utils.training.resume.changes import (
 )
 from utils.training.settings.batch_layout import layout_of
 from utils.training.settings.class_weights import weights_identity
+from utils.training.settings.teacher import TrainedTeacher
 from utils.training.state.checkpoint import Checkpoint, RunRecord
 from utils.training.state.train_state import TrainState
 
@@ -47,11 +48,14 @@ LR_FLAGS = ("schedule", "min_lr", "cooldown_epochs", "decay_epochs", "decay_rate
 LR_JUMP = 0.01  # share of the learning rate by which a resume may change it without a warning
 
 
-def run_fingerprint(config: ResolvedConfig, splits: Splits, env: DistEnv) -> dict[str, Any]:
+def run_fingerprint(
+    config: ResolvedConfig, splits: Splits, env: DistEnv, teacher: TrainedTeacher | None = None
+) -> dict[str, Any]:
     """What must be the same for a resume to be exact, each under the name that a refusal gives it."""
     uses_dali = config.loader in BY_DALI
     flags = {flag(name): getattr(config, name) for name in flags_with(role="fixed")}
     flags |= code_identity(config) | weights_identity(config)
+    flags["--teacher"] = teacher.identity if teacher else None
     return flags | {
         "--decode": config.decode if uses_dali else None,
         "--cache": config.cache if config.loader == "dali" else None,
@@ -66,13 +70,19 @@ def run_fingerprint(config: ResolvedConfig, splits: Splits, env: DistEnv) -> dic
 
 
 @collective
-def check_fingerprint(config: ResolvedConfig, splits: Splits, env: DistEnv, saved: Checkpoint | None) -> dict[str, Any]:
+def check_fingerprint(
+    config: ResolvedConfig,
+    splits: Splits,
+    env: DistEnv,
+    saved: Checkpoint | None,
+    teacher: TrainedTeacher | None = None,
+) -> dict[str, Any]:
     """`run_fingerprint` of this launch, and the refusal of a checkpoint of another run.
 
     Raises:
         UserError: on all ranks, naming what differs and both values.
     """
-    now = run_fingerprint(config, splits, env)
+    now = run_fingerprint(config, splits, env, teacher)
     with sync_errors(env):
         differing = changed_names(saved, now) if saved else []
         if saved and config.accept_changes:
