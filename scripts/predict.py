@@ -12,7 +12,8 @@ and the numbers those of train.py --evaluate.
 With --calibrate, fits the temperature of CHECKPOINT on images of known class instead, and writes it into the file.
 
 Prints a line for each image. With --output-dir, writes predictions.csv instead; where folders or shards give the
-classes, also per_class.csv and confusion.csv. An image that cannot be read gets a line with the reason.
+classes, also per_class.csv and confusion.csv. An image that cannot be read gets a line with the reason. With --heatmap,
+heatmaps/ has pictures of the first images that show where their answer is seen (requirements-report.txt).
 
 A file has its name when it is complete. The same command starts over.
 
@@ -35,7 +36,14 @@ import typer
 from utils.distributed.startup import print_once, start_imports, start_program
 from utils.errors import UserError
 from utils.inference.inputs import expand_sources
-from utils.inference.predictions import EMBEDDING_FORMATS, Format, OutputType, PredictOptions, require_pyarrow
+from utils.inference.predictions import (
+    EMBEDDING_FORMATS,
+    Format,
+    OutputType,
+    PredictOptions,
+    require_captum,
+    require_pyarrow,
+)
 from utils.options.cli import Program, train_flag, with_train_flags
 from utils.options.limits import MIN_1, Limit
 from utils.options.readers import choice_option, number_option
@@ -43,6 +51,16 @@ from utils.progress import end_status
 
 WHOLE = number_option(int)
 PROBABILITY = Limit(minimum=0, maximum=1, noun="probability")
+FormatOption = Annotated[
+    Format | None,
+    typer.Option(help="Of the files.", show_default="csv; npy of embeddings", **choice_option(Format)),
+]
+OutputTypeOption = Annotated[
+    OutputType,
+    typer.Option(
+        help="Probabilities, the network's outputs, or features before its head.", **choice_option(OutputType)
+    ),
+]
 TIMEOUT = 600.0  # seconds to wait for another process, as train.py
 
 
@@ -61,16 +79,8 @@ def read_options(
         list[str], typer.Argument(metavar="SOURCE...", help="Images, folders, patterns in quotes, or shards.")
     ],
     topk: Annotated[int, typer.Option(help="Classes for each image, or all if there are fewer.", **WHOLE)] = 5,
-    format: Annotated[
-        Format | None,
-        typer.Option(help="Of the files.", show_default="csv; npy of embeddings", **choice_option(Format)),
-    ] = None,
-    output_type: Annotated[
-        OutputType,
-        typer.Option(
-            help="Probabilities, the network's outputs, or features before its head.", **choice_option(OutputType)
-        ),
-    ] = "prob",
+    format: FormatOption = None,
+    output_type: OutputTypeOption = "prob",
     ema: Annotated[
         bool | None, typer.Option(help="Use the moving average of the weights.", show_default="the better one")
     ] = None,
@@ -85,6 +95,10 @@ def read_options(
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Fit the temperature of CHECKPOINT on validation images of known class.")
     ] = False,
+    heatmap: Annotated[
+        int | None,
+        typer.Option(help="Draw where in the first N images their answer is seen.", show_default="none", **WHOLE),
+    ] = None,
     *,
     batch_size: int | None,
     workers: int | None,
@@ -96,13 +110,15 @@ def read_options(
 
     Exit status: 0 done, 1 failed, 2 wrong usage, 143 stopped by a signal; the same command starts over.
     """
+    MIN_1.check("--heatmap", heatmap)
     format = format or (EMBEDDING_FORMATS[0] if output_type == "embedding" else "csv")
     options = PredictOptions(
         checkpoint, sources, topk, format, output_type, ema, batch_size, workers, device, output_dir, eval_flip,
-        min_prob, calibrate,
+        min_prob, calibrate, heatmap or 0,
     )  # fmt: skip
     _check_probabilities(options)
     _check_files(options)
+    _check_heatmap(options)
     return options
 
 
@@ -142,6 +158,7 @@ def _check_probabilities(options: PredictOptions) -> None:
         "--min-prob": options.min_prob is not None,
         "--output-type": options.output_type != "prob",
         "--format": options.format != "csv",
+        "--heatmap": options.heatmap > 0,
     }
     for name in (name for name, is_given in others.items() if is_given):
         raise UserError(f"--calibrate with {name}: nothing is predicted; leave {name} out")
@@ -149,6 +166,21 @@ def _check_probabilities(options: PredictOptions) -> None:
         raise UserError(
             "--calibrate with --eval-flip: a temperature is of the network without mirror images; leave --eval-flip out"
         )
+
+
+def _check_heatmap(options: PredictOptions) -> None:
+    """Refuse what does not go with `--heatmap`."""
+    given = f"--heatmap {options.heatmap}"
+    if not options.heatmap:
+        return
+    if options.output_dir is None:
+        raise UserError(f"{given} without --output-dir: heat maps are files; give --output-dir DIR")
+    if options.output_type == "embedding":
+        raise UserError(f"{given} with --output-type embedding: a heat map is of an answer; give them to two commands")
+    try:
+        require_captum()
+    except UserError as error:
+        raise UserError(f"{given}: {error}") from None
 
 
 def check_paths(options: PredictOptions) -> None:

@@ -20,7 +20,7 @@ if [[ ! -f $stamp || $(<"$stamp") != "$expected" ]]; then
     python3.11 -m venv --clear .venv-lowest
     "$python" -m pip install --quiet --no-input --disable-pip-version-check -r requirements.txt -c "$lowest"
     "$python" -m pip install --quiet --no-input --disable-pip-version-check -c constraints.txt \
-        pytest pytest-timeout pytest-xdist
+        captum pytest pytest-timeout pytest-xdist
     echo "$expected" >"$stamp"
 fi
 # Old packages use what the newest of those that they need deprecate. Only the locked versions must do without.

@@ -73,6 +73,7 @@ def prepare(folder: Path) -> None:
     torch.save(saved | {"temperature": {"model": 0.0}}, folder / "cold.pt")
     torch.save(saved, folder / "last.pt")
     torch.save(saved | {"classes": ["0", "1", "2"]}, folder / "numbers.pt")
+    write_checkpoint(folder / "pit.pt", arch="pit_ti_224", image_size=64, val_resize=64)
     os.mkfifo(folder / "pipe.pt")
     (folder / "image.jpg").write_bytes(JPEG)
     (folder / "images.tar.gz").touch()
@@ -89,7 +90,7 @@ def prepare(folder: Path) -> None:
     write_embeddings(folder / "nan", features * np.nan, targets)
     for name in ("empty", "results/confusion.csv"):
         (folder / name).mkdir(parents=True)
-    for name in ("exported/model.safetensors", "mine/file"):
+    for name in ("exported/model.safetensors", "mine/file", "drawn/heatmaps"):
         (folder / name).parent.mkdir()
         (folder / name).touch()
 
@@ -164,6 +165,15 @@ COMMANDS = [
     Command("a temperature and answers", "predict.py run image.jpg --calibrate --min-prob 0.5"),
     Command("a temperature and a format", f"{_PREDICT} --calibrate --format jsonl"),
     Command("a temperature and an output", "predict.py run image.jpg --calibrate --output-type logit"),
+    Command("no heat map", f"{_PREDICT} --heatmap 0"),
+    Command("a negative number of heat maps", f"{_PREDICT} --heatmap -1"),
+    Command("half a heat map", f"{_PREDICT} --heatmap 1.5"),
+    Command("heat maps without an output folder", "predict.py run image.jpg --heatmap 1"),
+    Command("heat maps and embeddings", f"{_PREDICT} --heatmap 1 --output-type embedding"),
+    Command("heat maps and a temperature", f"{_PREDICT} --heatmap 1 --calibrate"),
+    Command("a file with the name of the heat maps", "predict.py run image.jpg --heatmap 1 --output-dir drawn"),
+    Command("heat maps of a network without a map", "predict.py pit.pt image.jpg --heatmap 1 --output-dir out"),
+    Command("heat maps of weights that do not fit", "predict.py arch.pt image.jpg --heatmap 1 --output-dir out"),
     Command("no checkpoint", "export.py none.pt --format onnx --output-dir out"),
     Command("a folder without a checkpoint", "export.py empty --format onnx --output-dir out"),
     Command("a checkpoint that was cut off", "export.py cut.pt --format onnx --output-dir out"),

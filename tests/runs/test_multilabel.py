@@ -102,6 +102,11 @@ def check_report(run: Path) -> None:
     content = json.loads((run / "report.json").read_text())
     assert [each["name"] for each in content["classes"]] == sorted(COLORS)
     worst = content["worst"][0]
+    added, missed = (set(worst[name].split(", ")) - {"nothing"} for name in ("predicted", "target"))
+    shown = [one["class"] for one in worst["heatmaps"]]
+    assert [name in added for name in shown] + [name in missed for name in shown] in (
+        [True, False], [False, True], [True, False, False, True]
+    )  # fmt: skip
     assert set(worst["target"].split(", ")) | set(worst["predicted"].split(", ")) <= {*COLORS, "nothing"}
     assert (run / "report.html").is_file()
 

@@ -132,6 +132,7 @@ def test_mistakes_are_those_of_the_best_weights(folders: list[Path], data: Path)
         assert each["path"].startswith(f"{each['target']}/")
         assert each["predicted"] != each["target"]
         assert each["target_probability"] <= each["probability"]
+        assert [one["class"] for one in each["heatmaps"]] == [each["predicted"], each["target"]]
     assert len(pictures.samples) == 8, "a whole batch is smaller than the grid"
     assert all(len(each["mixed"]) in (0, 2) for each in pictures.samples)
     assert any(each["after"] for each in pictures.samples)

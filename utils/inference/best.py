@@ -1,7 +1,10 @@
 """The end of a run: best.pt is evaluated once more, gets its temperature, and its mistakes go to the report."""
 
 import dataclasses
+import functools
 from typing import Any
+
+import torch
 
 from utils.data.loaders.settings import with_val_batch
 from utils.data.splits.selection import Splits
@@ -11,10 +14,12 @@ from utils.errors import UserError, first_line
 from utils.figures import better_network
 from utils.inference.calibration import Calibration, EvaluationCalibrator
 from utils.inference.evaluate import Observer, describe_source, evaluate
+from utils.inference.heatmaps import HeatMaps
 from utils.inference.mistakes import write_page
 from utils.inference.multilabel_mistakes import create_mistakes
 from utils.inference.weights import write_temperature
 from utils.network.parallel import broadcast_weights
+from utils.options.resolved import ResolvedConfig
 from utils.progress import with_bar
 from utils.report.pictures import Pictures
 from utils.training.run import Run
@@ -89,8 +94,14 @@ def judge_best(run: Run, splits: Splits) -> Judged:
     pictures = None
     if mistakes:
         source = describe_source(result | {"checkpoint": str(config.output_dir / BEST)}, saved, config.best_by)
-        pictures = mistakes.pictures(source, train, run.augment.samples, found.to_dict() if found else {})
+        create = functools.partial(_create_heatmaps, saved, name, config, env.device) if saved else None  # on rank 0
+        calibration = found.to_dict() if found else {}
+        pictures = mistakes.pictures(source, train, run.augment.samples, calibration, create)
     return Judged(found.figures() if found else {}, pictures)
+
+
+def _create_heatmaps(saved: Checkpoint, name: str, config: ResolvedConfig, device: torch.device) -> HeatMaps:
+    return HeatMaps(saved.state.networks[name], config, saved.record.normalization, device)
 
 
 def _keep_temperature(run: Run, saved: Checkpoint, network: str, found: Calibration) -> None:

@@ -1,9 +1,10 @@
 """Exact evaluation: every validation image counts once, on any number of ranks and at any batch size; `--evaluate`."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from utils.errors import UserError
 from utils.figures import better_network, figure
 from utils.files import write_json
 from utils.inference.calibration import EvaluationCalibrator
+from utils.inference.heatmaps import HeatMaps
 from utils.inference.metrics import EVAL_METRICS, EvalMetric
 from utils.inference.mistakes import Mistakes, check_report, val_indices, write_page
 from utils.inference.multilabel import MULTILABEL_METRICS
@@ -196,6 +198,14 @@ def _combine(seen: int, metrics: Sequence[EvalMetric], env: DistEnv) -> tuple[in
     return int(count), states
 
 
+class _Reported(NamedTuple):
+    """What `--report` says of one network."""
+
+    mistakes: Mistakes
+    calibrator: EvaluationCalibrator
+    create_heatmaps: Callable[[], HeatMaps]
+
+
 @collective
 def evaluate_checkpoint(config: TrainConfig, env: DistEnv) -> None:
     """`--evaluate`: the networks of a checkpoint, or pretrained weights, on val; writes evaluation.json.
@@ -237,7 +247,7 @@ def evaluate_checkpoint(config: TrainConfig, env: DistEnv) -> None:
         if resolved.real_labels:
             answers = read_real_labels(resolved.real_labels, splits["val"], resolved.num_classes)
     result, note, observers = _evaluate_networks(resolved, splits["val"], env, saved, answers)
-    pictures = _pictures(*observers, describe_source(result, saved, resolved.best_by)) if observers else None
+    pictures = _pictures(observers, describe_source(result, saved, resolved.best_by)) if observers else None
     if env.is_main:
         if skipped := describe_exclusions(splits, resolved.output_dir):
             emit(f"skipped {skipped}")
@@ -265,9 +275,10 @@ def _settings_of_weights(config: TrainConfig, env: DistEnv) -> tuple[TrainConfig
 
 
 @collective
-def _pictures(mistakes: Mistakes, calibrator: EvaluationCalibrator, source: dict[str, Any]) -> Pictures | None:
-    found = calibrator.calibrate()
-    return mistakes.pictures(source, calibration=found.to_dict() if found else {})
+def _pictures(reported: _Reported, source: dict[str, Any]) -> Pictures | None:
+    found = reported.calibrator.calibrate()
+    calibration = found.to_dict() if found else {}
+    return reported.mistakes.pictures(source, calibration=calibration, create_heatmaps=reported.create_heatmaps)
 
 
 def describe_result(result: Mapping[str, Any], num_classes: int) -> str:
@@ -285,7 +296,7 @@ def _shown(key: str, value: Any) -> str:
 @collective
 def _evaluate_networks(
     config: ResolvedConfig, val: Manifest, env: DistEnv, saved: Checkpoint | None, answers: NDArray[np.bool_] | None
-) -> tuple[dict[str, Any], str, tuple[Mistakes, EvaluationCalibrator] | None]:
+) -> tuple[dict[str, Any], str, _Reported | None]:
     """The content of evaluation.json, a note on what pretrained weights leave open ("" for none), and `--report`'s.
 
     `answers` are the labels of `--real-labels`, of all images.
@@ -311,17 +322,23 @@ def _evaluate_networks(
         result["eval_classes"] = int(torch.count_nonzero(~model.absent))
     targets = create_targets(config, val, env)
     own = None if answers is None else torch.from_numpy(answers[val_indices(config, len(val), env)])
-    observers: dict[str, tuple[Mistakes, EvaluationCalibrator]] = {}
+    reported: dict[str, _Reported] = {}
     for name in saved.state.networks if saved else NETWORKS[:1]:
         if saved:
             load_network(network.model, saved, name, config)
         batches = with_bar(loader, "evaluating", -(-len(val) // (env.world_size * config.batch_size)), env.is_main)
         if config.report:
-            observers[name] = create_mistakes(config, val, env), EvaluationCalibrator(config, len(val), targets, env)
+            weights = saved.state.networks[name] if saved else network.model.state_dict()
+            reported[name] = _Reported(
+                create_mistakes(config, val, env),
+                EvaluationCalibrator(config, len(val), targets, env),
+                functools.partial(HeatMaps, weights, config, network.normalization, env.device),
+            )
         real = [] if own is None else [RealAccuracy(own, env.device)]
-        found = evaluate(model, batches, normalize, len(val), targets, env, amp_dtype, observers.get(name, ()), real)
+        observers = reported[name][:2] if config.report else ()
+        found = evaluate(model, batches, normalize, len(val), targets, env, amp_dtype, observers, real)
         result |= {("" if name == "model" else "ema_") + key: value for key, value in found.items()}
-    return result, network.note, observers.get(better_network(result, config.best_by, prefix=""))
+    return result, network.note, reported.get(better_network(result, config.best_by, prefix=""))
 
 
 def load_network(model: nn.Module, saved: Checkpoint, name: str, config: ResolvedConfig) -> None:

@@ -8,6 +8,7 @@ import dataclasses
 import math
 import tempfile
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from utils.distributed.collectives import gather_to_rank0, sync_errors
 from utils.distributed.group import DistEnv
 from utils.errors import UserError, first_line, readable
 from utils.files import atomic_write_text, json_text
+from utils.inference.heatmaps import HeatMaps, draw_heatmaps
 from utils.network.augment import Samples
 from utils.options.resolved import ResolvedConfig
 from utils.report.output_folder import read_run
@@ -45,6 +47,7 @@ class Wrong(NamedTuple):
     probability: float
     target_probability: float
     image: Tensor
+    mapped: tuple[int, ...]  # labels whose heat maps are shown, the wrong answer first
 
 
 def val_indices(config: ResolvedConfig, num_images: int, env: DistEnv) -> NDArray[np.int64]:
@@ -91,7 +94,7 @@ class Mistakes:
                     Wrong(
                         float(losses[at]), int(indices[at]), self._class(int(targets[at])),
                         self._class(int(predicted[at])), float(probabilities[at, predicted[at]]), of_target,
-                        images[at].cpu(),
+                        images[at].cpu(), (int(predicted[at]), int(targets[at])),
                     )
                 )  # fmt: skip
         self._keep_worst()
@@ -115,6 +118,7 @@ class Mistakes:
         train: Manifest | None = None,
         samples: Samples | None = None,
         calibration: dict[str, Any] | None = None,
+        create_heatmaps: Callable[[], HeatMaps] | None = None,
     ) -> Pictures | None:
         """The content of report.json on rank 0, None on the others.
 
@@ -123,6 +127,7 @@ class Mistakes:
             train: the training images, if this launch has trained.
             samples: some of them, if they were kept.
             calibration: see `Pictures`.
+            create_heatmaps: of the network that was evaluated; called on rank 0, which draws them alone.
         """
         ranks = gather_to_rank0((self._found, self._worst), self._env)
         if ranks is None:
@@ -130,6 +135,10 @@ class Mistakes:
         classes = self._classes
         counts, correct, pairs = self._summarize([each for batches, _ in ranks for each in batches])
         worst = sorted((wrong for _, each in ranks for wrong in each), key=lambda wrong: -wrong.loss)[:NUM_WORST]
+        drawn: list[list[Image.Image]] = [[]] * len(worst)
+        no_heatmaps = ""
+        if create_heatmaps is not None and worst:
+            drawn, no_heatmaps = draw_heatmaps([(wrong.image, wrong.mapped) for wrong in worst], create_heatmaps)
         return Pictures(
             source=source,
             classes=[
@@ -140,11 +149,12 @@ class Mistakes:
                 {"target": self._class(target), "predicted": self._class(predicted), "count": count}
                 for (target, predicted), count in pairs.most_common(MAX_PAIRS)
             ],
-            worst=[self._describe(wrong) for wrong in worst],
+            worst=[self._describe(wrong, maps) for wrong, maps in zip(worst, drawn, strict=True)],
             samples=self._describe_samples(samples) if samples is not None else [],
             confusion=self._matrix(correct, pairs),
             training={} if train is None else dict(zip(classes, map(int, train.class_counts()), strict=True)),
             calibration=calibration or {},
+            no_heatmaps=no_heatmaps,
         )
 
     def _matrix(self, correct: NDArray[np.int64], pairs: Counter[tuple[int, int]]) -> list[list[int]]:
@@ -175,7 +185,7 @@ class Mistakes:
         names = self._classes
         return names[label] if label < len(names) else f"output {label}"  # of a head with more of them
 
-    def _describe(self, wrong: Wrong) -> dict[str, Any]:
+    def _describe(self, wrong: Wrong, maps: Sequence[Image.Image]) -> dict[str, Any]:
         return {
             "path": readable(self._manifest.name(wrong.position)) if self._manifest.images is not None else "",
             "target": wrong.target,
@@ -183,6 +193,10 @@ class Mistakes:
             "probability": round(wrong.probability, 4),
             "target_probability": round(wrong.target_probability, 4),
             "jpeg": _encode(wrong.image),
+            "heatmaps": [
+                {"class": self._class(label), "jpeg": encode_picture(drawn)}
+                for label, drawn in zip(wrong.mapped, maps, strict=False)  # there may be no maps
+            ],
         }
 
     def _describe_samples(self, samples: Samples) -> list[dict[str, Any]]:
@@ -249,7 +263,7 @@ def _empty_pictures(manifest: Manifest) -> Pictures:
         source={},
         classes=[{"name": name, "count": 0, "correct": 0} for name in names],
         confused=[{"target": names[0], "predicted": names[-1], "count": 0}],
-        worst=[wrong | {"jpeg": jpeg}],
+        worst=[wrong | {"jpeg": jpeg, "heatmaps": [{"class": names[0], "jpeg": jpeg}]}],
         samples=[{"before": jpeg, "after": jpeg, "target": names[0], "mixed": []}],
     )
 
@@ -268,7 +282,8 @@ def write_page(output_dir: Path, pictures: Pictures) -> str:
     except OSError as error:
         reason = error.strerror or first_line(error)
         return f"warning: {output_dir}: no report ({reason}); --evaluate --report writes it again"
-    return f"{output_dir}: {', '.join(written)}"
+    no_maps = f", without heat maps ({pictures.no_heatmaps})" if pictures.no_heatmaps else ""
+    return f"{output_dir}: {', '.join(written)}{no_maps}"
 
 
 def _write_page(output_dir: Path, pictures: Pictures) -> list[str]:

@@ -38,13 +38,17 @@ class MultilabelMistakes(Mistakes):
         self._found.append(torch.stack([has, says]).cpu().numpy())
         for at in losses.topk(min(NUM_WORST, len(losses))).indices.tolist():
             if not torch.equal(has[at], says[at]):
-                of_wrong = probabilities[at][says[at] & ~has[at]]
+                added, missed = (says[at] & ~has[at]).nonzero()[:, 0], (has[at] & ~says[at]).nonzero()[:, 0]
+                mapped = [int(added[probabilities[at][added].argmax()])] if len(added) else []
+                mapped += [int(missed[probabilities[at][missed].argmin()])] if len(missed) else []
+                of_wrong = probabilities[at][added]
                 of_target = probabilities[at][has[at]]
                 self._worst.append(
                     Wrong(
                         float(losses[at]), int(indices[at]), self._names(has[at]), self._names(says[at]),
                         float(of_wrong.max()) if len(of_wrong) else 0.0,
                         float(of_target.min()) if len(of_target) else 0.0, images[at].cpu(),
+                        tuple(mapped),
                     )
                 )  # fmt: skip
         self._keep_worst()

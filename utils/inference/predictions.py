@@ -5,6 +5,7 @@ Every rank encodes its own rows (`Columns.encode`), and rank 0 writes the pieces
 
 import csv
 import dataclasses
+import importlib.util
 import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -46,6 +47,7 @@ class PredictOptions:
         eval_flip: whether logits are means over an image and its mirror image.
         min_prob: least probability of an answer, 0 to 1; None answers always.
         calibrate: whether to fit the temperature of the checkpoint, and to predict nothing.
+        heatmap: images that get a heat map, the first ones.
     """
 
     checkpoint: Path
@@ -61,6 +63,7 @@ class PredictOptions:
     eval_flip: bool
     min_prob: float | None = None
     calibrate: bool = False
+    heatmap: int = 0
 
     @property
     def paths(self) -> list[Path]:
@@ -232,6 +235,15 @@ def require_pyarrow() -> None:
         import pyarrow.parquet  # noqa: F401
     except ImportError:
         raise UserError("--format parquet: is written by the package pyarrow; pip install pyarrow") from None
+
+
+def require_captum() -> None:
+    """Raise UserError unless heat maps can be computed."""
+    if importlib.util.find_spec("captum") is None:
+        raise UserError(
+            "the package captum is missing, which computes heat maps; pip install -r requirements-report.txt -c "
+            "constraints.txt"
+        )
 
 
 def _suffix(k: int) -> str:

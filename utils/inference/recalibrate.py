@@ -15,8 +15,8 @@ from utils.files import check_writable, write_json
 from utils.inference.calibration import Calibration, Calibrator
 from utils.inference.evaluate import compute_logits
 from utils.inference.inputs import NO_TARGET
-from utils.inference.predict import Predictor, create_predictor
 from utils.inference.predictions import CALIBRATION, PredictOptions
+from utils.inference.predictor import Predictor, create_predictor
 from utils.inference.sources import list_images, resolve_config
 from utils.inference.weights import choose_network, open_best_checkpoint, write_temperature
 from utils.log import emit

@@ -32,7 +32,8 @@ class Pictures:
         classes: `name`, `count` and `correct` of each class, in label order.
         confused: `target`, `predicted` and `count` of the pairs of classes that are most often confused.
         worst: `path`, `target`, `predicted`, `probability`, `target_probability` and `jpeg` of the wrongly
-            classified validation images, the largest loss first.
+            classified validation images, the largest loss first; and `heatmaps` (`class`, `jpeg`), of the wrong answer
+            and of the right one.
         samples: `before`, `after` (both JPEG), `target` and `mixed` of the first training images of the last launch.
         confusion: images of each class (rows) by the class that they are taken for (columns), in label order; [] of
             more than `MAX_MATRIX` classes, and where an image has any number of them.
@@ -40,6 +41,7 @@ class Pictures:
         calibration: of the probabilities: `temperature`, `count`, `before` and `after` (each with `ece`, `nll`, `brier`
             and `bins`: images, mean probability, accuracy) and `answered` (threshold, percent answered, accuracy in
             percent or None); {} where they have none.
+        no_heatmaps: why `worst` has no heat maps; "" where it has some, and in files of before.
     """
 
     source: dict[str, Any]
@@ -50,6 +52,7 @@ class Pictures:
     confusion: list[list[int]] = dataclasses.field(default_factory=list)
     training: dict[str, int] = dataclasses.field(default_factory=dict)
     calibration: dict[str, Any] = dataclasses.field(default_factory=dict)
+    no_heatmaps: str = ""
 
     @property
     def hardest(self) -> list[dict[str, Any]]:
@@ -76,7 +79,11 @@ def read_pictures(folder: Path) -> Pictures | None:
         _ = found.hardest, sum(found.training.values())
         if found.calibration:
             _check_calibration(found.calibration)
-        for picture in [*found.worst, *found.samples]:
+        for wrong in found.worst:
+            wrong.setdefault("heatmaps", [])  # of a file without them
+        heatmaps = [each for wrong in found.worst for each in wrong["heatmaps"]]
+        _ = [f"{each['class']}" for each in heatmaps], found.no_heatmaps + ""
+        for picture in [*found.worst, *found.samples, *heatmaps]:
             for name in {"jpeg", "before", "after"} & picture.keys():
                 base64.b64decode(picture[name], validate=True)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, binascii.Error):
