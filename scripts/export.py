@@ -2,10 +2,13 @@
 """Export the network of a checkpoint for other programs: timm, ONNX Runtime, torch.export.
 
     scripts/export.py runs/imagenet-resnet50 --format onnx --output-dir exported
+    scripts/export.py runs/imagenet-resnet50 --format onnx --int8 --output-dir exported-int8
 
 Writes model.safetensors and config.json (timm), model.onnx or model.pt2, and labels.txt: a class a
 line, in label order. The layers are timm's own. Before a file gets its name it is read by its own runtime, and compared
 with torch on images of the run. A folder may hold all formats of one network.
+
+With --int8 it is calibrated on training images of the run, and compared on all its validation images.
 
 Exit status: 0 done, 1 the network cannot be exported, or the comparison failed; 2 wrong usage or a damaged checkpoint.
 """
@@ -25,7 +28,8 @@ import typer
 from utils.errors import RunFailed, UserError, first_line, readable
 from utils.log import emit
 from utils.options.cli import REQUIRED, Program, train_flag, with_train_flags
-from utils.options.readers import choice_option
+from utils.options.limits import MIN_0
+from utils.options.readers import choice_option, number_option
 from utils.text import count
 
 FormatName = Literal["timm", "onnx", "pt2"]
@@ -45,6 +49,9 @@ class Options:
         half: whether its layers are float16.
         check: whether it is compared with torch.
         check_data: folder of images for that; None for those of the run.
+        int8: whether weights and activations are quantized.
+        max_loss: points of accuracy that this may cost; None for 1.
+        data_dir: the images of the run; None for where it read them.
         push: repository on the Hugging Face hub that gets them, too.
     """
 
@@ -58,6 +65,9 @@ class Options:
     check_data: Path | None
     overwrite: bool
     push: str | None
+    int8: bool
+    max_loss: float | None
+    data_dir: Path | None
 
 
 def export(options: Options) -> None:
@@ -69,16 +79,21 @@ def export(options: Options) -> None:
     """
     # What takes seconds comes after the checks of the command line.
     from utils.inference.export.formats import FORMATS, LABELS
+    from utils.inference.export.int8 import to_int8
     from utils.inference.export.output import check_output, label_lines, staged, write_and_compare
+    from utils.inference.export.run_images import find_run_images
     from utils.inference.export.trained import EMA, load_trained
 
     files = FORMATS[options.format].files
     trained = load_trained(options.checkpoint, options.ema)
+    if options.data_dir is not None:
+        trained = dataclasses.replace(trained, config=dataclasses.replace(trained.config, data_dir=options.data_dir))
     labels = label_lines(trained.classes)
     check_output(options.output_dir, files, labels, options.overwrite)
     weights = "EMA weights" if trained.weights == EMA else "weights"
     accuracy = trained.accuracy or "not evaluated"
     with staged(options.output_dir, (LABELS, *files)) as folder:
+        images = find_run_images(trained.saved, options.data_dir, folder) if options.int8 else None
         emit(
             f"{trained.path}: {trained.config.arch}, {count(trained.config.num_classes, 'class')}, {weights}, "
             f"{accuracy}"
@@ -88,6 +103,7 @@ def export(options: Options) -> None:
             compared = write_and_compare(
                 trained, options.format, options.input, options.half, folder, options.check, options.check_data
             )
+            quantized = to_int8(trained, options.input, folder, images, options.max_loss) if images else ""
         except (UserError, RunFailed, OSError):
             raise
         except Exception as error:  # exporters and runtimes have no common one
@@ -97,6 +113,8 @@ def export(options: Options) -> None:
             ) from error
         size = sum((folder / name).stat().st_size for name in files)
     emit(compared)
+    if quantized:
+        emit(quantized)
     emit(f"{options.output_dir}: {', '.join((*files, LABELS))}; {size / 1e6:,.1f} MB")
     if options.push is not None:
         from utils.inference.export.hub import push
@@ -104,7 +122,10 @@ def export(options: Options) -> None:
         emit(f"uploaded: {push(options.output_dir, (*files, LABELS), options.push, trained)}")
 
 
-@with_train_flags(train_flag("output_dir", default=REQUIRED, shown=False, help="Where the files go."))
+@with_train_flags(
+    train_flag("output_dir", default=REQUIRED, shown=False, help="Where the files go."),
+    train_flag("data_dir", help="The images of the run, for --int8.", shown="where the run read them"),
+)
 def read_options(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A file, or the output folder of a run.")],
     format: Annotated[FormatName, typer.Option(help="Form of the files.", **choice_option(FormatName))],
@@ -119,6 +140,13 @@ def read_options(
         ),
     ] = "float",
     half: Annotated[bool, typer.Option("--half", help="Compute in float16; input and logits stay.")] = False,
+    int8: Annotated[
+        bool, typer.Option("--int8", help="Compute in int8, calibrated on training images; input and logits stay.")
+    ] = False,
+    max_loss: Annotated[
+        float | None,
+        typer.Option(help="Points of top-1, or mAP, that --int8 may lose.", show_default="1", **number_option(float)),
+    ] = None,
     check: Annotated[
         bool, typer.Option("--check/--no-check", help="Read the files back and compare them with torch.")
     ] = True,
@@ -134,15 +162,33 @@ def read_options(
     ] = None,
     *,
     output_dir: Path,
+    data_dir: Path | None,
 ) -> Options:
     """Export the network of a checkpoint for timm, ONNX Runtime or torch.export.
 
     Exit status: 0 done, 1 the network cannot be exported, or the comparison failed; 2 wrong usage or a damaged
     checkpoint.
     """
-    options = Options(checkpoint, format, output_dir, ema, input, half, check, check_data, overwrite, push)
+    options = Options(
+        checkpoint, format, output_dir, ema, input, half, check, check_data, overwrite, push, int8, max_loss, data_dir
+    )
     _check(options)
+    _check_int8(options)
     return options
+
+
+def _check_int8(options: Options) -> None:
+    """Refuse what does not go with `--int8`, or goes with it only."""
+    MIN_0.check("--max-loss", options.max_loss)
+    of_int8 = {"--max-loss": options.max_loss, "--data-dir": options.data_dir}
+    for name in (name for name, value in of_int8.items() if value is not None and not options.int8):
+        raise UserError(f"{name} without --int8: is for what int8 costs; leave it out, or give --int8")
+    if options.int8 and options.format != "onnx":
+        raise UserError(
+            f"--int8 with --format {options.format}: ONNX Runtime quantizes; give --format onnx, or leave --int8 out"
+        )
+    if options.int8 and options.half:
+        raise UserError("--int8 with --half: a network computes in one of them; leave one out")
 
 
 def _check(options: Options) -> None:

@@ -88,6 +88,9 @@ def prepare(folder: Path) -> None:
     write_embeddings(folder / "unlabeled", features, ("", "", ""))
     write_embeddings(folder / "single", features, ("red", "red", ""))
     write_embeddings(folder / "nan", features * np.nan, targets)
+    for name in ("half/val/red", "animals/train/cat", "animals/val/cat", "colors/blue", "colors/green", "colors/red"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "image.jpg").write_bytes(JPEG)
     for name in ("empty", "results/confusion.csv"):
         (folder / name).mkdir(parents=True)
     for name in ("exported/model.safetensors", "mine/file", "drawn/heatmaps"):
@@ -189,6 +192,19 @@ COMMANDS = [
     Command("no images to compare on", f"{_EXPORT} --format pt2 --check-data gone"),
     Command("images, but no comparison", f"{_EXPORT} --format pt2 --check-data . --no-check"),
     Command("ONNX for the hub", f"{_EXPORT} --format onnx --push me/net"),
+    Command("int8 for torch", f"{_EXPORT} --format pt2 --int8"),
+    Command("int8 for timm", f"{_EXPORT} --format timm --int8"),
+    Command("int8 and float16", f"{_EXPORT} --format onnx --int8 --half"),
+    Command("int8 of a run on synthetic images", f"{_EXPORT} --format onnx --int8"),
+    Command("int8 without the images of the run", "export.py a1 --output-dir out --format onnx --int8"),
+    Command("images that are not there", f"{_EXPORT} --format onnx --int8 --data-dir gone"),
+    Command("no training images", f"{_EXPORT} --format onnx --int8 --data-dir half"),
+    Command("int8 with images of other classes", f"{_EXPORT} --format onnx --int8 --data-dir animals"),
+    Command("training images for the validation, too", f"{_EXPORT} --format onnx --int8 --data-dir colors"),
+    Command("a negative loss", f"{_EXPORT} --format onnx --int8 --max-loss -1"),
+    Command("a loss that is no number", f"{_EXPORT} --format onnx --int8 --max-loss much"),
+    Command("a loss without int8", f"{_EXPORT} --format onnx --max-loss 2"),
+    Command("images of the run without int8", f"{_EXPORT} --format onnx --data-dir animals"),
     Command("a folder that cannot be made", "export.py run --format pt2 --output-dir /proc/out"),
     Command("an exported network is there", "export.py run --format timm --output-dir exported"),
     Command("the folder of a run", "export.py run --format timm --output-dir run --overwrite"),

@@ -43,7 +43,10 @@ def write_checkpoint(
             if value.is_floating_point() and value.ndim == 1:
                 value += 0.2 * torch.rand_like(value)
     saved = checkpoint_of(config)
-    record = dataclasses.replace(saved.record, classes=CLASSES, normalization=(MEAN, STD))
+    files = {"files of train/": "of some", "files of val/": "of others"}
+    record = dataclasses.replace(
+        saved.record, classes=CLASSES, normalization=(MEAN, STD), fingerprint=saved.record.fingerprint | files
+    )
     state = dataclasses.replace(
         saved.state, networks=networks, result={"epoch": 0, "step": 0} | result if result else {}
     )

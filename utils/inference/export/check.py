@@ -119,7 +119,7 @@ def check_images(config: ResolvedConfig, folder: Path | None) -> tuple[Tensor, s
 def _records_below(folder: Path) -> list[Record]:
     """Image files below a folder, in the order of their names."""
     found, _ = list_images(folder)
-    return [file_record(os.path.join(folder, found[index].name)) for index in _spread(len(found))]
+    return [file_record(os.path.join(folder, found[index].name)) for index in spread(len(found), NUM_IMAGES)]
 
 
 def _records_of_run(config: ResolvedConfig) -> list[Record]:
@@ -133,12 +133,12 @@ def _records_of_run(config: ResolvedConfig) -> list[Record]:
             manifest = next(iter(read_data(listed, alone).values()))  # of train, if a part is held out
         except UserError:
             return []
-    return [manifest.record(index) for index in _spread(len(manifest))]
+    return [manifest.record(index) for index in spread(len(manifest), NUM_IMAGES)]
 
 
-def _spread(count: int) -> list[int]:
-    """At most `NUM_IMAGES` of so many indices, from the first to the last, so of all classes."""
-    return [int(index) for index in np.linspace(0, count - 1, min(count, NUM_IMAGES)).round()]
+def spread(count: int, most: int) -> list[int]:
+    """At most `most` of so many indices, from the first to the last, so of all classes."""
+    return [int(index) for index in np.linspace(0, count - 1, min(count, most)).round()]
 
 
 def _decode(config: ResolvedConfig, records: list[Record]) -> Tensor:

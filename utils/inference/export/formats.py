@@ -22,7 +22,7 @@ from utils.options.arguments import model_arguments
 from utils.options.sizes import sides_of, timm_size
 from utils.training.settings.preprocessing import TIMM_CROPS
 
-LABELS, METADATA = "labels.txt", "metadata.json"
+LABELS, ONNX, METADATA = "labels.txt", "model.onnx", "metadata.json"
 MAX_ONNX_BYTES = 2**31 - 2**27  # a protobuf holds 2 GiB; some of it is the graph
 # What timm's settings say of a network whoever trained it. The others are of the published weights: their name,
 # license, origin, papers, and the sizes of their evaluation.
@@ -116,19 +116,23 @@ def write_onnx(trained: Trained, classifier: Classifier, metadata: dict[str, Any
         external_data=False,
         verbose=False,
     )
-    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in metadata.items()}
-    program.model.metadata_props.update(texts)
-    program.save(str(folder / "model.onnx"), external_data=False)
+    program.model.metadata_props.update(fact_texts(metadata))
+    program.save(str(folder / ONNX), external_data=False)
 
 
-def read_onnx(folder: Path) -> Network:
+def fact_texts(metadata: dict[str, Any]) -> dict[str, str]:
+    """Facts as `metadata_props` has them: JSON where they are no text."""
+    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in metadata.items()}
+
+
+def read_onnx(folder: Path, name: str = ONNX) -> Network:
     """ONNX Runtime on the CPU."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors; it warns of what it optimizes
     options.intra_op_num_threads = torch.get_num_threads()  # of all cores otherwise, whatever OMP_NUM_THREADS says
-    session = onnxruntime.InferenceSession(str(folder / "model.onnx"), options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(str(folder / name), options, providers=["CPUExecutionProvider"])
     return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
 
 
@@ -161,6 +165,6 @@ def batch_is_dynamic() -> dict[str, dict[int, Any]]:
 
 FORMATS = {
     "timm": Format(("model.safetensors", "config.json"), write_timm, read_timm),
-    "onnx": Format(("model.onnx",), write_onnx, read_onnx),
+    "onnx": Format((ONNX,), write_onnx, read_onnx),
     "pt2": Format(("model.pt2",), write_pt2, read_pt2),
 }

@@ -16,7 +16,7 @@ from utils.options.arguments import model_options
 from utils.options.resolved import ResolvedConfig
 from utils.options.sizes import as_image_size, crop_pct, timm_size
 from utils.text import count
-from utils.training.state.checkpoint import Temperature, load
+from utils.training.state.checkpoint import Checkpoint, Temperature, load
 from utils.training.state.train_state import NETWORKS
 
 MODEL, EMA = NETWORKS
@@ -35,6 +35,7 @@ class Trained:
         figure: name and value of its accuracy, such as ("top1", 76.3); None if these weights were not evaluated.
         thresholds: where an image has any number of classes, the probability of each output from which it counts as
             predicted, after the division by the temperature; () otherwise.
+        saved: the checkpoint that it is of.
         temperature: by which logits are divided before they become probabilities, of several labels one for each
             output; None without one.
     """
@@ -47,6 +48,7 @@ class Trained:
     figure: tuple[str, float] | None
     thresholds: tuple[float, ...]
     path: Path
+    saved: Checkpoint
     temperature: Temperature | None = None
 
     @property
@@ -116,5 +118,6 @@ def load_trained(path: Path, ema: bool | None = None) -> Trained:
         figure=None if value is None else (name, value),
         thresholds=tuple(thresholds_of(saved, weights)) if config.task == "multilabel" else (),
         path=saved.path,
+        saved=saved,
         temperature=temperature_of(saved, weights) if weights in saved.temperature else None,
     )
