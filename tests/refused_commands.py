@@ -78,6 +78,19 @@ def prepare(folder: Path) -> None:
     (folder / "image.jpg").write_bytes(JPEG)
     (folder / "images.tar.gz").touch()
     write_tar(folder / "none.tar", {})
+    _write_features(folder)
+    for name in ("half/val/red", "animals/train/cat", "animals/val/cat", "colors/blue", "colors/green", "colors/red"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "image.jpg").write_bytes(JPEG)
+    for name in ("empty", "results/confusion.csv"):
+        (folder / name).mkdir(parents=True)
+    for name in ("exported/model.safetensors", "mine/file", "drawn/heatmaps"):
+        (folder / name).parent.mkdir()
+        (folder / name).touch()
+
+
+def _write_features(folder: Path) -> None:
+    """Embeddings, good ones and others."""
     features, targets = np.eye(3, 4), ("blue", "green", "red")
     for name in ("train", "val", "alone", "long"):
         write_embeddings(folder / name, features, targets)
@@ -88,14 +101,6 @@ def prepare(folder: Path) -> None:
     write_embeddings(folder / "unlabeled", features, ("", "", ""))
     write_embeddings(folder / "single", features, ("red", "red", ""))
     write_embeddings(folder / "nan", features * np.nan, targets)
-    for name in ("half/val/red", "animals/train/cat", "animals/val/cat", "colors/blue", "colors/green", "colors/red"):
-        (folder / name).mkdir(parents=True)
-        (folder / name / "image.jpg").write_bytes(JPEG)
-    for name in ("empty", "results/confusion.csv"):
-        (folder / name).mkdir(parents=True)
-    for name in ("exported/model.safetensors", "mine/file", "drawn/heatmaps"):
-        (folder / name).parent.mkdir()
-        (folder / name).touch()
 
 
 _PREDICT, _EXPORT = "predict.py run image.jpg --output-dir out", "export.py run --output-dir out"
