@@ -60,6 +60,7 @@ FOUND = {
 }
 atexit.register = _register
 
+import scipy.optimize  # noqa: E402
 from PIL import Image  # noqa: E402
 
 from utils.options.cli import parse  # noqa: E402
@@ -67,3 +68,4 @@ from utils.options.cli import parse  # noqa: E402
 parse(["--loader", "synthetic"])  # with all of typer
 Image.init()
 assert train
+assert scipy.optimize

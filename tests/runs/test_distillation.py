@@ -106,6 +106,7 @@ def test_two_processes_and_a_head_that_trains_alone(data: Path, tmp_path: Path, 
     assert_same_run(whole, cut)
 
 
+@pytest.mark.slow
 def test_another_teacher_on_another_rank(data: Path, tmp_path: Path, teacher: Path) -> None:
     other = write_checkpoint(tmp_path / "b" / "teacher" / "best.pt", arch="test_resnet")
     saved = read_checkpoint(other.parent, "best.pt")
