@@ -33,6 +33,7 @@ from utils.training.optimization.lr_schedule import describe_schedule
 from utils.training.optimization.optim import describe_ema, describe_lr, describe_optimizer
 from utils.training.resume.compatibility import changed_flags, format_change
 from utils.training.run import Run
+from utils.training.settings.autotune import gains_by_fp16
 from utils.training.settings.batch_layout import layout_of, saved_layout
 from utils.training.settings.class_weights import class_weights
 from utils.training.settings.run_length import describe_length
@@ -219,7 +220,8 @@ def _describe_device(run: Run) -> str:
     config, env = run.config, run.env
     device = torch.cuda.get_device_name(env.device) if env.device.type == "cuda" else "CPU"
     precision: str = config.amp if config.amp != "none" else "float32"
-    if "amp" not in config.given and _folds(run):
+    step = {name: getattr(config, name) for name in ("compile", "fused_layers")}
+    if "amp" not in config.given and gains_by_fp16(config, step) and _folds(run):
         precision += ", in which this network trains faster than in bf16"
     moments = {"ddp": "beside the backward pass (ddp)", "flat": "after the backward pass (flat)"}
     exchange = f"; gradients are exchanged {moments[config.grad_exchange]}" if env.world_size > 1 else ""

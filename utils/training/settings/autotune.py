@@ -38,7 +38,7 @@ from utils.training.settings.task import resolve_task
 from utils.training.state.checkpoint import Checkpoint
 
 MIN_COMPILE_IMAGES = 250_000  # of 224 px, a process; fewer train faster than they compile (decision 32)
-# timm's ResNets and ResNeXts with batch norm and without attention. Others were not measured, or gain less.
+# timm's ResNets and ResNeXts with batch norm and without attention. Others were not measured.
 FOLDED = re.compile(r"(wide_)?resne(t|xt)\d+[cdst]?(_\d+x\d+d|_2)?")
 BY_WORKERS = ("proxy", "torch")  # loaders that run torch's DataLoader
 
