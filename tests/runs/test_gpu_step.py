@@ -110,6 +110,7 @@ def test_captured_training_is_the_plain_one(gpu: DistEnv, amp: torch.dtype, foca
     assert counted == 5, "the warm-up's batches must not count"
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's compiler uses it
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("amp", [torch.float32, torch.bfloat16, torch.float16])
 def test_captured_training_with_a_teacher_is_the_plain_one(gpu: DistEnv, amp: torch.dtype, compiled: bool) -> None:
