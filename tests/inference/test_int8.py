@@ -9,6 +9,7 @@ import onnx
 import pytest
 import torch
 from onnx import numpy_helper
+from torch import Tensor, nn
 
 from scripts import export
 from tests.conftest import CLASSES, write_data
@@ -21,7 +22,7 @@ from utils.errors import UserError
 from utils.inference.export.check import check_images
 from utils.inference.export.classifier import Classifier
 from utils.inference.export.formats import Network, read_onnx
-from utils.inference.export.int8 import Loss
+from utils.inference.export.int8 import Loss, typical_images
 from utils.inference.export.run_images import find_run_images, read_images
 from utils.inference.export.trained import load_trained
 from utils.options.resolved import ResolvedConfig
@@ -104,12 +105,12 @@ def test_an_int8_network(best: Path, data: Path, tmp_path: Path, capsys: pytest.
     before, after = (accuracy(each, best, data) for each in (network, exported))
     assert before > 90
     assert lines[2] == (
-        f"calibrated on 41 of 42 training images; top-1 on 41 validation images: {before:.2f} % in float32, "
+        f"calibrated on 39 of 42 training images; top-1 on 41 validation images: {before:.2f} % in float32, "
         f"{after:.2f} % in int8 ({after - before:+.2f} points)"
     )
     assert facts_of(out) == json.loads(json.dumps(trained.metadata)) | {
         "input": "uint8", "layout": "NHWC", "pixels": "0 to 255", "brisk": __version__,
-        "precision": "int8", "top1": after, "float32_top1": before, "calibration_images": 41,
+        "precision": "int8", "top1": after, "float32_top1": before, "calibration_images": 39,
     }  # fmt: skip
     assert sorted(path.name for path in out.iterdir()) == ["labels.txt", "model.onnx"]
     assert (out / "model.onnx").stat().st_size < 0.36 * sum(value.nbytes for value in network.state_dict().values())
@@ -136,6 +137,31 @@ def check_weights(model: onnx.ModelProto) -> None:
     assert max(np.abs(kernel.astype(int)).max() for kernel in kernels) == 64
     for kernel in kernels:  # each channel uses its range
         assert (np.abs(kernel.reshape(len(kernel), -1).astype(int)).max(axis=1) > 60).all()
+
+
+class Windows(nn.Module):
+    """Of layers whose outputs have other shapes than the images: four windows each, and a table for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.table = nn.Conv2d(3, 3, 1), nn.Identity(), nn.Embedding(4, 2)
+
+    def prepare(self, pixels: Tensor) -> Tensor:
+        return pixels.permute(0, 3, 1, 2) / 255
+
+    def forward(self, images: Tensor) -> Tensor:
+        x: Tensor = self.conv(images)
+        x = x.unflatten(2, (2, 4)).unflatten(4, (2, 4)).permute(0, 2, 4, 1, 3, 5).flatten(0, 1)
+        return self.norm(x).square() + self.table(torch.arange(4)).sum()
+
+
+@pytest.mark.parametrize("size", [32, 20])
+def test_images_of_huge_activations_do_not_calibrate(size: int) -> None:
+    """Two of 41 are left out, of both ends of the list and of a last batch of one image."""
+    pixels = torch.randint(100, 120, (41, 8, 8, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    pixels[7, 0, 0], pixels[40, 5, 5] = 255, 250
+    kept = typical_images(Windows().requires_grad_(False), torch.split(pixels, size))  # type: ignore[arg-type]
+    assert torch.equal(kept, pixels[[*range(7), *range(8, 40)]])
 
 
 @pytest.mark.slow  # exports twice

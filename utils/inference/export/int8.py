@@ -5,14 +5,13 @@ images. https://onnxruntime.ai/docs/performance/model-optimizations/quantization
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from utils.data.splits.selection import create_targets
 from utils.distributed.group import DistEnv
@@ -21,7 +20,7 @@ from utils.figures import MAIN_FIGURE, figure
 from utils.inference.export.check import spread
 from utils.inference.export.classifier import Classifier, Input
 from utils.inference.export.formats import ONNX, Network, fact_texts, read_onnx
-from utils.inference.export.run_images import RunImages, read_images
+from utils.inference.export.run_images import BATCH_SIZE, RunImages, read_images
 from utils.inference.export.trained import Trained
 from utils.inference.metrics import EvalMetric, TopK
 from utils.inference.multilabel import MeanAveragePrecision
@@ -29,6 +28,7 @@ from utils.text import count
 
 BEFORE, PREPARED = "float32.onnx", "prepared.onnx"
 NUM_CALIBRATION = 512  # training images
+OUTLIERS = 20  # one of so many of them is left out
 MAX_LOSS = 1.0  # points
 LAYERS = ("Conv", "Gemm", "MatMul")
 
@@ -96,23 +96,63 @@ def quantize(trained: Trained, classifier: Classifier, folder: Path, images: Run
     """
     (folder / ONNX).rename(folder / BEFORE)
     chosen = spread(len(images.train), NUM_CALIBRATION)
-    batches = _Batches(read_images(images.config, images.train, chosen, "calibrating"), classifier)
+    batches = [pixels for _, pixels in read_images(images.config, images.train, chosen, "calibrating")]
+    if not batches:
+        raise UserError(f"--data-dir {images.config.data_dir}: no training image can be read; leave --int8 out")
+    pixels = typical_images(classifier, batches)
     try:
-        _quantize(folder, batches)
+        _quantize(folder, _Batches(pixels, classifier))
         after = read_onnx(folder)
-    except (UserError, OSError):
+    except OSError:
         raise
     except Exception as error:  # the library has no common one
-        if not batches.count:
-            raise UserError(
-                f"--data-dir {images.config.data_dir}: no training image can be read ({first_line(error, 200)}); "
-                "leave --int8 out"
-            ) from error
         raise RunFailed(
             f"--int8: {trained.config.arch} cannot be quantized ({first_line(error, 200)}); leave --int8 out, or give "
             "--half"
         ) from error
-    return read_onnx(folder, BEFORE), after, batches.count
+    return read_onnx(folder, BEFORE), after, len(pixels)
+
+
+@torch.inference_mode()
+def typical_images(classifier: Classifier, batches: Sequence[Tensor]) -> Tensor:
+    """Those whose activations are not far larger than the others'.
+
+    The largest value of an activation ends its range. In an EfficientNet one image of a hundred can have values a
+    thousand times as large as all others, to whom the range then leaves no more than one of 256 values.
+
+    Args:
+        classifier: on the CPU.
+        batches: uint8 (n, height, width, 3).
+
+    Returns:
+        uint8 (N, height, width, 3), in their order: without the one of `OUTLIERS` images whose layers' largest
+        absolute values are the farthest above the median image's, of any layer.
+    """
+    peaks: list[Tensor] = []
+    size = 0
+
+    def note(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        # Windows of an image are rows, too. An output that is the same for all images has 0, which is no peak.
+        if isinstance(output, Tensor) and output.ndim > 1 and len(output) % size == 0:
+            peaks.append(output.reshape(size, -1).abs().amax(dim=1).float())
+        else:
+            peaks.append(torch.zeros(size))
+
+    layers = [module for module in classifier.modules() if next(module.children(), None) is None]
+    hooks = [layer.register_forward_hook(note) for layer in layers]
+    rows: list[Tensor] = []
+    for pixels in batches:
+        size = len(pixels)
+        peaks.clear()
+        classifier(classifier.prepare(pixels))
+        rows.append(torch.stack(peaks, dim=1))
+    for hook in hooks:
+        hook.remove()
+    found = torch.cat(rows)  # of images and layers
+    median = found.median(dim=0).values
+    farthest = torch.where(median > 0, found / median, 0).amax(dim=1)
+    kept = farthest.argsort()[: len(found) - len(found) // OUTLIERS].sort().values
+    return torch.cat([*batches])[kept]
 
 
 def _quantize(folder: Path, batches: "_Batches") -> None:
@@ -172,22 +212,15 @@ def _set_facts(folder: Path, facts: dict[str, Any]) -> None:
 
 
 class _Batches:
-    """The network's inputs one after the other, as `quantize_static` asks for them.
+    """The network's inputs one after the other, as `quantize_static` asks for them."""
 
-    Attributes:
-        count: images so far.
-    """
-
-    def __init__(self, batches: Iterator[tuple[NDArray[np.int64], Tensor]], classifier: Classifier) -> None:
-        self._batches, self._classifier, self.count = batches, classifier, 0
+    def __init__(self, pixels: Tensor, classifier: Classifier) -> None:
+        self._batches, self._classifier = iter(torch.split(pixels, BATCH_SIZE)), classifier
 
     def get_next(self) -> dict[str, NDArray[Any]] | None:
         """The next batch, as ONNX Runtime takes it; None after the last one."""
-        _, pixels = next(self._batches, (None, None))
-        if pixels is None:
-            return None
-        self.count += len(pixels)
-        return {"images": self._classifier.prepare(pixels).numpy()}
+        pixels = next(self._batches, None)
+        return None if pixels is None else {"images": self._classifier.prepare(pixels).numpy()}
 
 
 @torch.inference_mode()
