@@ -13,6 +13,7 @@ Exit status: 0 done, 2 wrong usage, or embeddings that do not fit each other.
 """
 
 import dataclasses
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -80,6 +81,7 @@ def run(options: ProbeOptions) -> None:
     Raises:
         UserError: the embeddings cannot be used together, or the folder not be written.
     """
+    os.environ.setdefault("SCIPY_ARRAY_API", "1")  # before scipy is imported: scikit-learn then computes on the GPU
     # What takes seconds comes after the checks of the command line.
     start_status("reading the embeddings")
     from utils.inference.embedding_files import check_fit, find_embeddings, read_embeddings
@@ -89,6 +91,8 @@ def run(options: ProbeOptions) -> None:
     train, val = read_embeddings(options.train, "TRAIN"), read_embeddings(options.val, "VAL")
     check_fit(train, val)
 
+    from utils.distributed.device import choose_device
+    from utils.distributed.launcher import read_launch
     from utils.inference.probe import near_duplicates, neighbor_accuracies, regression_accuracies
     from utils.inference.probe_files import Probe, prepare, write_probe
 
@@ -98,11 +102,12 @@ def run(options: ProbeOptions) -> None:
     network = f"{count(train.features.shape[1], 'feature')} of {train.network['arch']}"
     emit(f"{train.path}: {count(len(train), 'image')}; {val.path}: {len(val):,}; {network}")
     start_status("nearest neighbors")
-    neighbors = neighbor_accuracies(train, val)
+    device = choose_device("auto", read_launch())
+    neighbors = neighbor_accuracies(train, val, device)
     show_status("logistic regression")
-    regression = regression_accuracies(train, val)
+    regression = regression_accuracies(train, val, device)
     show_status("near-duplicates")
-    pairs, counts = near_duplicates(train, val, options.threshold)
+    pairs, counts = near_duplicates(train, val, device, options.threshold)
     end_status()
     if val.top1 is not None:
         emit(f"the network itself   top1 {val.top1:.2f}")

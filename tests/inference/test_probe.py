@@ -1,20 +1,26 @@
 """Probes are scikit-learn's, and all near-duplicates are found, in blocks of any size."""
 
 import itertools
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import sklearn
 import torch
 from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
+from tests.harness import ROOT
 from utils.inference import probe
 from utils.inference.embedding_files import Embeddings
-from utils.inference.probe import near_duplicates, neighbor_accuracies, regression_accuracies
+from utils.inference.probe import near_duplicates, neighbor_accuracies, regression_accuracies, takes_tensors
 
+CPU = torch.device("cpu")
 NETWORK = {"arch": "test_resnet"}
 
 
@@ -34,17 +40,41 @@ def test_accuracies_are_scikit_learns(monkeypatch: pytest.MonkeyPatch, block: in
     monkeypatch.setattr(probe, "BLOCK", block)
     train, val = clusters(150, 1, unknown=10), clusters(70, 2, unknown=7)
     own, others = train.features[:140], val.features[:63]
-    found = neighbor_accuracies(train, val, (1, 4, 20, 141))
+    found = neighbor_accuracies(train, val, CPU, (1, 4, 20, 141))
     assert list(found) == [1, 4, 20], "there are 140 images"
     for k, top1 in found.items():
         expected = KNeighborsClassifier(k, metric="cosine").fit(own, train.targets[:140])
         assert top1 == pytest.approx(100 * expected.score(others, val.targets[:63])), k
     assert 50 < found[4] < 100
-    for strength, fit in regression_accuracies(train, val, (0.1, 10.0)).items():
+    for strength, fit in regression_accuracies(train, val, CPU, (0.1, 10.0)).items():
         model = make_pipeline(StandardScaler(), LogisticRegression(C=strength, max_iter=1000))
         expected = 100 * model.fit(own, train.targets[:140]).score(others, val.targets[:63])
         assert fit.top1 == pytest.approx(expected, abs=2), strength  # another start of the search
         assert fit.converged
+
+
+def figures(device: str) -> dict[str, object]:
+    """Of 10 classes, and which array library scikit-learn fits."""
+    train, val, where = clusters(300, 1), clusters(200, 2), torch.device(device)
+    found = {"fits": regression_accuracies(train, val, where), "pairs": near_duplicates(train, val, where, 0.9)}
+    return found | {"neighbors": neighbor_accuracies(train, val, where), "tensors": takes_tensors(LogisticRegression())}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_tensors_give_the_same_figures(device: str) -> None:
+    """As `scripts/probe.py` fits them, in a process that has not imported scipy."""
+    code = f"from tests.inference.test_probe import figures; print(repr(figures({device!r})))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "SCIPY_ARRAY_API": "1"},
+        capture_output=True,
+        text=True,
+    )
+    can = tuple(map(int, sklearn.__version__.split(".")[:2])) >= (1, 9)
+    expected = figures("cpu") | {"tensors": can}
+    assert not takes_tensors(LogisticRegression()), "scipy was imported without the variable"
+    assert done.stdout.strip() == repr(expected), done.stderr
 
 
 @pytest.mark.parametrize("block", [1, 1000, 2**25])
@@ -59,13 +89,13 @@ def test_near_duplicates_are_all_pairs(monkeypatch: pytest.MonkeyPatch, block: i
             value = float(unit[split][row] @ unit[other][other_row])
             if value >= 0.7 and (split != other or (row < other_row and one and two and one != two)):
                 expected[split, row, other, other_row] = value
-    pairs, counts = near_duplicates(splits["train"], splits["val"], 0.7)
+    pairs, counts = near_duplicates(splits["train"], splits["val"], CPU, 0.7)
     assert {pair[1:]: pair.similarity for pair in pairs} == pytest.approx(expected)
     assert [pair.similarity for pair in pairs] == pytest.approx(sorted(expected.values(), reverse=True))
     across = sum(split != other for split, _, other, _ in expected)
     assert counts == {"across splits": across, "across classes": len(expected) - across}
     assert 0 < across < len(expected)
     monkeypatch.setattr(probe, "MAX_PAIRS", 3)
-    fewer, same = near_duplicates(splits["train"], splits["val"], 0.7)
+    fewer, same = near_duplicates(splits["train"], splits["val"], CPU, 0.7)
     assert [pair.similarity for pair in fewer] == pytest.approx(sorted(expected.values(), reverse=True)[:3])
     assert same == counts

@@ -25,6 +25,7 @@ def teacher(tmp_path: Path) -> Path:
     return write_checkpoint(tmp_path / "teacher" / "best.pt", arch="test_resnet", result=result, with_ema=True).parent
 
 
+@pytest.mark.slow  # a teacher has no state: what resumes is as in tests/training/test_resume.py
 def test_a_stopped_run_ends_as_the_uninterrupted_one(data: Path, tmp_path: Path, teacher: Path) -> None:
     whole, cut, moved = tmp_path / "whole", tmp_path / "cut", tmp_path / "moved"
     of_run = ("--data-dir", data, *TINY, "--deterministic", "--batch-size", 4, "--epochs", 2, *EVERYTHING)

@@ -3,7 +3,7 @@
 import heapq
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,19 +20,20 @@ BLOCK = 2**25  # similarities at a time, 128 MB
 MAX_PAIRS = 10_000
 
 
-def similarities(rows: Tensor, others: Tensor) -> Iterator[tuple[int, Tensor]]:
+def similarities(rows: Tensor, others: Tensor, is_upper: bool = False) -> Iterator[tuple[int, Tensor]]:
     """Cosine similarities in blocks of rows: the first row of the block, and float32 (n, num_others).
 
     Args:
         rows, others: float32 (N, width), of length 1 each.
+        is_upper: leave out the others before the block's first row.
     """
     step = max(1, BLOCK // len(others))
     for start in range(0, len(rows), step):
-        yield start, rows[start : start + step] @ others.T
+        yield start, rows[start : start + step] @ others[start if is_upper else 0 :].T
 
 
-def _unit(embeddings: Embeddings) -> Tensor:
-    return normalize(torch.from_numpy(embeddings.features))
+def _unit(embeddings: Embeddings, device: torch.device) -> Tensor:
+    return normalize(torch.from_numpy(embeddings.features).to(device))
 
 
 def label_arrays(train: Embeddings, val: Embeddings) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -42,7 +43,9 @@ def label_arrays(train: Embeddings, val: Embeddings) -> tuple[NDArray[np.int64],
     return next(found), next(found)
 
 
-def neighbor_accuracies(train: Embeddings, val: Embeddings, neighbors: Sequence[int] = NEIGHBORS) -> dict[int, float]:
+def neighbor_accuracies(
+    train: Embeddings, val: Embeddings, device: torch.device, neighbors: Sequence[int] = NEIGHBORS
+) -> dict[int, float]:
     """k -> top-1 in percent on `val` by the majority of the k nearest images of `train`, by cosine similarity.
 
     As scikit-learn's KNeighborsClassifier with `metric="cosine"`: of classes that are as frequent the first one counts.
@@ -50,11 +53,12 @@ def neighbor_accuracies(train: Embeddings, val: Embeddings, neighbors: Sequence[
     """
     labels, answers = label_arrays(train, val)
     known, asked = labels >= 0, answers >= 0
-    rows, others, labels, answers = _unit(val)[asked], _unit(train)[known], labels[known], answers[asked]
+    rows, others = _unit(val, device)[torch.from_numpy(asked)], _unit(train, device)[torch.from_numpy(known)]
+    labels, answers = labels[known], answers[asked]
     neighbors = [k for k in neighbors if k <= len(labels)]
     hits = dict.fromkeys(neighbors, 0)
     for start, block in similarities(rows, others):
-        nearest = labels[block.topk(max(neighbors), dim=1).indices.numpy()]
+        nearest = labels[block.topk(max(neighbors), dim=1).indices.cpu().numpy()]
         expected = answers[start : start + len(nearest)]
         for k in neighbors:
             votes = np.zeros((len(nearest), labels.max() + 1), np.int32)
@@ -71,10 +75,14 @@ class Fit(NamedTuple):
 
 
 def regression_accuracies(
-    train: Embeddings, val: Embeddings, strengths: Sequence[float] = STRENGTHS
+    train: Embeddings, val: Embeddings, device: torch.device, strengths: Sequence[float] = STRENGTHS
 ) -> dict[float, Fit]:
-    """C -> figures on `val` of scikit-learn's logistic regression on the standardized features of `train`."""
+    """C -> figures on `val` of scikit-learn's logistic regression on the standardized features of `train`.
+
+    On the device where scikit-learn can, from 1.9 on; else on the CPU.
+    """
     # The import takes a second.
+    from sklearn import config_context
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
     from sklearn.preprocessing import StandardScaler
@@ -82,15 +90,33 @@ def regression_accuracies(
     labels, answers = label_arrays(train, val)
     known, asked = labels >= 0, answers >= 0
     scaler = StandardScaler().fit(train.features[known])
-    rows, others = scaler.transform(val.features[asked]), scaler.transform(train.features[known])
     probe, found = LogisticRegression(max_iter=ITERATIONS, warm_start=True), {}
+    on_device = takes_tensors(probe)
+    arrays = (scaler.transform(train.features[known]), labels[known], scaler.transform(val.features[asked]))
+    rows, classes, others = (torch.from_numpy(each).to(device) for each in arrays) if on_device else arrays
     for strength in strengths:  # each begins with the weights of the one before
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), config_context(array_api_dispatch=on_device):
             warnings.simplefilter("ignore", ConvergenceWarning)  # `converged` says it
-            probe.set_params(C=strength).fit(others, labels[known])
-        top1 = 100 * float((probe.predict(rows) == answers[asked]).mean())
+            probe.set_params(C=strength).fit(rows, classes)
+            predicted = probe.predict(others)
+        predicted = predicted.cpu().numpy() if on_device else predicted
+        top1 = 100 * float((predicted == answers[asked]).mean())
         found[strength] = Fit(top1, bool((probe.n_iter_ < ITERATIONS).all()))
     return found
+
+
+def takes_tensors(estimator: Any) -> bool:
+    """Whether an estimator of scikit-learn fits tensors, on their device."""
+    from sklearn import config_context
+
+    tags = getattr(estimator, "__sklearn_tags__", None)  # since 1.6
+    if tags is None or not tags().array_api_support:
+        return False
+    try:
+        with config_context(array_api_dispatch=True):
+            return True
+    except (RuntimeError, ImportError):  # scipy was imported without SCIPY_ARRAY_API=1
+        return False
 
 
 class Pair(NamedTuple):
@@ -103,26 +129,31 @@ class Pair(NamedTuple):
     other_row: int
 
 
-def near_duplicates(train: Embeddings, val: Embeddings, threshold: float) -> tuple[list[Pair], dict[str, int]]:
+def near_duplicates(
+    train: Embeddings, val: Embeddings, device: torch.device, threshold: float
+) -> tuple[list[Pair], dict[str, int]]:
     """The pairs across the splits, and within each split those across classes, whose similarity is `threshold` or more.
 
     Returns:
         The most similar ones first, `MAX_PAIRS` at most; and how many there are: `across splits`, `across classes`.
     """
-    splits = {"train": _unit(train), "val": _unit(val)}
-    labels = dict(zip(splits, map(torch.from_numpy, label_arrays(train, val)), strict=True))
+    splits = {"train": _unit(train, device), "val": _unit(val, device)}
+    numbers = (torch.from_numpy(each).to(device) for each in label_arrays(train, val))
+    labels = dict(zip(splits, numbers, strict=True))
     kept: list[Pair] = []
     counts = {"across splits": 0, "across classes": 0}
     for split, other in (("val", "train"), ("val", "val"), ("train", "train")):
-        for start, block in similarities(splits[split], splits[other]):
-            is_pair = block >= threshold
-            if split == other:
-                own, others = labels[split][start : start + len(block), None], labels[split][None]
-                is_pair = (is_pair & (own != others) & (own >= 0) & (others >= 0)).triu_(start + 1)
-            counts["across classes" if split == other else "across splits"] += int(is_pair.sum())
-            values = block[is_pair]
+        is_same = split == other
+        for start, block in similarities(splits[split], splits[other], is_upper=is_same):
+            found, others = (block >= threshold).nonzero(as_tuple=True)
+            values, found, others = block[found, others], found + start, others + (start if is_same else 0)
+            if is_same:
+                own, theirs = labels[split][found], labels[split][others]
+                is_pair = (found < others) & (own != theirs) & (own >= 0) & (theirs >= 0)
+                values, found, others = values[is_pair], found[is_pair], others[is_pair]
+            counts["across classes" if is_same else "across splits"] += len(values)
             best = values.topk(min(MAX_PAIRS, len(values))).indices
-            for (row, other_row), value in zip(is_pair.nonzero()[best].tolist(), values[best].tolist(), strict=True):
-                kept.append(Pair(min(value, 1.0), split, start + row, other, other_row))
+            for value, row, other_row in zip(*(each[best].tolist() for each in (values, found, others)), strict=True):
+                kept.append(Pair(min(value, 1.0), split, row, other, other_row))
         kept = heapq.nsmallest(MAX_PAIRS, kept, key=lambda pair: (-pair.similarity, pair.split, pair.row))
     return kept, counts
