@@ -214,8 +214,8 @@ def test_every_flag_reaches_its_field(schedule: str) -> None:
         (["--data-dir", "my photos", "--arch", "hf-hub:a/b"], "runs/my-photos-hf-hub-a-b"),
         (["--loader", "synthetic"], "runs/synthetic-resnet50"),
         (["--data-dir", "x", "--name", "second"], "runs/second"),
-        (["--data-dir", "x", "--output-dir", "out"], "out"),
         (["--evaluate", "--resume", "out/best.pt"], "out"),
+        (["--evaluate", "--resume", "configs"], "configs"),  # a folder that is there
         (["--evaluate", "--resume", "out/best.pt", "--name", "second"], "runs/second"),
         (["--config", "RECIPE", "--name", "second"], "runs/second"),
         (["--config", "RECIPE", "--output-dir", "out"], "out"),

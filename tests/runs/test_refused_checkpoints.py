@@ -89,7 +89,8 @@ def test_weights_that_do_not_fit(refused: Refused, good: list[str], tmp_path: Pa
 
 
 def test_folder_as_checkpoint_or_weights(refused: Refused, good: list[str], tmp_path: Path) -> None:
-    refused(*good, "--resume", tmp_path)(f"--resume {tmp_path}:", "no such checkpoint", "give an existing file")
+    refused(*good, "--resume", tmp_path)(f"--resume {tmp_path}/last.pt:", "no such checkpoint", "give a file, the")
+    refused(*good, "--evaluate", "--resume", tmp_path)(f"--resume {tmp_path}/best.pt:", "no such checkpoint")
     refused(*good, "--pretrained", tmp_path)(
         f"--pretrained {tmp_path}: a folder without model.safetensors or pytorch_model.bin; give a weights file"
     )

@@ -118,7 +118,7 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
     ("--optimizer fusedsgd", ("--optimizer fusedsgd:", "here (", "give another")),  # apex's, CUDA only
     ("--optimizer adahessian", ("--optimizer adahessian:", "gradients of gradients", "give another")),
     ("--timeout 1e10", ("--timeout 1e+10:", "at most 1000000 seconds")),
-    ("--resume nowhere.pt", ("--resume nowhere.pt:", "no such checkpoint", "give an existing file, auto or none")),
+    ("--resume nowhere.pt", ("--resume nowhere.pt:", "no such checkpoint", "give a file, the folder of a run")),
     ("--pretrained nowhere.pt", ("--pretrained nowhere.pt:", "no such file", "give a weights file")),
     ("--config nowhere.yaml", ("--config nowhere.yaml:", "No such file", "give a YAML file")),
     # Flags

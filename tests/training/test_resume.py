@@ -112,12 +112,18 @@ def test_killed_between_training_and_evaluation(data: Path, tmp_path: Path) -> N
 
 
 def test_a_finished_run_is_left_as_it_is(data: Path, tmp_path: Path) -> None:
-    flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--output-dir", tmp_path, "--epochs")
-    first, finished, more = launch_series((*flags, 1), (*flags, 1, "--lr", 9), (*flags, 2))
-    assert [run.status for run in (first, finished, more)] == [0, 0, 0], (first, finished, more)
+    run, other = tmp_path / "run", tmp_path / "other"
+    flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--output-dir", run, "--epochs")
+    elsewhere = ("--resume", run, "--output-dir", other)
+    first, finished, moved, more = launch_series(
+        (*flags, 1), (*flags, 1, "--lr", 9), (*flags, 1, *elsewhere), (*flags, 2)
+    )
+    assert [each.status for each in (first, finished, more)] == [0, 0, 0], (first, finished, more)
     assert "The epoch is done" in finished.out
     assert finished.written == frozenset()
-    assert read_checkpoint(tmp_path)["epoch"] == 2
+    assert_refused(moved, f"--resume {run}/last.pt: its run is finished, epoch 1 of 1; give more --epochs and ")
+    assert not other.exists()
+    assert read_checkpoint(run)["epoch"] == 2
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ and the rules of a resume are derived from the fields below and those of `DataFl
 """
 
 import dataclasses
+import os
 import re
 import typing
 from collections.abc import Mapping
@@ -234,6 +235,9 @@ class TrainConfig(DataFlags):
     recipe_chosen: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if self.resume not in ("auto", "none") and os.path.isdir(self.resume):
+            name = "best.pt" if self.evaluate else "last.pt"
+            object.__setattr__(self, "resume", str(Path(self.resume, name)))
         if self.output_dir is None:
             object.__setattr__(self, "output_dir", self._default_output_dir())
         for field in flag_fields():

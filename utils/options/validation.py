@@ -326,7 +326,7 @@ def require_checkpoint(config: TrainConfig) -> None:
     """Raise UserError unless the checkpoint that `--resume PATH` names is there."""
     # Unlike Path.is_file, os.path.isfile is False for what may not be looked at.
     if config.resume not in ("auto", "none") and not os.path.isfile(config.resume):
-        raise UserError(f"--resume {config.resume}: no such checkpoint; give an existing file, auto or none")
+        raise UserError(f"--resume {config.resume}: no such checkpoint; give a file, the folder of a run, auto or none")
 
 
 def find_weights(path: str | Path, option: str = "--pretrained") -> Path:

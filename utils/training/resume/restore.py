@@ -320,6 +320,9 @@ def restore(
         net: the network as it is called, compiled and distributed.
         fingerprint: `run_fingerprint` of this launch; what differs from the checkpoint's was accepted.
         replaced: `files_to_replace`.
+
+    Raises:
+        UserError: on all ranks: the checkpoint does not fit, or is of another folder and has nothing left to train.
     """
     loader_state = _load(state, net, saved, config, fingerprint, sampler) if saved else None
     folder = config.output_dir
@@ -334,6 +337,12 @@ def restore(
         ),
         state.env,
     )
+    if saved and not is_here and state.epoch >= config.epochs:
+        raise UserError(
+            f"--resume {config.resume}: its run is finished, epoch {state.epoch} of {config.epochs}; give more "
+            f"--epochs and --accept-changes, or --pretrained {config.resume} --resume none to begin from its weights",
+            on_all_ranks=True,
+        )
     if not (is_here and has_best) or (state.best and state.best.by != config.best_by):
         state.best = None
     return Restored(loader_state, Claim((state.epoch, state.step) if is_here else None, replaced))
