@@ -60,7 +60,9 @@ def figures(device: str) -> dict[str, object]:
     return found | {"neighbors": neighbor_accuracies(train, val, where), "tensors": takes_tensors(LogisticRegression())}
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
 def test_tensors_give_the_same_figures(device: str) -> None:
     """As `scripts/probe.py` fits them, in a process that has not imported scipy."""
     code = f"from tests.inference.test_probe import figures; print(repr(figures({device!r})))"
