@@ -74,7 +74,7 @@ def check(make: Callable[[], nn.Module], choice: Choice, size: int = 32) -> Coun
     assert results.keys() == expected.keys()
     for name, value in results.items():
         difference, norm = (float(each.double().norm()) for each in (value - expected[name], expected[name]))
-        assert difference < 1e-9 * norm + 1e-12, name  # a gradient that is nearly zero is rounding: before a norm
+        assert difference < 1e-9 * norm + 1e-11, name  # a gradient that is nearly zero is rounding: before a norm
     return found
 
 
