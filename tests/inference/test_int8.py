@@ -160,7 +160,8 @@ def test_images_of_huge_activations_do_not_calibrate(size: int) -> None:
     """Two of 41 are left out, of both ends of the list and of a last batch of one image."""
     pixels = torch.randint(100, 120, (41, 8, 8, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     pixels[7, 0, 0], pixels[40, 5, 5] = 255, 250
-    kept = typical_images(Windows().requires_grad_(False), torch.split(pixels, size))  # type: ignore[arg-type]
+    classifier: Any = Windows().requires_grad_(False)
+    kept = typical_images(classifier, torch.split(pixels, size))
     assert torch.equal(kept, pixels[[*range(7), *range(8, 40)]])
 
 

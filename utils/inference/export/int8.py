@@ -117,8 +117,8 @@ def quantize(trained: Trained, classifier: Classifier, folder: Path, images: Run
 def typical_images(classifier: Classifier, batches: Sequence[Tensor]) -> Tensor:
     """Those whose activations are not far larger than the others'.
 
-    The largest value of an activation ends its range. In an EfficientNet one image of a hundred can have values a
-    thousand times as large as all others, to whom the range then leaves no more than one of 256 values.
+    The largest value of an activation ends its range. In an EfficientNet one image of a hundred can have values
+    hundreds of times as large as all others, to which the range then leaves no more than one of 256 values.
 
     Args:
         classifier: on the CPU.
