@@ -1,10 +1,12 @@
 """Probes are scikit-learn's, and all near-duplicates are found, in blocks of any size."""
 
 import itertools
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,19 +55,26 @@ def test_accuracies_are_scikit_learns(monkeypatch: pytest.MonkeyPatch, block: in
         assert fit.converged
 
 
-def figures(device: str) -> dict[str, object]:
+def figures(device: str) -> dict[str, Any]:
     """Of 10 classes, and which array library scikit-learn fits."""
     train, val, where = clusters(300, 1), clusters(200, 2), torch.device(device)
-    found = {"fits": regression_accuracies(train, val, where), "pairs": near_duplicates(train, val, where, 0.9)}
-    return found | {"neighbors": neighbor_accuracies(train, val, where), "tensors": takes_tensors(LogisticRegression())}
+    pairs, counts = near_duplicates(train, val, where, 0.9)
+    return {
+        "similarities": [pair.similarity for pair in pairs],
+        "pairs": sorted(list(pair[1:]) for pair in pairs),
+        "counts": counts,
+        "fits": {str(strength): list(fit) for strength, fit in regression_accuracies(train, val, where).items()},
+        "neighbors": {str(k): top1 for k, top1 in neighbor_accuracies(train, val, where).items()},
+        "tensors": takes_tensors(LogisticRegression()),
+    }
 
 
 @pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
 )
 def test_tensors_give_the_same_figures(device: str) -> None:
-    """As `scripts/probe.py` fits them, in a process that has not imported scipy."""
-    code = f"from tests.inference.test_probe import figures; print(repr(figures({device!r})))"
+    """As `scripts/probe.py` fits them, in a process that has not imported scipy; similarities but for rounding."""
+    code = f"import json; from tests.inference.test_probe import figures; print(json.dumps(figures({device!r})))"
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
@@ -73,10 +82,12 @@ def test_tensors_give_the_same_figures(device: str) -> None:
         capture_output=True,
         text=True,
     )
+    assert done.returncode == 0, done.stderr
     can = tuple(map(int, sklearn.__version__.split(".")[:2])) >= (1, 9)
-    expected = figures("cpu") | {"tensors": can}
+    found, expected = json.loads(done.stdout), figures("cpu") | {"tensors": can}
     assert not takes_tensors(LogisticRegression()), "scipy was imported without the variable"
-    assert done.stdout.strip() == repr(expected), done.stderr
+    assert found.pop("similarities") == pytest.approx(expected.pop("similarities"), abs=1e-6)
+    assert found == expected
 
 
 @pytest.mark.parametrize("block", [1, 1000, 2**25])
