@@ -145,7 +145,8 @@ def test_time_limit(data: Path, tmp_path: Path, processes: int) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow  # a stop between steps is quick
+@pytest.mark.parametrize("processes", [1, 2])
 def test_stop_within_the_evaluation(data: Path, tmp_path: Path, processes: int) -> None:
     """The evaluation ends at once, and the resumed run evaluates all images."""
     flags = ("--data-dir", data, *TINY, "--epochs", 1, "--batch-size", 8 // processes, "--deterministic")

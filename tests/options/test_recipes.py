@@ -35,8 +35,6 @@ FAMILIES = {
 SMALL = {"batch_size": 8, "image_size": 32, "val_resize": 36, "warmup_epochs": 0.5}
 SMALL_IF_GIVEN = {"val_image_size": 36, "resize_schedule": "0:24,1:32", "decay_epochs": 0.5}
 TWO_EPOCHS = {"freeze_epochs", "resize_schedule"}  # which these need
-# The fine-tuning and one from scratch; the others are slow.
-QUICK = {"finetune_convnext", "resnet50_a3"}
 
 
 def name_of(path: Path) -> str:
@@ -139,21 +137,14 @@ def small_run(path: Path, data: Path, folder: Path, weights: Path) -> tuple[list
     return words + [word for name, value in changes.items() for word in (flag(name), value)], set(changes)
 
 
-@pytest.mark.parametrize(
-    "paths",
-    [
-        [path for path in PATHS if path.stem in QUICK],
-        pytest.param([path for path in PATHS if path.stem not in QUICK], marks=pytest.mark.slow),
-    ],
-    ids=["quick", "slow"],
-)
-def test_recipes_run(paths: list[Path], data: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_recipes_run(data: Path, tmp_path: Path) -> None:
     """All in one process, as its start costs more than the five steps of an epoch."""
     weights = tmp_path / "weights.pt"
     torch.save(timm.create_model("test_convnext").state_dict(), weights)
-    runs = [small_run(path, data, tmp_path, weights) for path in paths]
+    runs = [small_run(path, data, tmp_path, weights) for path in PATHS]
     finished = launch_series(*(words for words, _ in runs))
-    for path, (_, changed), done in zip(paths, runs, finished, strict=True):
+    for path, (_, changed), done in zip(PATHS, runs, finished, strict=True):
         assert done.status == 0, (path, done.err)
         used, config = json.loads((tmp_path / path.stem / "config.json").read_text()), read(path).to_dict()
         given = {name: config[name] for name in read_run_recipe(path)[0].keys() - changed}

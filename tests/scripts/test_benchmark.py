@@ -117,6 +117,7 @@ def test_json_agrees_with_itself(finished: tuple[dict[str, Any], Path, str]) -> 
     assert training[verdict["feed"].replace("-", "_")] == result["dali_throughput"]
 
 
+@pytest.mark.slow
 def test_few_images_are_named(data: Path, tmp_path: Path) -> None:
     result, _, printed = measure(data, tmp_path, "--loaders", "dali-fused")
     assert result["num_images"] == 41

@@ -27,15 +27,9 @@ def flags_for(data: Path, processes: int, extra: tuple[str, ...]) -> tuple[Any, 
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    ("extra", "processes"),
-    [
-        pytest.param(EVERYTHING, 2, id="everything-2", marks=pytest.mark.slow),
-        pytest.param(EVERYTHING, 1, id="everything-1"),
-        pytest.param(PLAIN, 2, id="plain-2", marks=pytest.mark.slow),
-        pytest.param(PLAIN, 1, id="plain-1", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow  # quick: tests/runs/test_multilabel.py
+@pytest.mark.parametrize("processes", [2, 1])
+@pytest.mark.parametrize("extra", [EVERYTHING, PLAIN], ids=["everything", "plain"])
 def test_an_interrupted_run_ends_as_the_uninterrupted_one(
     data: Path, tmp_path: Path, processes: int, extra: tuple[str, ...]
 ) -> None:
