@@ -1,6 +1,7 @@
 """Functions that every rank must call are marked, as are their callers, and no rank decides alone whether to call."""
 
 import ast
+import functools
 from collections.abc import Iterator
 
 import pytest
@@ -34,8 +35,16 @@ def is_marked(node: Function) -> bool:
     return any(ast.unparse(each) == "collective" for each in node.decorator_list)
 
 
-TREES = {name_of(file): ast.parse(file.read_text()) for file in FILES}
-MARKED = {f"{module}.{name}" for module, tree in TREES.items() for name, node in functions(tree) if is_marked(node)}
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    return {name_of(file): ast.parse(file.read_text()) for file in FILES}
+
+
+@functools.cache
+def marked() -> set[str]:
+    return {f"{module}.{name}" for module, tree in trees().items() for name, node in functions(tree) if is_marked(node)}
+
+
 RUN = "utils.training.run.Run"
 
 
@@ -60,7 +69,7 @@ def calls(name: str, node: Function, module: str, names: dict[str, str]) -> Iter
         first, _, rest = text.partition(".")
         owner = f"{module}.{name.partition('.')[0]}" if first == "self" else RUN if first in RUNS else ""
         full = f"{owner}.{rest}" if owner else names.get(first, f"{module}.{first}") + (f".{rest}" if rest else "")
-        if text in TORCHS or full in MARKED:
+        if text in TORCHS or full in marked():
             yield call, text
 
 
@@ -95,7 +104,7 @@ def offences(module: str, tree: ast.Module) -> list[str]:
 
 
 def test_callers_are_marked_and_no_rank_decides() -> None:
-    assert [offence for module, tree in TREES.items() for offence in offences(module, tree)] == []
+    assert [offence for module, tree in trees().items() for offence in offences(module, tree)] == []
 
 
 WRONG = {
@@ -117,4 +126,4 @@ def test_a_right_call_is_allowed() -> None:
         "from utils.distributed.collectives import broadcast\n@collective\ndef f(env):\n    return broadcast(1, env)"
     )
     assert offences("utils.training.run", ast.parse(source)) == []
-    assert "utils.distributed.collectives.broadcast" in MARKED
+    assert "utils.distributed.collectives.broadcast" in marked()

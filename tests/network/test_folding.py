@@ -1,5 +1,6 @@
 """The pass over a compiled step: what it replaces, that nothing it computes changes, and cuDNN's kernels on a GPU."""
 
+import importlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, cast
@@ -7,7 +8,6 @@ from typing import Any, cast
 import pytest
 import timm
 import torch
-import torch._inductor.lowering  # which a decomposition of torch looks up
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -181,6 +181,7 @@ NAMES = """
 @pytest.mark.parametrize("arch", NAMES.split())
 def test_networks_of_timm(arch: str) -> None:
     """Outputs, gradients and buffers of a step, with the pass and without."""
+    importlib.import_module("torch._inductor.lowering")  # which a decomposition of torch looks up; takes seconds
     check(lambda: network(arch), everything, size=64)
 
 

@@ -50,6 +50,7 @@ def test_a_repeated_run_keeps_its_checkpoints(data: Path, tmp_path: Path) -> Non
     )
 
 
+@pytest.mark.slow  # that each value is chosen again is quick: tests/options/test_config.py
 def test_what_was_chosen_follows_other_flags_and_data(data: Path, tmp_path: Path) -> None:
     first, other, edited = (tmp_path / name for name in ("first", "other", "edited"))
     two = tmp_path / "two"
