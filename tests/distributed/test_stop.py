@@ -132,7 +132,8 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path) -> None
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow  # runs that stop so and go on are quick: tests/runs/test_balance.py, test_multilabel.py
+@pytest.mark.parametrize("processes", [1, 2])
 def test_time_limit(data: Path, tmp_path: Path, processes: int) -> None:
     flags = ("--data-dir", data, *TINY, "--epochs", 1000, "--batch-size", 4, "--output-dir", tmp_path)
     # Over before the first step is done. And a launch as users make it, which keeps so few images decoded.
