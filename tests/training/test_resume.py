@@ -27,9 +27,10 @@ def flags_for(data: Path, processes: int, extra: tuple[str, ...]) -> tuple[Any, 
 
 
 @pytest.mark.dist
-@pytest.mark.slow  # quick: tests/runs/test_multilabel.py
-@pytest.mark.parametrize("processes", [2, 1])
-@pytest.mark.parametrize("extra", [EVERYTHING, PLAIN], ids=["everything", "plain"])
+@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize(
+    "extra", [pytest.param(EVERYTHING, id="everything"), pytest.param(PLAIN, id="plain", marks=pytest.mark.slow)]
+)
 def test_an_interrupted_run_ends_as_the_uninterrupted_one(
     data: Path, tmp_path: Path, processes: int, extra: tuple[str, ...]
 ) -> None:
