@@ -270,8 +270,10 @@ def to_run(root: Path, everything: bool) -> Iterator[tuple[str, str, list[str]]]
             words = [word if word.startswith("configs/") else word.replace("resnet50", MODEL) for word in words]
             if program == "train.py":
                 recipe = "--config" in words  # which is not there yet
-                output = Path("of a recipe") if recipe else TRAIN.parse([*words, "--arch", MODEL]).output_dir
-                launches[output] += 1  # so that a resume has an epoch to train
+                given = None if recipe else TRAIN.parse([*words, "--arch", MODEL])
+                output = given.output_dir if given else Path("of a recipe")
+                resumed = Path(given.resume).parent if given else output  # of `--resume auto` no folder of a run
+                launches[output] = max(launches[output], launches[resumed]) + 1  # a resume has an epoch to train
                 words += [*TINY, "--batch-size", "8", "--warmup-epochs", "0", "--epochs", str(launches[output])]
             yield command.where, program, words
 
