@@ -14,14 +14,13 @@ command -v python3.11 >/dev/null || die "found no python3.11, for which $lowest 
 
 python=$PWD/.venv-lowest/bin/python
 stamp=.venv-lowest/.installed
-expected=$(cat requirements.txt "$lowest" constraints.txt | sha256sum)
+expected=$(cat requirements*.txt "$lowest" | sha256sum)
 if [[ ! -f $stamp || $(<"$stamp") != "$expected" ]]; then
     echo "installing the lowest versions into .venv-lowest"
     python3.11 -m venv --clear .venv-lowest
-    "$python" -m pip install --quiet --no-input --disable-pip-version-check -r requirements.txt -c "$lowest"
-    "$python" -m pip install --quiet --no-input --disable-pip-version-check -c constraints.txt \
-        captum pytest pytest-timeout pytest-xdist
+    # What the tests need on top is the newest that fits: constraints.txt would take newer ones of the lowest, too.
+    "$python" -m pip install --quiet --no-input --disable-pip-version-check -r requirements-dev.txt -c "$lowest"
     echo "$expected" >"$stamp"
 fi
-# Old packages use what the newest of those that they need deprecate. Only the locked versions must do without.
-BRISK_PYTHON=$python exec scripts/test.sh -W ignore::DeprecationWarning "$@"
+# Old packages use what the newest of those that they need deprecate. Only the locked versions must do without warnings.
+BRISK_PYTHON=$python exec scripts/test.sh -W ignore "$@"

@@ -3,15 +3,19 @@
 The right result of each is known. What DALI gets wrong must be bad; what is good must be the same for all loaders.
 """
 
+import contextlib
+import io
 import zlib
 from typing import Any, NamedTuple
 
 import numpy as np
+import PIL
 from PIL import Image
 
 from tests import odd_images as odd
 from tests.odd_images import COLORS, FIELDS, GRAY, JFIF, RAMP, exif, turned, two_blocks
 
+READS_GRAY_AND_MORE = int(PIL.__version__.split(".")[0]) >= 13
 RGB = odd.ycc(COLORS)
 OPAQUE = np.full_like(GRAY, 255)
 HALF = np.full_like(GRAY, 128)
@@ -119,6 +123,18 @@ def _pngs() -> dict[str, Kind]:
     return found
 
 
+def _tiffs_of_pillow() -> dict[str, Kind]:
+    """What Pillow itself reads of what it writes: 11.3 has no zstd, and writes YCbCr wrongly."""
+    found = {}
+    names = ("tiff_lzw", "tiff_adobe_deflate", "jpeg", "packbits", "zstd")
+    for name, mode, compression in (("YCbCr", "YCbCr", None), *((name, "RGB", name) for name in names)):
+        with contextlib.suppress(OSError):
+            kind = _saved("TIFF", mode, compression=compression)
+            Image.open(io.BytesIO(kind.content)).load()
+            found[f"TIFF, {name}"] = kind
+    return found
+
+
 def _tiffs() -> dict[str, Kind]:
     found = {}
     for name, order in (("little", "<"), ("big", ">")):
@@ -140,7 +156,7 @@ def _tiffs() -> dict[str, Kind]:
     for name, channels, good, pillow in (
         ("associated alpha", odd.tiff(np.dstack([COLORS // 2, HALF]), 2, t338=1), False, True),
         ("gray and alpha", odd.tiff(np.dstack([GRAY, OPAQUE]), t338=2), False, True),
-        ("gray and more", odd.tiff(np.dstack([GRAY, OPAQUE]), t338=0), False, True),
+        ("gray and more", odd.tiff(np.dstack([GRAY, OPAQUE]), t338=0), False, READS_GRAY_AND_MORE),
         ("gray and alpha of 16 bits", odd.tiff(np.dstack([GRAY16, GRAY16]), t338=2), False, False),
         ("13 bands", odd.tiff(np.dstack([GRAY16] * 13), t338=[0] * 12), False, False),
         ("floating-point colors", odd.tiff((COLORS / 255).astype("f4"), 2), False, False),
@@ -157,12 +173,7 @@ def _tiffs() -> dict[str, Kind]:
         "TIFF, CMYK": _color(odd.tiff(np.dstack([255 - COLORS, np.zeros_like(GRAY)]), 5)),
         "TIFF, CMYK of 16 bits": _color(odd.tiff(np.dstack([65535 - COLORS16, 0 * GRAY16]), 5), False),
         "TIFF, Lab": _color(odd.lab_tiff(), False),
-        "TIFF, YCbCr": _saved("TIFF", "YCbCr"),
-        **{
-            f"TIFF, {name}": _saved("TIFF", mode, compression=name)
-            for name in ("tiff_lzw", "tiff_adobe_deflate", "jpeg", "packbits", "zstd")
-            for mode in ("RGB",)
-        },
+        **_tiffs_of_pillow(),
         "TIFF, group4": _saved("TIFF", "1", compression="group4"),
         "TIFF, several pages": _saved("TIFF", "RGB", save_all=True, append_images=[Image.fromarray(GRAY)]),
         "TIFF, big": _saved("TIFF", "RGB", big_tiff=True),

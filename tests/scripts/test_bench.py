@@ -49,7 +49,7 @@ REFUSED = [
     ("formats", "{data} --decode auto", "--decode auto: give full or fused"),
     ("formats", f"{{data}} {{tmp}}/other --output-dir {{tmp}}/out {TINY}", "/other: has 9 images, but {data} has 41"),
     ("launch", "--limit 0 -- true", "--limit 0.0: must be more than 0 and finite"),
-    ("launch", "--limit 5", "Missing argument 'command'"),
+    ("launch", "--limit 5", "Missing argument '"),
     ("launch", "--limit 5 true --never", "No such option: --never"),
     ("launch", "--limit 5 -- /nowhere/program", "/nowhere/program: cannot be started (no such program)"),
     ("networks", "", "Missing argument 'ARCH...'"),

@@ -1,5 +1,6 @@
 """What is on the disk is whole, also after a crash at the worst instant."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ from utils.distributed.group import DistEnv
 from utils.errors import UserError
 from utils.options.config import TrainConfig
 from utils.options.resolved import ResolvedConfig
+from utils.training.state import output
 from utils.training.state.checkpoint import (
     EARLIER,
     FORMAT,
@@ -33,6 +35,7 @@ from utils.training.state.checkpoint import (
     write_checkpoint,
 )
 from utils.training.state.meter import Meter
+from utils.training.state.output import lock_output
 from utils.training.state.train_state import BestEpoch, TrainState
 
 FLAGS = (*TINY, "--batch-size", "8", "--deterministic")
@@ -216,6 +219,18 @@ def test_best_is_the_best_that_could_be_saved(data: Path, tmp_path: Path) -> Non
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["best_top1"] == last
 
 
+def test_a_folder_is_one_runs(cpu: DistEnv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "LOCK_SECONDS", 0.1)
+    with contextlib.ExitStack() as first, contextlib.ExitStack() as second:
+        assert lock_output(tmp_path, cpu, first)
+        with pytest.raises(UserError, match=f"--output-dir {tmp_path}: another run is writing there"):
+            lock_output(tmp_path, cpu, second)
+        first.close()
+        assert lock_output(tmp_path, cpu, second)
+        assert not lock_output(tmp_path / "none", cpu, second)
+
+
+@pytest.mark.slow  # it waits ten seconds for the lock
 def test_a_second_run_in_the_folder_is_refused(data: Path, tmp_path: Path) -> None:
     flags = ("--data-dir", data, *FLAGS, "--output-dir", tmp_path, "--epochs")
     with start_forked(*flags, 1000) as first:
