@@ -132,8 +132,7 @@ class Run:
     @property
     def is_done(self) -> bool:
         """Whether no epoch is left to train or to evaluate."""
-        is_evaluated = self.state.result.get("epoch") == self.state.epoch
-        return self.ends_early or (self.state.epoch >= self.config.epochs and is_evaluated)
+        return self.ends_early or (self.state.epoch >= self.config.epochs and self.state.is_evaluated)
 
     @collective
     def is_finished(self) -> bool:

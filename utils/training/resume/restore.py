@@ -322,7 +322,7 @@ def restore(
         replaced: `files_to_replace`.
 
     Raises:
-        UserError: on all ranks: the checkpoint does not fit, or is of another folder and has nothing left to train.
+        UserError: on all ranks: the checkpoint does not fit, or is of another folder and has nothing left to do.
     """
     loader_state = _load(state, net, saved, config, fingerprint, sampler) if saved else None
     folder = config.output_dir
@@ -337,7 +337,7 @@ def restore(
         ),
         state.env,
     )
-    if saved and not is_here and state.epoch >= config.epochs:
+    if saved and not is_here and state.epoch >= config.epochs and state.is_evaluated:
         raise UserError(
             f"--resume {config.resume}: its run is finished, epoch {state.epoch} of {config.epochs}; give more "
             f"--epochs and --accept-changes, or --pretrained {config.resume} --resume none to begin from its weights",

@@ -136,6 +136,11 @@ class TrainState:
         """Wall time of all launches so far."""
         return self.earlier_seconds + time.perf_counter() - self.started
 
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether `result` is of the last epoch that was trained."""
+        return self.result.get("epoch") == self.epoch
+
     def optimizer_step(self, clip_grad: float) -> None:
         """Clip the gradients to this norm (0: do not), update the weights, then their moving average."""
         if clip_grad > 0:
