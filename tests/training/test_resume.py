@@ -107,13 +107,16 @@ def test_killed_between_training_and_evaluation(data: Path, tmp_path: Path) -> N
 
 
 def test_a_finished_run_is_left_as_it_is(data: Path, tmp_path: Path) -> None:
-    run, other = tmp_path / "run", tmp_path / "other"
+    run, other, again = (tmp_path / name for name in ("run", "other", "again"))
     flags = ("--data-dir", data, *TINY, "--batch-size", 8, "--output-dir", run, "--epochs")
     elsewhere = ("--resume", run, "--output-dir", other)
-    first, finished, moved, more = launch_series(
-        (*flags, 1), (*flags, 1, "--lr", 9), (*flags, 1, *elsewhere), (*flags, 2)
+    evaluates = ("--resume", run, "--output-dir", again, "--accept-changes", "--val-resize", 40)
+    first, finished, moved, evaluated, more = launch_series(
+        (*flags, 1), (*flags, 1, "--lr", 9), (*flags, 1, *elsewhere), (*flags, 1, *evaluates), (*flags, 2)
     )
-    assert [each.status for each in (first, finished, more)] == [0, 0, 0], (first, finished, more)
+    done = (first, finished, evaluated, more)
+    assert [each.status for each in done] == [0] * 4, done
+    assert read_checkpoint(again, "best.pt")["epoch"] == 1, "what it may evaluate in another way is left to do"
     assert "The epoch is done" in finished.out
     assert finished.written == frozenset()
     assert_refused(moved, f"--resume {run}/last.pt: its run is finished, epoch 1 of 1; give more --epochs and ")
