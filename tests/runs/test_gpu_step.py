@@ -1,6 +1,7 @@
 """On a real GPU: the captured training step, and the exchange of gradients. Run by scripts/gpu_check.sh."""
 
 import copy
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,13 +14,15 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.conftest import resolved
+from tests.conftest import CLASSES, resolved
+from tests.inference.exported import MEAN, STD, write_checkpoint
 from tests.training.test_optim import BAD_SCALE, OPTIMIZERS, check_skipped_first_step, fp16_losses, fp16_state
 from utils.distributed.group import DistEnv
 from utils.network.distillation import Teacher
 from utils.network.gradients import ForwardBackward, GraphedForwardBackward, capture_stream, on_stream
 from utils.network.loss import create_criterion
 from utils.network.parallel import FlatAllReduce, create_forward_backward
+from utils.training.settings.teacher import create_teacher, read_teacher
 from utils.training.state.train_state import create_state
 
 pytestmark = pytest.mark.gpu
@@ -140,6 +143,27 @@ def test_captured_training_with_a_teacher_is_the_plain_one(gpu: DistEnv, amp: to
     assert len(set(losses[1])) == 5
     for name, value in teaching.state_dict().items():
         assert torch.equal(value, before[name]), name
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's compiler uses it
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # float32 is to be exact here
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("amp", ["none", "bf16"])
+def test_timing_a_teacher_as_a_graph_changes_nothing(gpu: DistEnv, tmp_path: Path, amp: str, compiled: bool) -> None:
+    best = write_checkpoint(tmp_path / "best.pt")
+    config = resolved(teacher=str(best), image_size=32, val_resize=36, amp=amp, compile=compiled)
+    trained = read_teacher(config, CLASSES, gpu)
+    assert trained is not None
+    before, state = torch.cuda.get_rng_state(), copy.deepcopy(trained.network.state_dict())
+    teacher, line = create_teacher(trained, config, (MEAN, STD), gpu, capture_stream(gpu.device))
+    assert teacher is not None
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+    assert re.search(r"; a pass takes [\d.]+ ms for 8 images of 32 px$", line)
+    images = torch.randn(8, 3, 32, 32, device="cuda").contiguous(memory_format=torch.channels_last)
+    with torch.no_grad():
+        torch.testing.assert_close(teacher(images), trained.network(images), rtol=1e-3, atol=1e-3)
+    for name, value in trained.network.state_dict().items():
+        assert torch.equal(value.cpu(), state[name]), name
 
 
 def test_another_image_size_is_captured_anew() -> None:

@@ -77,7 +77,7 @@ def test_classes_in_another_order_are_taken_by_name(cpu: DistEnv, tmp_path: Path
     assert other.order == [2, 0, 1]
     assert other.facts.endswith("its classes in another order, taken by name")
     config = config_for(best)
-    teachers = [create_teacher(each, config, (MEAN, STD), cpu, 0)[0] for each in (same, other)]
+    teachers = [create_teacher(each, config, (MEAN, STD), cpu, None)[0] for each in (same, other)]
     assert teachers[0] is not None
     assert teachers[1] is not None
     found = {name: teachers[1](IMAGES)[:, at] for at, name in enumerate(names)}
@@ -144,7 +144,7 @@ def test_timing_draws_nothing_and_changes_nothing(cpu: DistEnv, tmp_path: Path) 
     trained = read(best := write_checkpoint(tmp_path / "best.pt"), cpu)
     before, state = torch.get_rng_state(), trained.network.state_dict()
     state = {name: value.clone() for name, value in state.items()}
-    _, line = create_teacher(trained, config_for(best), (MEAN, STD), cpu, 0)
+    _, line = create_teacher(trained, config_for(best), (MEAN, STD), cpu, None)
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(value, state[name]) for name, value in trained.network.state_dict().items())
     assert line.startswith(f"{trained.facts}; 0.5 of the loss, temperature 4; a pass takes ")

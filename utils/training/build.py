@@ -156,7 +156,7 @@ def build(
     net = distribute(state.model, config, env, stream)
     peak = peak_lr(config, sampler.global_batch_size)
     schedule = create_schedule(config, state.optimizer, peak, sampler.steps_per_epoch)
-    teacher, of_teacher = create_teacher(trained, config, network.normalization, env, saved.state.epoch if saved else 0)
+    teacher, of_teacher = create_teacher(trained, config, network.normalization, env, stream, saved)
     show_startup("opening the loaders")
     val_loader = pipelines.create_val_loader(with_val_batch(config), val, env, keeps_val_batches(config, env))
     with on_stream(stream):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import timm
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from models import base_arch, check_arch, create_model, load_weights, normalization, num_outputs
 from utils.distributed.collective import collective
@@ -20,7 +20,7 @@ from utils.distributed.startup import show_startup
 from utils.errors import UserError, some
 from utils.figures import better_network, better_value, describe_figure
 from utils.network.distillation import Teacher
-from utils.network.gradients import AMP_DTYPES, preserve_state
+from utils.network.gradients import AMP_DTYPES, on_stream, preserve_state, record
 from utils.network.input_check import check_input
 from utils.network.published_weights import published_weights, require_published
 from utils.network.weight_files import Normalization, Weights, read_weights
@@ -31,7 +31,7 @@ from utils.options.schedules import size_schedule, value_at
 from utils.options.sizes import ImageSize, as_image_size, sides_of
 from utils.options.validation import WEIGHTS_OF_A_FOLDER, names_file, require_teacher
 from utils.text import count, describe_alike
-from utils.training.state.checkpoint import BEST, LAST
+from utils.training.state.checkpoint import BEST, LAST, Checkpoint
 from utils.training.state.train_state import NETWORKS
 
 OPTION = "--teacher"
@@ -233,48 +233,70 @@ def _digest(network: nn.Module, *others: object) -> str:
 
 
 def create_teacher(
-    trained: TrainedTeacher | None, config: ResolvedConfig, given: Normalization, env: DistEnv, epoch: int
+    trained: TrainedTeacher | None,
+    config: ResolvedConfig,
+    given: Normalization,
+    env: DistEnv,
+    stream: torch.cuda.Stream | None,
+    saved: Checkpoint | None = None,
 ) -> tuple[Teacher | None, str]:
     """The teacher on the device, and the line on it in the start-up block, with the time that a pass takes.
 
     None and "" for none. To be called before the loaders, whose threads would slow the pass that is timed, and after
     NCCL has connected the ranks, of which one may compile for longer than another. Compiled, if at all, for all image
-    sizes from `epoch` on, so that no later epoch waits for the compiler.
+    sizes of this launch, so that no later epoch waits for the compiler.
 
     Args:
         given: mean and standard deviation per channel of the run's images.
-        epoch: in which this launch begins, from 0.
+        stream: where the step is captured; None if it is not.
+        saved: what this launch goes on from.
+
+    Raises:
+        UserError: the pass cannot be captured.
     """
     if trained is None:
         return None, ""
     show_startup("timing the teacher" + (", compiling" if config.compile else ""))
     network = trained.network.to(env.device)
     teacher = Teacher(network, trained.order, trained.normalization, given, env.device, config.compile)
-    schedule = size_schedule(config)
+    schedule, epoch = size_schedule(config), saved.state.epoch if saved else 0
     size = value_at(schedule, epoch, config.image_size)
     later = {each for first, each in schedule.items() if epoch < first < config.epochs} if config.compile else set()
-    with preserve_state(network, env.device):  # the images of the passes are random
+    autocast = torch.autocast(env.device.type, AMP_DTYPES[config.amp], enabled=config.amp != "none")
+    with preserve_state(network, env.device), autocast:  # the images of the passes are random
         for each in sorted(later - {size}, key=sides_of):
-            _seconds_of_pass(teacher, config, each, env, passes=0)
-        seconds = _seconds_of_pass(teacher, config, size, env, TIMED_PASSES[env.device.type])
+            teacher(_random_images(config, each, env))
+        seconds = _seconds_of_pass(teacher, _random_images(config, size, env), stream)
     share = f"{config.teacher_weight:g} of the loss, temperature {config.teacher_temperature:g}"
     cost = f"a pass takes {1000 * seconds:.3g} ms for {count(config.batch_size, 'image')} of {size} px"
     return teacher, f"{trained.facts}; {share}; {cost}"
 
 
-def _seconds_of_pass(teacher: Teacher, config: ResolvedConfig, size: ImageSize, env: DistEnv, passes: int) -> float:
-    """Mean seconds of some passes of random images as the step does them, after one that is not timed; 0.0 of none."""
-    dtype = AMP_DTYPES[config.amp]
-    images = torch.randn(config.batch_size, 3, *sides_of(size), device=env.device, dtype=dtype)
-    images = images.contiguous(memory_format=torch.channels_last)
-    with torch.autocast(env.device.type, dtype, enabled=dtype != torch.float32):
+def _random_images(config: ResolvedConfig, size: ImageSize, env: DistEnv) -> Tensor:
+    """A batch as the step has it: (N, 3, H, W)."""
+    images = torch.randn(config.batch_size, 3, *sides_of(size), device=env.device, dtype=AMP_DTYPES[config.amp])
+    return images.contiguous(memory_format=torch.channels_last)
+
+
+def _seconds_of_pass(teacher: Teacher, images: Tensor, stream: torch.cuda.Stream | None) -> float:
+    """Mean seconds of some passes, after one that is not timed; replayed as a CUDA graph where there is a stream."""
+
+    def compute() -> None:
         teacher(images)
-        _wait_for(env.device)
-        began = time.perf_counter()
-        for _ in range(passes):
-            teacher(images)
-        _wait_for(env.device)
-    return (time.perf_counter() - began) / max(passes, 1)
+
+    with on_stream(stream):
+        compute()
+    graph = record(compute, stream, "the teacher's pass") if stream is not None else None
+    replay, passes = graph.replay if graph else compute, TIMED_PASSES[images.device.type]
+    _wait_for(images.device)
+    began = time.perf_counter()
+    for _ in range(passes):
+        replay()
+    _wait_for(images.device)
+    seconds = time.perf_counter() - began
+    if graph:
+        graph.reset()
+    return seconds / passes
 
 
 def _wait_for(device: torch.device) -> None:
