@@ -62,9 +62,39 @@ def test_the_temperature_with_the_lowest_loss_is_found(temperature: float) -> No
     assert fit_temperatures(sets, answers) == pytest.approx([temperature, 1.0], rel=0.1)
 
 
-def test_answers_that_are_all_right_or_all_wrong_leave_the_temperature_at_1() -> None:
+@pytest.mark.parametrize("factor", [0.2, 1.0, 5.0])
+def test_answers_that_are_all_right_are_as_sure_as_their_number_allows(factor: float) -> None:
+    """As if one of them said nothing; a network that is less or more sure of the same answers gets the same."""
+    random = np.random.default_rng(0)
+    scores = random.normal(size=(200, 5)).astype(np.float32)
+    labels = random.integers(5, size=200)
+    scores[np.arange(200), labels] = scores.max(1) + 3
+    (found,) = fit_temperatures(factor * scores, labels)
+    assert found == pytest.approx(factor * fit_temperatures(scores, labels)[0], rel=1e-4)
+    smoothed = 0.995 * np.eye(5)[labels] + 0.005 / 5
+
+    def loss(divisor: float) -> float:
+        return float(-(smoothed * np.log(softmax(factor * scores / divisor))).sum())
+
+    assert loss(found) < min(loss(found * 1.001), loss(found / 1.001))
+    assert 0.98 < softmax(factor * scores / found).max(1).mean() < 0.999
+
+
+def test_a_label_without_a_mistake_is_as_sure_as_its_number_allows() -> None:
+    scores = np.linspace(-1, 1, 100, dtype=np.float32)[:, None]
+    labels = (scores > 0).astype(np.float32)
+    (found,) = fit_temperatures(scores, labels)
+    smoothed = 0.99 * labels + 0.005
+
+    def loss(divisor: float) -> float:
+        probabilities = sigmoid(scores / divisor)
+        return float(-(smoothed * np.log(probabilities) + (1 - smoothed) * np.log(1 - probabilities)).sum())
+
+    assert loss(found) < min(loss(found * 1.001), loss(found / 1.001))
+
+
+def test_answers_that_are_all_wrong_leave_the_temperature_at_1() -> None:
     scores, _ = draw(1.0, 50)
-    assert fit_temperatures(scores, scores.argmax(1)).tolist() == [1.0]
     assert fit_temperatures(scores, scores.argmin(1)).tolist() == [1.0]
     without_images = np.zeros((50, 5), np.float32)
     assert fit_temperatures(scores, without_images).tolist() == [1.0] * 5

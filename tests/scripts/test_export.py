@@ -169,7 +169,7 @@ np.save(output, logits)
 
 @pytest.mark.slow  # trains for half a minute
 def test_digits_by_every_runtime(tmp_path: Path) -> None:
-    """The accuracy of each is the run's."""
+    """The accuracy of each is the run's, but for an image."""
     assert make_digits.main([str(tmp_path / "digits")]) == 0
     flags: tuple[object, ...] = (
         "--arch",
@@ -201,7 +201,8 @@ def test_digits_by_every_runtime(tmp_path: Path) -> None:
     top1 = read_checkpoint(tmp_path / "run", "best.pt")["result"]["val/top1"]
     for logits in found.values():
         assert np.abs(logits - found["checkpoint"]).max() < 1e-4
-        assert 100 * float((logits.argmax(1) == labels).mean()) == pytest.approx(top1)
+        # Pillow's pixels are not DALI's in all bits, which decides about an image whose two likeliest classes are alike.
+        assert abs(float((logits.argmax(1) == labels).sum()) - top1 / 100 * len(labels)) < 1.5
 
 
 def fresh_logits(folder: Path, name: str, files: list[Path]) -> NDArray[np.float32]:

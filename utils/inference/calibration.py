@@ -189,12 +189,18 @@ def calibrate(
 def fit_temperatures(scores: Scores, labels: Labels, device: torch.device = CPU) -> NDArray[np.float64]:
     """The temperature with the lowest NLL, float64 (1,), of several labels (num_classes,), in six digits.
 
-    NLL is convex in 1 / temperature, so its slope has one zero. 1 where it has none within `BOUNDS`: no image is wrong,
-    or none is right. So it is for a label that no image has, or each.
+    NLL is convex in 1 / temperature, so its slope has one zero. Where no answer is wrong, it falls for ever: labels are
+    then smoothed by 1 / N, as if one of the N images could be of any class. 1 where there is no zero within `BOUNDS`,
+    as where no answer is right, and for a label that no image has, or each.
     """
     if labels.ndim == 1:
-        return np.array([_find_temperature(lambda beta: _slope(scores, labels, beta, device))])
+        smoothing = _smoothing(scores.max(1) > np.take_along_axis(scores, labels[:, None], 1)[:, 0])
+        return np.array([_find_temperature(lambda beta: _slope(scores, labels, smoothing, beta, device))])
     return np.array([_find_temperature(_binary_slope(*each, device)) for each in zip(scores.T, labels.T, strict=True)])
+
+
+def _smoothing(wrong: NDArray[np.bool_]) -> float:
+    return 0.0 if wrong.any() else 1 / len(wrong)
 
 
 def _find_temperature(slope: Callable[[float], float]) -> float:
@@ -209,14 +215,15 @@ def _find_temperature(slope: Callable[[float], float]) -> float:
     return float(f"{math.exp(-found):.6g}")
 
 
-def _slope(scores: Scores, labels: Labels, beta: float, device: torch.device) -> float:
+def _slope(scores: Scores, labels: Labels, smoothing: float, beta: float, device: torch.device) -> float:
     """Of the summed NLL by `beta`, 1 / temperature: logit that is expected less logit of the target."""
     total = []
     for at in _chunks(scores):
         logits = torch.from_numpy(scores[at]).to(device).double()
         of_target = logits.gather(1, torch.from_numpy(labels[at]).to(device)[:, None])[:, 0]
         # Sums along a row do not depend on the number of threads; those over rows are numpy's, which has one.
-        total.append((((logits * beta).softmax(1) * logits).sum(1) - of_target).cpu().numpy())
+        expected = ((logits * beta).softmax(1) * logits).sum(1)
+        total.append((expected - of_target.lerp(logits.mean(1), smoothing)).cpu().numpy())
     return float(np.concatenate(total).sum())
 
 
@@ -224,6 +231,8 @@ def _binary_slope(scores: Scores, labels: Labels, device: torch.device) -> Calla
     if labels.min() == labels.max():
         return lambda beta: 0.0
     logits, targets = (torch.from_numpy(each.copy()).to(device).double() for each in (scores, labels))
+    smoothing = _smoothing(scores * (labels - 0.5) < 0)
+    targets = targets * (1 - smoothing) + smoothing / 2
     return lambda beta: float((logits * ((logits * beta).sigmoid() - targets)).cpu().numpy().sum())
 
 
