@@ -1,5 +1,6 @@
 """A signal or the time limit stops all ranks after the same step; real signals to real processes."""
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -96,6 +97,13 @@ def test_before_the_first_step_a_signal_ends_at_once(name: str) -> None:
     assert done.err == f"stopped by {name} before the first step; nothing is lost\n"
 
 
+def test_after_the_last_step_a_signal_ends_at_once() -> None:
+    done = run_program(
+        "stop.enable(env); stop.disable('after the last step'); os.kill(os.getpid(), signal.SIGTERM); time.sleep(0.5)\n"
+    )
+    assert (done.status, done.out, done.err) == (143, "", "stopped by SIGTERM after the last step; nothing is lost\n")
+
+
 def test_the_time_limit_is_the_reason_only_when_it_is_over(cpu: DistEnv) -> None:
     for limit, reason in ((0.0, "another rank"), (1e6, "another rank"), (1e-6, "the time limit")):
         stop = StopRequest(limit)
@@ -162,6 +170,28 @@ def test_stop_within_the_evaluation(data: Path, tmp_path: Path, processes: int) 
     assert resumed.status == 0, resumed.err
     assert read_metrics(cut)[-1]["val/count"] == 41
     assert_same_run(uninterrupted, cut)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_stop_within_the_evaluation_of_the_best_epoch(data: Path, tmp_path: Path, processes: int) -> None:
+    """The same command writes the results that are missing; a launch that only writes them stops so, too."""
+    flags = ("--data-dir", data, *TINY, "--epochs", 1, "--batch-size", 8 // processes, "--output-dir", tmp_path)
+    assert run_train(*flags, processes=processes).status == 0
+    summary = tmp_path / "summary.json"
+    whole = json.loads(summary.read_text())
+    summary.unlink()
+    status = hold_and_end(*flags, at="evaluation", number=signal.SIGTERM, processes=processes)
+    if processes == 1:
+        assert status == 143
+    assert not summary.exists()
+    event = json.loads((tmp_path / "events.jsonl").read_text().splitlines()[-1])
+    assert event["event"] == "stopped"
+    done = run_train(*flags, processes=processes)
+    assert done.status == 0, done.err
+    again = json.loads(summary.read_text())
+    for name in ("top1", "temperature", "ece", "calibrated_ece"):
+        assert again[name] == whole[name], name
 
 
 SENDS_A_SIGNAL = """

@@ -27,9 +27,9 @@ def exit_now(number: int, frame: FrameType | None) -> None:
     os._exit(EXIT_STOPPED)
 
 
-def stop_message(number: int) -> bytes:
+def stop_message(number: int, when: str = "before the first step") -> bytes:
     """The line on a stop that loses nothing."""
-    return f"stopped by {signal.Signals(number).name} before the first step; nothing is lost\n".encode()
+    return f"stopped by {signal.Signals(number).name} {when}; nothing is lost\n".encode()
 
 
 def restore_defaults() -> None:

@@ -36,6 +36,7 @@ class StopRequest:
     def __init__(self, time_limit: float = 0.0, monitor: RankMonitor | None = None) -> None:
         self._monitor = monitor
         self._env: DistEnv | None = None
+        self._when = "before the first step"
         self._time_limit = time_limit
         self._reason: str | None = None
         self._received_at: float | None = None  # the first signal
@@ -64,7 +65,7 @@ class StopRequest:
         if os.getpid() != self._process:  # a worker, before it has handlers of its own; its trainer ends it
             return
         if self._env is None:
-            os.write(2, stop_message(number))
+            os.write(2, stop_message(number, self._when))
             if self._monitor is not None:
                 self._monitor.announce_stop()
             os._exit(EXIT_STOPPED)
@@ -82,11 +83,15 @@ class StopRequest:
         """
         self._env = env
 
-    def disable(self) -> None:
+    def disable(self, when: str = "before the first step") -> None:
         """Undo `enable`: what comes next can take minutes, and nothing is lost.
 
         To be called on all ranks at the same step.
+
+        Args:
+            when: for the line of a signal.
         """
+        self._when = when
         if self._env is not None and self._env.monitor is not None:
             self._env.monitor.pause()
         self._env = None

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from utils.data.loaders.settings import with_val_batch
 from utils.data.splits.selection import Splits
 from utils.distributed.collective import collective
 from utils.distributed.collectives import sync_errors
@@ -20,7 +19,6 @@ from utils.inference.multilabel_mistakes import create_mistakes
 from utils.inference.weights import write_temperature
 from utils.network.parallel import broadcast_weights
 from utils.options.resolved import ResolvedConfig
-from utils.progress import with_bar
 from utils.report.pictures import Pictures
 from utils.training.run import Run
 from utils.training.state.checkpoint import BEST, Checkpoint, load
@@ -49,6 +47,7 @@ def write_results(run: Run, splits: Splits, cpu_threads: int) -> None:
 
     Raises:
         RunFailed: on rank 0, if summary.json cannot be written.
+        Stopped: as `judge_best`.
     """
     judged = judge_best(run, splits)
     write_summary(run, cpu_threads, judged.figures)
@@ -62,6 +61,9 @@ def judge_best(run: Run, splits: Splits) -> Judged:
 
     After the last checkpoint, as the run's model gets other weights. Targets of `--loader synthetic` mean nothing, so
     it has no temperature. A file that cannot be read or written is a warning: the run is done.
+
+    Raises:
+        Stopped: between two batches, on all ranks; the same command judges again.
     """
     env, config = run.env, run.config
     if config.loader == "synthetic" and not config.report:
@@ -82,10 +84,10 @@ def judge_best(run: Run, splits: Splits) -> Judged:
     calibrator = EvaluationCalibrator(config, len(val), run.val_targets, env)
     mistakes = create_mistakes(config, val, env) if config.report else None
     observers: list[Observer] = [calibrator, *([mistakes] if mistakes else [])]
-    batch_size = with_val_batch(config).batch_size
-    batches = with_bar(run.val_loader, "evaluating", -(-len(val) // (env.world_size * batch_size)), env.is_main)
     normalize, targets = run.augment.normalize, run.val_targets
-    evaluate(run.state.model, batches, normalize, run.num_val, targets, env, run.amp_dtype, observers)
+    run.stop.enable(env)  # a launch that only writes the results has not been asked before
+    evaluate(run.state.model, run.val_batches(), normalize, run.num_val, targets, env, run.amp_dtype, observers)
+    run.stop.disable("after the last step")  # the fit and the pictures have no batches between which to stop
     found = calibrator.calibrate()
     if config.loader == "synthetic":
         found = None
