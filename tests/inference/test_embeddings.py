@@ -20,6 +20,7 @@ from tests.harness import ROOT, launch, read_checkpoint
 from tests.inference.exported import MEAN, STD, write_checkpoint
 from utils.distributed.group import DistEnv
 from utils.errors import UserError
+from utils.inference.embedding_files import read_embeddings
 from utils.inference.embeddings import WithEmbeddings, embedding_width
 from utils.inference.inputs import files_manifest, list_inputs
 from utils.network.augment import Normalize
@@ -100,6 +101,16 @@ def test_each_format_has_the_rows_of_predictions(data: Path, checkpoint: Path, t
         facts = json.loads((tmp_path / form / "embeddings.json").read_text())
         assert_keys("embeddings.json", facts)
         assert facts["top1"] == pytest.approx(100 * sum(row["correct"] == "true" for row in rows) / 41)
+
+
+def test_a_file_that_another_tool_wrote_again_is_refused(tmp_path: Path) -> None:
+    """With lists of any length."""
+    path = tmp_path / "embeddings.parquet"
+    columns = {"path": ["1.jpg"], "target": ["red"], "error": [""], "embedding": [[1.0, 2.0]]}
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    path.with_suffix(".json").write_text(json.dumps({"network": {}, "top1": None}))
+    with pytest.raises(UserError, match=r"embedding is list<.*double>, not a list of fixed size\); "):
+        read_embeddings(path, "TRAIN")
 
 
 @pytest.mark.slow  # of imports

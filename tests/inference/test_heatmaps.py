@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from tests.inference.exported import write_checkpoint
 from utils.errors import UserError
 from utils.inference.export.trained import load_trained
-from utils.inference.heatmap_files import FOLDER, HeatmapFolder, heatmap_name
+from utils.inference.heatmap_files import FOLDER, HeatmapFolder, encode_png, heatmap_name
 from utils.inference.heatmaps import HeatMaps, draw_heatmaps, find_grid, find_map, overlay
 
 SIZE = (96, 64)  # height and width, so that the two are not exchanged
@@ -187,13 +188,18 @@ def test_names_lead_back_to_the_rows() -> None:
 
 def test_the_folder_replaces_earlier_maps_only(tmp_path: Path) -> None:
     (tmp_path / FOLDER).mkdir()
-    for name in ("001-old.png", "mine.txt"):
+    picture = Image.new("RGB", (2, 2))
+    (tmp_path / FOLDER / "001-old.png").write_bytes(encode_png(picture))
+    mine = ["001-photo.png", "2026-11-03.png", "mine.txt"]
+    picture.save(tmp_path / FOLDER / mine[0])
+    for name in mine[1:]:
         (tmp_path / FOLDER / name).touch()
     folder = HeatmapFolder(tmp_path)
-    folder.write({"001-new.png": b"new"})
+    folder.write({"001-new.png": encode_png(picture)})
     assert not (tmp_path / FOLDER / "001-new.png").exists(), "before it is complete"
     folder.publish()
-    assert sorted(path.name for path in (tmp_path / FOLDER).iterdir()) == ["001-new.png", "mine.txt"]
-    (tmp_path / FOLDER / "mine.txt").unlink()
+    assert sorted(path.name for path in (tmp_path / FOLDER).iterdir()) == ["001-new.png", *mine]
+    for name in mine:
+        (tmp_path / FOLDER / name).unlink()
     HeatmapFolder(tmp_path).publish()
     assert list(tmp_path.iterdir()) == []

@@ -1,6 +1,7 @@
 """int8 exports: what they hold, what they are calibrated and judged on, and what they may lose."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,15 @@ def test_images_are_those_of_the_run(data: Path, tmp_path: Path) -> None:
     train, val = set(divided.train.names()), set(divided.val.names())
     assert (len(train) + len(val), train & val) == (41, set())
     assert 5 < len(val) < 16
+
+
+def test_folds_that_have_moved(data: Path, tmp_path: Path) -> None:
+    """What the run held out does not calibrate, though the data has a val/ of its own, which the run left out."""
+    saved = load_trained(write_checkpoint(tmp_path / "best.pt", data=data, fold="1/3")).saved
+    here = find_run_images(saved, None, tmp_path)
+    moved = find_run_images(saved, Path(shutil.copytree(data, tmp_path / "moved")), tmp_path)
+    assert (len(here.train) + len(here.val), set(here.train.names()) & set(here.val.names())) == (41, set())
+    assert [list(each.names()) for each in moved[1:]] == [list(each.names()) for each in here[1:]]
 
 
 def test_data_that_has_moved(data: Path, tmp_path: Path) -> None:

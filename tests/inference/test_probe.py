@@ -112,3 +112,10 @@ def test_near_duplicates_are_all_pairs(monkeypatch: pytest.MonkeyPatch, block: i
     fewer, same = near_duplicates(splits["train"], splits["val"], CPU, 0.7)
     assert [pair.similarity for pair in fewer] == pytest.approx(sorted(expected.values(), reverse=True)[:3])
     assert same == counts
+
+
+def test_a_copy_is_a_duplicate_at_any_threshold() -> None:
+    """The length of a vector is rounded."""
+    copies = clusters(200, 1)
+    _, counts = near_duplicates(copies, copies, CPU, 1.0)
+    assert counts["across splits"] == 200

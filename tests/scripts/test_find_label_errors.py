@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from scripts import find_label_errors, predict
 from tests.browser import open_browser
@@ -14,7 +15,11 @@ from tests.contract import CONTRACT
 from tests.forked import launch_series
 from utils.data.formats.folder import scan, scan_splits
 from utils.data.images.listing import load_listing
+from utils.data.splits.selection import read_data
+from utils.distributed.group import DistEnv
 from utils.inference.label_error_files import Findings, write_cleaned, write_results
+from utils.inference.label_errors import why_not_cleaned
+from utils.options.config import TrainConfig
 
 HOSTILE = "<img src=x onerror=alert(1)>'\"&"
 FLAGS = (*TINY[:-4], "--device", "cpu", "--lr", 1, "--batch-size", 8, "--epochs", 12, "--train-crop", "squash")
@@ -61,10 +66,11 @@ def test_planted_errors_are_found(runs: list[Path], tmp_path: Path, capsys: pyte
     assert len(cleaned) == 60 - len(issues)
     assert {Path(row["file"]).name for row in cleaned}.isdisjoint(issues)
 
-    # Each image was judged by the run that had not seen it, with the numbers of predict.py.
+    # Each image was judged by the run that had not seen it, with the logits of predict.py.
     by_file = {row["file"]: row for row in rows}
     for run in runs:
-        assert predict.main([str(run), *by_file, "--output-dir", str(tmp_path / run.name), *flags]) == 0
+        words = [str(run), *by_file, "--output-dir", str(tmp_path / run.name), "--output-type", "logit", "--topk", "3"]
+        assert predict.main([*words, *flags]) == 0
     answers = [{row["path"]: row for row in table(tmp_path / run.name / "predictions.csv")} for run in runs]
     for number, run in enumerate(runs):
         held_out = [name.partition("/")[2] for name in load_listing(run, "val")]
@@ -73,7 +79,8 @@ def test_planted_errors_are_found(runs: list[Path], tmp_path: Path, capsys: pyte
             row = next(row for file, row in by_file.items() if file.endswith(name))
             answer = answers[number][row["file"]]
             assert row["proposed"] == answer["label"]
-            assert float(row["proposed_prob"]) == pytest.approx(float(answer["prob"]), rel=1e-4)
+            powers = np.exp([float(answer[name]) for name in ("logit", "logit_2", "logit_3")])
+            assert float(row["proposed_prob"]) == pytest.approx(powers[0] / powers.sum(), rel=1e-4)
 
     assert find_label_errors.main([*map(str, runs), "--output-dir", str(out), "--relabel", *flags]) == 0
     relabeled = table(out / "cleaned.csv")
@@ -138,3 +145,38 @@ def test_the_label_file_has_val_and_weights(tmp_path: Path) -> None:
     assert set(CONTRACT["files"]["cleaned.csv"]) - set(rows[0]) == {"group"}
     write_cleaned(findings, val, tmp_path, relabel=True)
     assert [row["label"] for row in table(tmp_path / "cleaned.csv")][:3] == ["blue", CLASSES[2], "green"]
+
+
+@pytest.mark.parametrize("relabel", [False, True])
+def test_no_class_loses_all_its_images(tmp_path: Path, relabel: bool) -> None:
+    """Such a file would be of other classes. A file's name may have the end of a line in it."""
+    write_images(tmp_path / "train", (2, 3, 2))
+    first = min((tmp_path / "train" / CLASSES[0]).iterdir())
+    first.rename(first.with_name("a\rb\nc.jpg"))
+    images = scan(tmp_path, "train")
+    is_issue = np.arange(7) < 3
+    findings = Findings(images, np.eye(3, dtype=np.float32)[[2] * 7], np.ones(7), is_issue)
+    assert write_cleaned(findings, None, tmp_path, relabel) == [CLASSES[0]]
+    expected = [0, 0, *([2] if relabel else []), 1, 1, 2, 2]
+    assert [row["label"] for row in table(tmp_path / "cleaned.csv")] == [CLASSES[label] for label in expected]
+    config = TrainConfig(data_dir=tmp_path, train_data="cleaned.csv", val_fraction=0.2)
+    read = read_data(config, DistEnv.single(torch.device("cpu")))["train"]
+    assert (len(read), read.classes) == (len(expected), images.classes)
+
+
+@pytest.mark.slow
+def test_what_is_odd_is_said(runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    summary = (runs[1] / "summary.json").read_text()
+    (runs[1] / "summary.json").unlink()
+    assert find_label_errors.main([*map(str, runs), "--output-dir", str(tmp_path), "--device", "cpu"]) == 0
+    (runs[1] / "summary.json").write_text(summary)
+    out = capsys.readouterr().out
+    assert f"warning: RUN {runs[1]}: its run has not ended; its part is judged by the network of epoch " in out
+    assert f"warning: RUN {runs[0]}" not in out
+
+
+def test_a_class_that_a_label_file_would_divide(tmp_path: Path) -> None:
+    write_images(tmp_path / "train", (1, 1, 1))
+    assert why_not_cleaned(scan(tmp_path, "train")) == ""
+    (tmp_path / "train" / CLASSES[0]).rename(tmp_path / "train" / "a|b")
+    assert why_not_cleaned(scan(tmp_path, "train")) == "a label file takes a|b for several labels; rename it"

@@ -194,7 +194,7 @@ def fit_temperatures(scores: Scores, labels: Labels, device: torch.device = CPU)
     as where no answer is right, and for a label that no image has, or each.
     """
     if labels.ndim == 1:
-        smoothing = _smoothing(scores.max(1) > np.take_along_axis(scores, labels[:, None], 1)[:, 0])
+        smoothing = _smoothing(scores.max(1) > scores[np.arange(len(scores)), labels.astype(np.int64)])
         return np.array([_find_temperature(lambda beta: _slope(scores, labels, smoothing, beta, device))])
     return np.array([_find_temperature(_binary_slope(*each, device)) for each in zip(scores.T, labels.T, strict=True)])
 

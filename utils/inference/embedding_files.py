@@ -112,6 +112,8 @@ def _read_parquet(path: Path) -> tuple[list[dict[str, Any]], NDArray[np.float32]
 
     table = pyarrow.parquet.read_table(path)
     features = table["embedding"].combine_chunks()
+    if not pyarrow.types.is_fixed_size_list(features.type):
+        raise ValueError(f"embedding is {features.type}, not a list of fixed size")
     width = features.type.list_size
     rows = table.select([name for name in ("path", "target", "error") if name in table.column_names]).to_pylist()
     found = np.full((len(rows), width), np.nan, np.float32)

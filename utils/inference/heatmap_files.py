@@ -1,4 +1,7 @@
-"""The PNG files of `scripts/predict.py --heatmap`: named by the rows, in a folder that is filled at the end."""
+"""The PNG files of `scripts/predict.py --heatmap`: named by the rows, in a folder that is filled at the end.
+
+They say in themselves whose they are, so that the next call replaces these alone.
+"""
 
 import contextlib
 import io
@@ -8,13 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from utils.errors import UserError
 from utils.files import rename, temporary_of
 
 FOLDER = "heatmaps"
 MAX_STEM = 80  # characters of a name that are kept: file systems allow 255 bytes
-_OURS = re.compile(r"\d{3,}-.*\.png")
+_MARK = ("Software", "Brisk heat map")  # PNG's word for what made a file
 
 
 def heatmap_name(row: int, path: str) -> str:
@@ -25,9 +29,18 @@ def heatmap_name(row: int, path: str) -> str:
 
 def encode_png(image: Image.Image) -> bytes:
     """The image as a PNG file."""
-    content = io.BytesIO()
-    image.save(content, format="PNG")
+    content, facts = io.BytesIO(), PngInfo()
+    facts.add_text(*_MARK)
+    image.save(content, format="PNG", pnginfo=facts)
     return content.getvalue()
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        with Image.open(path, formats=["PNG"]) as image:
+            return _MARK in image.info.items()
+    except (OSError, ValueError):  # it is no PNG, or no file
+        return False
 
 
 def check_heatmap_folder(output_dir: Path) -> None:
@@ -57,7 +70,7 @@ class HeatmapFolder:
     def publish(self) -> None:
         """Replace the heat maps of an earlier run with those that were written; other files there stay."""
         for path in self._path.iterdir() if self._path.is_dir() else ():
-            if _OURS.fullmatch(path.name):
+            if _is_ours(path):
                 path.unlink()
         if self._temporary.is_dir():
             self._path.mkdir(exist_ok=True)

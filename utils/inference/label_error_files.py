@@ -1,11 +1,8 @@
 """What is written of wrong labels: a table of all images, a page with the worst, and a label file to train on."""
 
-import csv
 import dataclasses
-import io
 import os
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ from utils.data.reading.decoding import upright_rgb
 from utils.data.reading.reader import read_image
 from utils.errors import readable
 from utils.files import atomic_write_text
+from utils.inference.predictions import csv_text
 from utils.report.label_page import Doubt, render_label_page
 from utils.report.pictures import encode_picture
 
@@ -70,7 +68,7 @@ def write_results(findings: Findings, folder: Path) -> None:
         of_label, of_other = (findings.probabilities[index, each] for each in (label, other))
         score, is_issue = f"{findings.scores[index]:.6g}", str(bool(findings.is_issue[index])).lower()
         rows.append([_path(images, index), classes[label], classes[other], of_label, of_other, score, is_issue])
-    atomic_write_text(folder / TABLE, _csv_text(rows))
+    atomic_write_text(folder / TABLE, csv_text(rows))
     atomic_write_text(folder / PAGE, _page(findings))
 
 
@@ -99,18 +97,26 @@ def _jpeg(images: Manifest, index: int) -> str:
         return ""
 
 
-def write_cleaned(findings: Findings, val: Manifest | None, folder: Path, relabel: bool) -> None:
+def write_cleaned(findings: Findings, val: Manifest | None, folder: Path, relabel: bool) -> list[str]:
     """Write `CLEANED`, which `--train-data` takes: the images without those whose label counts as wrong.
+
+    A class that would have no image left keeps all: the classes of `val` and of a run do not become fewer.
 
     Args:
         findings: of images that are files.
         val: the data's own validation images, whose labels stay; None for none.
         relabel: whether images with a wrong label are kept, with the proposed one.
 
+    Returns:
+        The names of the classes that keep all.
+
     Raises:
         OSError: it cannot be written.
     """
     images, proposed = findings.images, findings.proposed
+    left = np.where(findings.is_issue, proposed if relabel else -1, images.labels)
+    kept = np.setdiff1d(images.labels, left)
+    wrong = findings.is_issue & ~np.isin(images.labels, kept)
     # The groups of all rows are read, and the weights of train.
     has_groups = images.groups is not None and (val is None or val.groups is not None)
     extra = (["split"] if val else []) + (["group"] if has_groups else [])
@@ -123,22 +129,17 @@ def write_cleaned(findings: Findings, val: Manifest | None, folder: Path, relabe
         cells["weight"] = f"{manifest.weights[index]:.9g}" if manifest.weights is not None else ""
         rows.append([_path(manifest, index), manifest.classes[label], *(cells[name] for name in extra)])
 
-    for index, is_issue in enumerate(findings.is_issue.tolist()):
-        if relabel or not is_issue:
-            add(images, index, int((proposed if is_issue else images.labels)[index]), "train")
+    for index, is_wrong in enumerate(wrong.tolist()):
+        if relabel or not is_wrong:
+            add(images, index, int((proposed if is_wrong else images.labels)[index]), "train")
     for index in range(0 if val is None else len(val)):
         assert val is not None, "has images"
         add(val, index, int(val.labels[index]), "val")
-    atomic_write_text(folder / CLEANED, _csv_text(rows))
+    atomic_write_text(folder / CLEANED, csv_text(rows))
+    return [images.classes[label] for label in kept.tolist()]
 
 
 def _path(images: Manifest, index: int) -> str:
     """Where an image is: an absolute path, or `SHARD:KEY`."""
     name = images.record(index).name
     return name if isinstance(images.images, ShardTable) else os.path.abspath(name)
-
-
-def _csv_text(rows: Sequence[Sequence[Any]]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue()

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 import models
 import pipelines
 from utils.data.formats.shards import ShardTable
-from utils.data.images.manifest import Manifest
+from utils.data.images.manifest import SEVERAL, Manifest
 from utils.data.splits.selection import Splits, read_data, select_images, unused_validation
 from utils.data.staging.stage import stage
 from utils.distributed.collective import collective
@@ -41,7 +41,7 @@ from utils.text import count
 from utils.training.resume.restore import settings_of_checkpoint
 from utils.training.settings.autotune import choose_common_loader_settings, resolve
 from utils.training.state.checkpoint import Checkpoint, load_newest
-from utils.training.state.output import lock_output, prepare_output
+from utils.training.state.output import has_summary, lock_output, prepare_output
 
 NO_FOLD = -1  # of an image that no run has held out
 
@@ -81,22 +81,31 @@ def find_label_errors(
     findings = Findings(images, probabilities, scores, is_issue)
     try:
         write_results(findings, options.output_dir)
-        has_cleaned = not isinstance(images.images, ShardTable)
-        if has_cleaned:
-            write_cleaned(findings, val, options.output_dir, relabel)
+        no_cleaned = why_not_cleaned(images)
+        kept = [] if no_cleaned else write_cleaned(findings, val, options.output_dir, relabel)
     except OSError as error:
         raise UserError(
             f"--output-dir {options.output_dir}: cannot be written ({error.strerror}); give another"
         ) from None
     found = int(is_issue.sum())
     emit(
-        f"{options.output_dir}: {TABLE}, {PAGE}{f', {CLEANED}' if has_cleaned else ''}; "
+        f"{options.output_dir}: {TABLE}, {PAGE}{'' if no_cleaned else f', {CLEANED}'}; "
         f"{found:,} of {count(len(images), 'label')} may be wrong ({100 * found / len(images):.1f} %)"
     )
     if left := len(folds) - len(known):
         emit(f"not ranked, as its file is bad: {count(left, 'image')}")
-    if not has_cleaned:
-        emit(f"no {CLEANED}: a label file names images that are files, and these lie in {images.source}")
+    if kept:
+        emit(f"{CLEANED} keeps all images of {some(kept)}, though each label may be wrong: none would be left")
+    if no_cleaned:
+        emit(f"no {CLEANED}: {no_cleaned}")
+
+
+def why_not_cleaned(images: Manifest) -> str:
+    """Why there can be no `CLEANED` of these images; "" where there can."""
+    if isinstance(images.images, ShardTable):
+        return f"a label file names images that are files, and these lie in {images.source}"
+    several = [readable(name) for name in images.classes if SEVERAL in name]
+    return f"a label file takes {some(several)} for several labels; rename it" if several else ""
 
 
 def describe_run(path: Path) -> FoldRun:
@@ -113,8 +122,14 @@ def describe_run(path: Path) -> FoldRun:
         raise UserError(f"RUN {path}: its images have several labels; wrong labels are found where each has one")
     if len(saved.record.classes) < 2:
         raise UserError(f"RUN {path}: has only the class {saved.record.classes[0]}; two or more are needed")
+    if path.is_dir() and not has_summary(path):
+        emit(f"warning: RUN {path}: its run has not ended; its part is judged by the network of epoch {_epoch(saved)}")
     data = store_url(config.data_dir) or os.path.realpath(config.data_dir or "")
     return FoldRun(path, fold, str(data), saved.record.classes)
+
+
+def _epoch(saved: Checkpoint) -> str:
+    return f"{saved.state.epoch} of {saved.config.epochs}"
 
 
 def check_folds(runs: Sequence[FoldRun]) -> list[FoldRun]:
@@ -272,7 +287,10 @@ def _refuse_names(images: Manifest) -> None:
 def _predict(
     saved: Checkpoint, config: ResolvedConfig, images: Manifest, title: str, env: DistEnv
 ) -> NDArray[np.float32]:
-    """Probabilities of each class, (num_images, num_classes), in the order of the images, as `--evaluate` has them."""
+    """Probabilities of each class, (num_images, num_classes), in the order of the images.
+
+    Without the temperature of the checkpoint, which was fitted to the labels that are in question.
+    """
     network = models.create_network(config, env, images.classes, saved.record.normalization)
     load_network(network.model, saved, choose_network(saved, None), config)
     start_evaluation(network.model)

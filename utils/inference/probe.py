@@ -17,6 +17,7 @@ NEIGHBORS = (1, 5, 20)  # k
 STRENGTHS = (0.01, 0.1, 1.0, 10.0)  # C: the larger, the weaker the penalty on the weights
 ITERATIONS = 1000  # of a regression, at most
 BLOCK = 2**25  # similarities at a time, 128 MB
+ROUNDING = 1e-6  # a float32 vector of length 1 and its copy may have a similarity of 0.9999999
 MAX_PAIRS = 10_000
 
 
@@ -145,7 +146,7 @@ def near_duplicates(
     for split, other in (("val", "train"), ("val", "val"), ("train", "train")):
         is_same = split == other
         for start, block in similarities(splits[split], splits[other], is_upper=is_same):
-            found, others = (block >= threshold).nonzero(as_tuple=True)
+            found, others = (block >= threshold - ROUNDING).nonzero(as_tuple=True)
             values, found, others = block[found, others], found + start, others + (start if is_same else 0)
             if is_same:
                 own, theirs = labels[split][found], labels[split][others]

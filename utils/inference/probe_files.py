@@ -1,7 +1,5 @@
 """The files of `scripts/probe.py`: probe.json, near_duplicates.csv, and the page with pictures of the pairs."""
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +10,7 @@ from utils.data.reading.reader import read_image
 from utils.errors import UserError, first_line
 from utils.files import atomic_write_text, check_writable, write_json
 from utils.inference.embedding_files import Embeddings
+from utils.inference.predictions import csv_text
 from utils.inference.probe import Fit, Pair
 from utils.report.duplicates import ShownPair, Side, render_duplicates
 from utils.report.pictures import encode_picture
@@ -91,18 +90,16 @@ def write_probe(folder: Path, train: Embeddings, val: Embeddings, found: Probe, 
 
 
 def _table(splits: Mapping[str, Embeddings], pairs: Sequence[Pair]) -> str:
-    text = io.StringIO()
-    lines = csv.writer(text, lineterminator="\n")
-    lines.writerow(COLUMNS)
+    rows: list[Sequence[Any]] = [COLUMNS]
     for pair in pairs:
         one, other = splits[pair.split], splits[pair.other_split]
-        lines.writerow(
+        rows.append(
             (
                 f"{pair.similarity:.6f}", pair.split, one.images[pair.row], one.targets[pair.row],
                 pair.other_split, other.images[pair.other_row], other.targets[pair.other_row],
             )
         )  # fmt: skip
-    return text.getvalue()
+    return csv_text(rows)
 
 
 def _shown(splits: Mapping[str, Embeddings], pair: Pair) -> ShownPair:

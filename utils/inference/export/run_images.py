@@ -55,7 +55,9 @@ def find_run_images(saved: Checkpoint, data_dir: Path | None, scratch: Path) -> 
     values |= {"loader": "dali"} if before.loader == "stock" else {}  # which has its pixels
     alone = DistEnv.single(torch.device("cpu"))
     options = TrainConfig(evaluate=True, device="cpu", given=frozenset(values), **values)
-    config = stage(settings_of_checkpoint(options, before, saved.path or "", alone)[0], alone)
+    config, _ = settings_of_checkpoint(options, before, saved.path or "", alone)
+    # Which an evaluation of other images leaves out. These are the run's, wherever they lie now.
+    config = stage(dataclasses.replace(config, fold=before.fold, val_fraction=before.val_fraction), alone)
     # As the training lists them: an evaluation lists val alone.
     listed = read_data(dataclasses.replace(config, evaluate=False), alone)
     train = listed["train"]
