@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Find wrong labels: rank all training images by predictions of networks that have not seen them.
 
-    for k in 1 2 3 4; do python train.py --data-dir /data/waste --fold $k/4 --name waste-$k; done
-    scripts/find_label_errors.py runs/waste-* --output-dir runs/waste-labels
+    for k in 1 2 3 4; do python train.py --data-dir /data/waste --fold $k/4 --name waste-fold-$k; done
+    scripts/find_label_errors.py runs/waste-fold-* --output-dir runs/waste-labels
 
 Each run of --fold K/N predicts the part that it held out; cleanlab ranks the labels by these predictions. Writes
 label_errors.csv, a row for each image, the most doubtful label first; label_errors.html, a page with pictures of the
@@ -46,7 +46,8 @@ class Options:
 
 
 @with_train_flags(
-    train_flag("output_dir", default=REQUIRED, help="Where label_errors.csv and the other files go."),
+    train_flag("output_dir", default=REQUIRED, shown=False, help="Where label_errors.csv and the other files go."),
+    train_flag("data_dir", help="The images of the runs.", shown="where the runs read them"),
     train_flag("batch_size", help="Images per batch.", shown="as in the runs"),
     train_flag("workers"),
     train_flag("device", help="Where to compute."),
@@ -58,6 +59,7 @@ def read_options(
     ] = False,
     *,
     output_dir: Path,
+    data_dir: Path | None,
     batch_size: int | None,
     workers: int | None,
     device: str,
@@ -66,7 +68,7 @@ def read_options(
 
     Exit status: 0 done, 1 failed, 2 wrong usage.
     """
-    given = {"output_dir": output_dir, "batch_size": batch_size, "workers": workers}
+    given = {"output_dir": output_dir, "data_dir": data_dir, "batch_size": batch_size, "workers": workers}
     values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     config = TrainConfig(evaluate=True, device=device, given=frozenset(values), **values)
     return Options(runs, config, relabel)

@@ -58,6 +58,8 @@ def test_planted_errors_are_found(runs: list[Path], tmp_path: Path, capsys: pyte
     assert 2 <= len(issues) <= 3, "confident learning is careful with few images"
     assert set(issues) <= WRONG.keys()
     assert f"{len(issues)} of 60 labels may be wrong" in printed
+    agree = sum(row["label"] == row["proposed"] for row in rows)
+    assert f"; top-1 of the networks out of fold {100 * agree / 60:.2f} %" in printed
     assert all(row["proposed"] == Path(row["file"]).parent.name for row in rows[:3])
     scores = [float(row["score"]) for row in rows]
     assert scores == sorted(scores)
@@ -173,6 +175,22 @@ def test_what_is_odd_is_said(runs: list[Path], tmp_path: Path, capsys: pytest.Ca
     out = capsys.readouterr().out
     assert f"warning: RUN {runs[1]}: its run has not ended; its part is judged by the network of epoch " in out
     assert f"warning: RUN {runs[0]}" not in out
+
+
+@pytest.mark.slow
+def test_images_that_have_moved(runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, flags = runs[0].parent / "data", (*map(str, runs), "--device", "cpu", "--output-dir")
+    assert find_label_errors.main([*flags, str(tmp_path / "here")]) == 0
+    data.rename(tmp_path / "moved")
+    try:
+        assert find_label_errors.main([*flags, str(tmp_path / "there")]) == 2
+        assert f"--data-dir {data}: no such folder" in capsys.readouterr().err
+        assert find_label_errors.main([*flags, str(tmp_path / "there"), "--data-dir", str(tmp_path / "moved")]) == 0
+    finally:
+        (tmp_path / "moved").rename(data)
+    for name in ("label_errors.csv", "cleaned.csv"):
+        expected = (tmp_path / "here" / name).read_text().replace(str(data), str(tmp_path / "moved"))
+        assert (tmp_path / "there" / name).read_text() == expected
 
 
 def test_a_class_that_a_label_file_would_divide(tmp_path: Path) -> None:

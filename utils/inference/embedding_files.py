@@ -63,7 +63,9 @@ def read_embeddings(path: Path, name: str) -> Embeddings:
         rows, features = (_read_parquet if path.suffix == ".parquet" else _read_array)(path)
     except UserError:
         raise
-    except (OSError, ValueError, KeyError, ImportError, EOFError) as error:
+    except ImportError:
+        raise UserError(f"{name} {path}: a parquet file is read by the package pyarrow; pip install pyarrow") from None
+    except (OSError, ValueError, KeyError, EOFError) as error:
         raise UserError(f"{name} {path}: cannot be read ({first_line(error, 200)}); {_AGAIN}") from None
     is_good = np.array([not row["error"] for row in rows], dtype=bool)
     if features.ndim != 2 or features.dtype != np.float32 or len(rows) != len(features):

@@ -20,8 +20,11 @@ from utils.training.state.checkpoint import BEST, EARLIER, LAST, Checkpoint, Tem
 from utils.training.state.train_state import NETWORKS
 
 
-def find_best_checkpoints(path: Path) -> list[Path]:
+def find_best_checkpoints(path: Path, name: str = "CHECKPOINT") -> list[Path]:
     """The checkpoints that a path means: itself, or of an output folder best.pt, then the others, newest first.
+
+    Args:
+        name: of the argument.
 
     Raises:
         UserError: there is none.
@@ -29,14 +32,10 @@ def find_best_checkpoints(path: Path) -> list[Path]:
     if os.path.isfile(path):
         return [path]
     if not os.path.isdir(path):
-        raise UserError(
-            f"CHECKPOINT {path}: no such checkpoint; give best.pt or last.pt of a run, or its output folder"
-        )
+        raise UserError(f"{name} {path}: no such checkpoint; give best.pt or last.pt of a run, or its output folder")
     found = [path / name for name in (BEST, LAST, *EARLIER) if os.path.isfile(path / name)]
     if not found:
-        raise UserError(
-            f"CHECKPOINT {path}: no checkpoint in it; give the output folder of a run, or a checkpoint file"
-        )
+        raise UserError(f"{name} {path}: no checkpoint in it; give the output folder of a run, or a checkpoint file")
     return found
 
 

@@ -215,7 +215,10 @@ def _find_label_files(config: TrainConfig, given: Mapping[str, str], splits: Seq
     found = {split: config.data_dir / pattern for split, pattern in named.items()}
     for split, path in found.items():
         if not os.path.isfile(path):
-            raise UserError(f"--{split}-data {named[split]}: no such label file in {config.data_dir}; give its path")
+            place = "" if os.path.isabs(named[split]) else f" in {config.data_dir}"
+            raise UserError(
+                f"--{split}-data {named[split]}: no such label file{place}; give its path from there, or a whole one"
+            )
     try:
         found = find_label_files(config.data_dir, config.val_split, found, splits)
     except UserError as error:

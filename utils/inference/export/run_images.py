@@ -19,7 +19,7 @@ from utils.inference.readable_batches import ReadableBatches
 from utils.options.config import TrainConfig
 from utils.options.resolved import ResolvedConfig
 from utils.progress import with_bar
-from utils.training.resume.restore import settings_of_checkpoint
+from utils.training.resume.restore import settings_of_run
 from utils.training.settings.autotune import choose_common_loader_settings, resolve
 from utils.training.state.checkpoint import Checkpoint
 
@@ -55,9 +55,7 @@ def find_run_images(saved: Checkpoint, data_dir: Path | None, scratch: Path) -> 
     values |= {"loader": "dali"} if before.loader == "stock" else {}  # which has its pixels
     alone = DistEnv.single(torch.device("cpu"))
     options = TrainConfig(evaluate=True, device="cpu", given=frozenset(values), **values)
-    config, _ = settings_of_checkpoint(options, before, saved.path or "", alone)
-    # Which an evaluation of other images leaves out. These are the run's, wherever they lie now.
-    config = stage(dataclasses.replace(config, fold=before.fold, val_fraction=before.val_fraction), alone)
+    config = stage(settings_of_run(options, before, saved.path or "", alone), alone)
     # As the training lists them: an evaluation lists val alone.
     listed = read_data(dataclasses.replace(config, evaluate=False), alone)
     train = listed["train"]

@@ -140,6 +140,16 @@ def settings_of_checkpoint(
     return config, notes
 
 
+@collective
+def settings_of_run(config: TrainConfig, before: TrainConfig, source: Path | str, env: DistEnv) -> TrainConfig:
+    """As `settings_of_checkpoint`, for the run's own images, wherever `--data-dir` says that they lie now.
+
+    What the run held out stays so, also where the data has a val/ that it left out.
+    """
+    found, _ = settings_of_checkpoint(config, before, source, env)
+    return dataclasses.replace(found, fold=before.fold, val_fraction=before.val_fraction)
+
+
 def _drop_names(config: TrainConfig, before: TrainConfig, values: dict[str, Any]) -> None:
     """Remove the names of a run's label files and shards that the user's flags leave without a meaning."""
     if _is_other_data(config, before):  # what the run's own data are called may name other files there, or none
