@@ -18,6 +18,7 @@ from utils.files import rename, temporary_of
 
 FOLDER = "heatmaps"
 MAX_STEM = 80  # characters of a name that are kept: file systems allow 255 bytes
+HEAD = 256  # bytes in which a file's mark is: Pillow writes it before the pixels
 _MARK = ("Software", "Brisk heat map")  # PNG's word for what made a file
 
 
@@ -36,11 +37,10 @@ def encode_png(image: Image.Image) -> bytes:
 
 
 def _is_ours(path: Path) -> bool:
-    try:
-        with Image.open(path, formats=["PNG"]) as image:
-            return _MARK in image.info.items()
-    except (OSError, ValueError):  # it is no PNG, or no file
+    if path.suffix != ".png" or not path.is_file():
         return False
+    with path.open("rb") as file:
+        return "\0".join(_MARK).encode() in file.read(HEAD)
 
 
 def check_heatmap_folder(output_dir: Path) -> None:

@@ -123,14 +123,8 @@ def describe_run(path: Path) -> FoldRun:
         raise UserError(f"RUN {path}: its images have several labels; wrong labels are found where each has one")
     if len(saved.record.classes) < 2:
         raise UserError(f"RUN {path}: has only the class {saved.record.classes[0]}; two or more are needed")
-    if path.is_dir() and not has_summary(path):
-        emit(f"warning: RUN {path}: its run has not ended; its part is judged by the network of epoch {_epoch(saved)}")
     data = store_url(config.data_dir) or os.path.realpath(config.data_dir or "")
     return FoldRun(path, fold, str(data), saved.record.classes)
-
-
-def _epoch(saved: Checkpoint) -> str:
-    return f"{saved.state.epoch} of {saved.config.epochs}"
 
 
 def check_folds(runs: Sequence[FoldRun]) -> list[FoldRun]:
@@ -220,6 +214,9 @@ def _predict_all(
     for run in runs:
         show_status(f"preparing --fold {_text(run)}")
         saved = _open(run.path)
+        if run.path.is_dir() and not has_summary(run.path):
+            epoch = f"epoch {saved.state.epoch} of {saved.config.epochs}"
+            emit(f"warning: RUN {run.path}: its run has not ended; its part is judged by the network of {epoch}")
         config, listed, held_out = _select(saved, run, options, env)
         train = listed["train"]
         if images is None:
